@@ -1,0 +1,182 @@
+"""Actions: the words of a schedule, each with an exact text form that parses back. Imports nothing of the project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """What runs in order: a CUDA stream, a worker thread on the CPU, a resource of the simulator, a row of the picture."""
+
+    COMPUTE = "COMPUTE"
+    """Forward, backward and update."""
+    GATHER = "GATHER"
+    """Weights inside a node."""
+    REDUCE = "REDUCE"
+    """Gradients inside a node."""
+    INTER_W = "INTER_W"
+    """Weights between nodes."""
+    INTER_G = "INTER_G"
+    """Gradients between nodes."""
+
+
+class Op(StrEnum):
+    """What an action does."""
+
+    FORWARD = "FORWARD"
+    """One block on one micro-batch, without a graph (the embedding may keep its own)."""
+    BACKWARD = "BACKWARD"
+    """Recompute one block on one micro-batch and propagate; for the head: the loss and its gradient at once."""
+    ZERO = "ZERO"
+    """Clear a gradient buffer on a rank that has no micro-batch in this visit."""
+    EXCHANGE = "EXCHANGE"
+    """A batch of sends and receives that become ready together."""
+    COLLECTIVE = "COLLECTIVE"
+    """An operation of all members of a group."""
+    ADD = "ADD"
+    """Into a home gradient, in the schedule's order."""
+    NORM = "NORM"
+    """Gradient norm, loss and token count over the world."""
+    UPDATE = "UPDATE"
+    """The optimizer on the home stripe of one unit."""
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+
+
+def is_weight(name: str) -> bool:
+    """Homes ``home.w.UNIT``, full units ``W..`` and slices ``S..`` on their way."""
+    return name.startswith(("home.w.", "W", "S"))
+
+
+def is_gradient(name: str) -> bool:
+    """Homes ``home.g.UNIT``, full units ``G..``, slices ``H..`` on their way, ``R..`` arriving at home."""
+    return name.startswith(("home.g.", "G", "H", "R"))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One send or receive of an exchange.
+
+    Args:
+        send: True for a send to ``peer``, False for a receive from it.
+        peer: global rank of the other side.
+        unit: what travels.
+        buffer: where it is read, or written.
+    """
+
+    send: bool
+    peer: int
+    unit: int
+    buffer: str
+
+    def __str__(self) -> str:
+        return f"{'SEND>' if self.send else 'RECV<'}{self.peer}:u{self.unit}:{self.buffer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Transfer:
+        peer, unit, buffer = text[5:].split(":")
+        return cls(text.startswith("SEND>"), int(peer), int(unit[1:]), buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that one rank does.
+
+    Args:
+        op, lane: what, and on which lane.
+        reads, writes: names of buffers. A buffer that is both is updated in place.
+        frees: those of ``reads`` that nobody reads afterwards (activations).
+        block, micro_batch, unit: what it is about, -1 where that does not apply.
+        collective, group, root: of a COLLECTIVE (root: global rank, for broadcast and reduce). NORM has group ``world``.
+        transfers: of an EXCHANGE.
+
+    BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The weights that
+    FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes in the order of its
+    trainable units.
+
+    >>> action = Action(Op.FORWARD, Lane.COMPUTE, ("W0.1", "x.3.2"), ("x.3.3",), block=2, micro_batch=3)
+    >>> str(action)
+    'COMPUTE FORWARD b2 m3 | W0.1 x.3.2 -> x.3.3'
+    >>> Action.parse(str(action)) == action
+    True
+    """
+
+    op: Op
+    lane: Lane
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+    block: int = -1
+    micro_batch: int = -1
+    unit: int = -1
+    collective: str = ""
+    group: str = ""
+    root: int = -1
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The weight buffers among ``reads``."""
+        return tuple(name for name in self.reads if is_weight(name))
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The gradient buffers among ``writes``."""
+        return tuple(name for name in self.writes if is_gradient(name))
+
+    def __str__(self) -> str:
+        words = [self.lane.value, self.op.value]
+        if self.collective:
+            words.append(self.collective)
+        if self.group:
+            words.append(f"@{self.group}")
+        for letter, number in (("b", self.block), ("m", self.micro_batch), ("u", self.unit), ("r", self.root)):
+            if number >= 0:
+                words.append(f"{letter}{number}")
+        words.append("|")
+        if self.transfers:
+            words.extend(str(transfer) for transfer in self.transfers)
+        else:
+            words.extend(self.reads)
+            words.append("->")
+            words.extend(self.writes)
+            if self.frees:
+                words.append("free")
+                words.extend(self.frees)
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: the text is not the text form of an action.
+        """
+        try:
+            head, tail = text.split(" | ", 1) if " | " in text else (text.removesuffix(" |"), "")
+            lane, op, *words = head.split(" ")
+            fields: dict = {"lane": Lane(lane), "op": Op(op)}
+            names = {"b": "block", "m": "micro_batch", "u": "unit", "r": "root"}
+            for word in words:
+                if word in COLLECTIVES:
+                    fields["collective"] = word
+                elif word.startswith("@"):
+                    fields["group"] = word[1:]
+                else:
+                    fields[names[word[0]]] = int(word[1:])
+            if fields["op"] is Op.EXCHANGE:
+                return exchange(fields["lane"], tuple(Transfer.parse(word) for word in tail.split(" ")))
+            buffers, _, frees = tail.partition(" free ")
+            reads, _, writes = f" {buffers} ".partition(" -> ")
+            return cls(reads=tuple(reads.split()), writes=tuple(writes.split()), frees=tuple(frees.split()), **fields)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"not an action: {text!r}") from error
+
+
+def exchange(lane: Lane, transfers: tuple[Transfer, ...]) -> Action:
+    """An EXCHANGE whose reads and writes are those of its transfers."""
+    reads = tuple(dict.fromkeys(t.buffer for t in transfers if t.send))
+    writes = tuple(t.buffer for t in transfers if not t.send)
+    return Action(Op.EXCHANGE, lane, reads, writes, transfers=transfers)

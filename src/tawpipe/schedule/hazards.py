@@ -1,0 +1,57 @@
+"""Which earlier actions an action waits for, from the buffers alone. Used by every player of a schedule. Imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+Event = TypeVar("Event")
+
+
+class Hazards(Generic[Event]):
+    """Tracks the last writer and the readers since, of every buffer, over any number of steps.
+
+    >>> hazards = Hazards()
+    >>> hazards.add("recv", reads=[], writes=["W0"])
+    []
+    >>> hazards.add("compute", reads=["W0"], writes=["x"])
+    ['recv']
+    >>> hazards.add("recv again", reads=[], writes=["W0"])
+    ['recv', 'compute']
+    """
+
+    def __init__(self) -> None:
+        self._writer: dict[str, Event] = {}
+        self._readers: dict[str, list[Event]] = {}
+
+    def add(
+        self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()
+    ) -> list[Event]:
+        """The events that ``event`` must wait for: writers of what it reads, writers and readers of what it writes.
+
+        ``frees`` are forgotten afterwards: activations have names of their own and are never reused.
+        """
+        found: list[Event] = []
+        for name in reads:
+            if name in self._writer:
+                found.append(self._writer[name])
+        for name in writes:
+            if name in self._writer:
+                found.append(self._writer[name])
+            found.extend(self._readers.get(name, ()))
+        for name in reads:
+            self._readers.setdefault(name, []).append(event)
+        for name in writes:
+            self._writer[name] = event
+            self._readers[name] = []
+        for name in frees:
+            self._writer.pop(name, None)
+            self._readers.pop(name, None)
+        return list(dict.fromkeys(found))
+
+    def last_events(self) -> list[Event]:
+        """Every event that something could still wait for."""
+        found = list(self._writer.values())
+        for readers in self._readers.values():
+            found.extend(readers)
+        return list(dict.fromkeys(found))

@@ -1,0 +1,160 @@
+"""What a builder is given and what it makes: blocks, units, knobs, pools, the schedule. Imports topology and schedule only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.placement import Home
+from tawpipe.topology import Topology
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """What travels as one.
+
+    Args:
+        numel: elements without padding.
+        trainable: whether gradients and an update exist.
+        blocks: the blocks that use it, ascending; two for a tied embedding.
+    """
+
+    numel: int
+    trainable: bool
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What computes as one.
+
+    Args:
+        units: indices of its units.
+        backward_reads_weights: whether its backward needs the weights on the device.
+        needs_backward: False for blocks before the first trainable parameter.
+        kind: ``embedding``, ``layer`` or ``head``.
+    """
+
+    units: tuple[int, ...]
+    kind: str
+    backward_reads_weights: bool = True
+    needs_backward: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The chain as sizes. Block 0 is the embedding, the last one the head."""
+
+    blocks: tuple[BlockSpec, ...]
+    units: tuple[UnitSpec, ...]
+
+    def trainable_units(self, block: int) -> tuple[int, ...]:
+        return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What may be chosen for a schedule.
+
+    Args:
+        placement: see ``placement.place``.
+        micro_batches: for every rank the global indices of its micro-batches of one step.
+        micro_batches_per_visit: how many of them share one visit of the weights. Rounds follow.
+        look_ahead: how many visits ahead weights are pulled and gathered; one buffer of a unit's size each.
+        gradient_buffers: full-size gradient buffers: one being computed, the others being reduced.
+    """
+
+    placement: str
+    micro_batches: tuple[tuple[int, ...], ...]
+    micro_batches_per_visit: int = 1
+    look_ahead: int = 2
+    gradient_buffers: int = 2
+
+    @property
+    def rounds(self) -> int:
+        most = max(len(own) for own in self.micro_batches)
+        return max(1, -(-most // self.micro_batches_per_visit))
+
+    def in_round(self, rank: int, number: int) -> tuple[int, ...]:
+        """The micro-batches of ``rank`` in one round; may be empty."""
+        k = self.micro_batches_per_visit
+        return self.micro_batches[rank][number * k : (number + 1) * k]
+
+
+def share_micro_batches(count: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches 0..count-1 for every rank, consecutive, the first ranks one more where it does not divide.
+
+    >>> share_micro_batches(5, 4)
+    ((0, 1), (2,), (3,), (4,))
+    """
+    base, extra = divmod(count, world_size)
+    starts = [rank * base + min(rank, extra) for rank in range(world_size + 1)]
+    return tuple(tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equally large buffers of one kind on one rank, named ``{name}.0``, ``{name}.1``, ...
+
+    Args:
+        kind: ``weight`` (compute dtype) or ``gradient`` (reduce dtype).
+        elements: of one buffer.
+    """
+
+    name: str
+    kind: str
+    count: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step of every rank.
+
+    Args:
+        name: of the builder.
+        programs: for every rank its actions in the order in which they are issued. The order within a lane is the same.
+        pools: for every rank the buffers that its program uses, homes and activations aside.
+        homes: for every unit.
+        training: False for a forward-only schedule.
+    """
+
+    name: str
+    topology: Topology
+    model: ModelSpec
+    knobs: Knobs
+    homes: tuple[Home, ...]
+    programs: tuple[tuple[Action, ...], ...]
+    pools: tuple[tuple[Pool, ...], ...]
+    training: bool = True
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        return tuple(sorted(m for own in self.knobs.micro_batches for m in own))
+
+    def text(self, rank: int) -> str:
+        """The program of one rank, one action a line."""
+        return "\n".join(str(action) for action in self.programs[rank])
+
+    def pool_elements(self, rank: int, kind: str) -> int:
+        return sum(pool.count * pool.elements for pool in self.pools[rank] if pool.kind == kind)
+
+    def home_elements(self, rank: int, *, trainable: bool) -> int:
+        """Elements of the stripes that live on ``rank``, of trainable or of frozen units."""
+        units = zip(self.homes, self.model.units, strict=True)
+        return sum(home.stripe * home.ranks.count(rank) for home, unit in units if unit.trainable == trainable)
+
+    def peak_activations(self, rank: int) -> int:
+        """The most boundary activations (inputs of blocks, and their gradients) that a program keeps at one time."""
+        alive: set[str] = set()
+        peak = 0
+        for action in self.programs[rank]:
+            alive.update(name for name in action.writes if name.startswith(("x.", "dx.")))
+            peak = max(peak, len(alive))
+            alive.difference_update(action.frees)
+        return peak
+
+    def counts(self, rank: int) -> Counter[Op]:
+        return Counter(action.op for action in self.programs[rank])

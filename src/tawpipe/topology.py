@@ -1,0 +1,121 @@
+"""Nodes and local ranks: which processes share a fast link. Imports nothing of the project but errors.
+
+A topology is derived anew at every start, because launchers number ranks differently after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tawpipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The mesh of processes: the outer axis is the slow link between nodes, the inner one the fast link inside a node.
+
+    Args:
+        nodes: for every node the global ranks on it, in the order of their local ranks. All nodes have equally many.
+
+    >>> topology = Topology.grid(2, 3)
+    >>> topology.nodes
+    ((0, 1, 2), (3, 4, 5))
+    >>> topology.node_of(4), topology.local_of(4), topology.rail(1)
+    (1, 1, (1, 4))
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for node in self.nodes for rank in node)
+        assert ranks == list(range(len(ranks))) and ranks, f"ranks must be 0..n-1, each once: {self.nodes}"
+        sizes = {len(node) for node in self.nodes}
+        if len(sizes) > 1:
+            raise UserError(
+                "topology", f"nodes of {sorted(sizes)} processes", "every node must run the same number of processes"
+            )
+
+    @classmethod
+    def grid(cls, num_nodes: int, local_size: int) -> Topology:
+        """``num_nodes`` nodes of ``local_size`` consecutive ranks each."""
+        return cls(tuple(tuple(range(n * local_size, (n + 1) * local_size)) for n in range(num_nodes)))
+
+    @classmethod
+    def from_group_ranks(cls, group_ranks: list[tuple[int, int]]) -> Topology:
+        """From the (node number, local rank) of every global rank, as the launcher gave them."""
+        nodes: dict[int, list[tuple[int, int]]] = {}
+        for rank, (node, local) in enumerate(group_ranks):
+            nodes.setdefault(node, []).append((local, rank))
+        return cls(tuple(tuple(rank for _, rank in sorted(nodes[node])) for node in sorted(nodes)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.nodes[0])
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.local_size
+
+    @cached_property
+    def _position(self) -> dict[int, tuple[int, int]]:
+        return {rank: (n, i) for n, node in enumerate(self.nodes) for i, rank in enumerate(node)}
+
+    def node_of(self, rank: int) -> int:
+        return self._position[rank][0]
+
+    def local_of(self, rank: int) -> int:
+        return self._position[rank][1]
+
+    def rail(self, local_rank: int) -> tuple[int, ...]:
+        """The ranks of one local rank in all nodes, in the order of the nodes: the group that crosses the slow link."""
+        return tuple(node[local_rank] for node in self.nodes)
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The members of the group ``node``, ``rail`` or ``world`` that ``rank`` belongs to, in their group order."""
+        if name == "node":
+            return self.nodes[self.node_of(rank)]
+        if name == "rail":
+            return self.rail(self.local_of(rank))
+        assert name == "world", name
+        return tuple(rank for node in self.nodes for rank in node)
+
+    def __str__(self) -> str:
+        processes = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
+        nodes = f"{self.num_nodes} node" + ("s" if self.num_nodes > 1 else "")
+        return f"{processes} = {nodes} x {self.local_size}"
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What torchrun (or the local launcher) says about this process, under torchrun's own variable names."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+        """The launcher's variables, or None in a process that no launcher started.
+
+        Raises:
+            UserError: some of the variables are there and others are missing or no numbers.
+        """
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return None
+        values = []
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            text = environ.get(name)
+            if text is None or not text.isdecimal():
+                raise UserError(
+                    name, text, "torchrun sets it to a number; start with torchrun, or unset RANK and WORLD_SIZE"
+                )
+            values.append(int(text))
+        return cls(*values)
