@@ -24,13 +24,8 @@ class Hazards(Generic[Event]):
         self._writer: dict[str, Event] = {}
         self._readers: dict[str, list[Event]] = {}
 
-    def add(
-        self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()
-    ) -> list[Event]:
-        """The events that ``event`` must wait for: writers of what it reads, writers and readers of what it writes.
-
-        ``frees`` are forgotten afterwards: activations have names of their own and are never reused.
-        """
+    def before(self, *, reads: Iterable[str], writes: Iterable[str]) -> list[Event]:
+        """The events that an action must wait for: writers of what it reads, writers and readers of what it writes."""
         found: list[Event] = []
         for name in reads:
             if name in self._writer:
@@ -39,6 +34,10 @@ class Hazards(Generic[Event]):
             if name in self._writer:
                 found.append(self._writer[name])
             found.extend(self._readers.get(name, ()))
+        return list(dict.fromkeys(found))
+
+    def record(self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()) -> None:
+        """Note an action's event. ``frees`` are forgotten: activations have names of their own and are never reused."""
         for name in reads:
             self._readers.setdefault(name, []).append(event)
         for name in writes:
@@ -47,7 +46,14 @@ class Hazards(Generic[Event]):
         for name in frees:
             self._writer.pop(name, None)
             self._readers.pop(name, None)
-        return list(dict.fromkeys(found))
+
+    def add(
+        self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()
+    ) -> list[Event]:
+        """``before`` and ``record`` in one."""
+        found = self.before(reads=reads, writes=writes)
+        self.record(event, reads=reads, writes=writes, frees=frees)
+        return found
 
     def last_events(self) -> list[Event]:
         """Every event that something could still wait for."""

@@ -1,0 +1,66 @@
+"""Values for buffers that a model on the meta device has not, such as rotary frequencies. Imports transformers' models."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.refuse import SETTING
+
+
+def owners(model: nn.Module) -> dict[str, Any]:
+    """Module name -> the nearest transformers model at or above it, whose ``_init_weights`` is in charge of it."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        above = found[name.rpartition(".")[0]] if name else model
+        found[name] = module if isinstance(module, PreTrainedModel) else above
+    return found
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill with a value that no initialisation leaves behind."""
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min)
+
+
+def poisoned(tensor: Tensor) -> bool:
+    """Whether any element is still what ``poison`` wrote. Booleans cannot tell."""
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+@torch.no_grad()
+def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to ``device``; compute those on meta as ``from_pretrained`` does, by ``_init_weights``.
+
+    Raises:
+        UserError: for a buffer that the model's ``_init_weights`` does not set.
+    """
+    in_charge = owners(model)
+    for path, module in model.named_modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if any(buffer.is_meta for buffer in own.values()):
+            stand_in = copy.copy(module)
+            stand_in.__dict__["_buffers"] = {
+                name: poison(torch.empty_like(buffer, device="cpu")) for name, buffer in own.items()
+            }
+            # Only buffers are wanted, and the parameters of a module on meta have nothing to initialise.
+            in_charge[path]._init_weights(stand_in)
+            own = {name: buffer for name, buffer in stand_in._buffers.items() if buffer is not None}
+            if wrong := [name for name, buffer in own.items() if poisoned(buffer)]:
+                raise UserError(
+                    SETTING,
+                    type(model).__name__,
+                    f"buffer {path}.{wrong[0]} has no value on the meta device and the model's _init_weights sets none; "
+                    "give a model that is not on meta",
+                )
+        for name, buffer in own.items():
+            module._buffers[name] = buffer.to(device)

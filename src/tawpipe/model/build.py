@@ -1,0 +1,159 @@
+"""From what the user names (a preset, a folder, a name on the Hub) to a model on the meta device. Imports transformers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.refuse import SETTING
+from tawpipe.model.weights import InitSource, SafetensorsSource, WeightSource, has_weights
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "small-125m": {
+        "vocab_size": 32768,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "tie_word_embeddings": True,
+    },
+    "llama-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+    },
+}
+"""Llama shapes with random weights: 8, 124, 1236 and 8030 million parameters with their own vocabularies."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on the meta device and where its values come from."""
+
+    model: nn.Module
+    spec: str
+    folder: Path | None
+    """The folder with its weights; None for a model that starts from random values."""
+
+    def source(self, chain: Chain, *, seed: int) -> WeightSource:
+        """Initial values for ``chain``, which was made of this model (or of a ``peft`` model around it)."""
+        if self.folder is None:
+            return InitSource(chain, seed)
+        return SafetensorsSource(chain, self.folder, seed=seed)
+
+
+def build_model(
+    spec: str, *, vocab_size: int | None = None, max_positions: int, trust_remote_code: bool = False
+) -> BuiltModel:
+    """Build the model that ``spec`` names, without memory for its weights.
+
+    Args:
+        spec: a preset, a folder with config.json (and safetensors, or else random values), or ``owner/name`` on the Hub.
+        vocab_size: tokens that the tokenizer can give. A preset takes it as its vocabulary, any other model must have at
+            least as many.
+        max_positions: the longest document. A preset takes it, any other model must allow as many.
+        trust_remote_code: run model code that comes with the folder or from the Hub.
+
+    Raises:
+        UserError: for an unknown spec, a model that is no causal LM, or one that the tokenizer or length does not fit.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    folder: Path | None = None
+    if spec in PRESETS:
+        shape = PRESETS[spec] if vocab_size is None else {**PRESETS[spec], "vocab_size": vocab_size}
+        config: Any = LlamaConfig(
+            **shape, max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        )
+    else:
+        folder = _folder(spec)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(SETTING, spec, f"its config.json cannot be used ({_first_line(error)})") from error
+        _check_fit(spec, config, vocab_size, max_positions)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise UserError(SETTING, spec, f"transformers cannot build it ({_first_line(error)})") from error
+        raise UserError(
+            SETTING, spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
+        ) from error
+    return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None)
+
+
+def _folder(spec: str) -> Path:
+    """The local folder of a model; files from the Hub are fetched into its cache."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(SETTING, spec, "the folder must hold a config.json")
+        return path
+    expected = f"expected a folder with config.json, a name owner/model on the Hub, or one of {', '.join(PRESETS)}"
+    if path.exists() or not _HUB_NAME.fullmatch(spec):
+        raise UserError(SETTING, spec, expected)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"]))
+    except Exception as error:  # its errors have no common base: network, names, access
+        raise UserError(SETTING, spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
+
+
+def _check_fit(spec: str, config: Any, vocab_size: int | None, max_positions: int) -> None:
+    text = config.get_text_config()
+    if vocab_size is not None and vocab_size > text.vocab_size:
+        raise UserError(
+            "--tokenizer",
+            f"{vocab_size} tokens",
+            f"the model {spec} has a vocabulary of {text.vocab_size}; use the tokenizer that belongs to it",
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and max_positions > limit:
+        raise UserError(
+            "--sequence-length",
+            max_positions,
+            f"at most {limit} for {spec} (max_position_embeddings in its config.json)",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,262 @@
+"""The chain: a causal LM run block by block, its weights bound for a visit and its gradients collected from it.
+
+Imports torch, and transformers through the model. Knows nothing of processes, transfers or schedules. All calls of one
+chain happen on one thread; only the gradient hooks may run on autograd's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model import attention
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.buffers import materialize_buffers
+from tawpipe.model.discovery import discover
+from tawpipe.model.refuse import SETTING, refuse_unsupported
+from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
+from tawpipe.model.units import Block, ParameterSlot, Unit, build_blocks, build_units
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(logits [b, c, V], labels [b, c], already shifted) -> the sum, not the mean, over the labels that count."""
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What the layers' calls need besides the hidden states: position embeddings and masks of one micro-batch."""
+
+    calls: tuple[LayerCall, ...]
+
+
+@dataclass(eq=False)
+class _Collection:
+    """Where a unit's gradients go, and which of them have come."""
+
+    flat: Tensor
+    accumulate: bool
+    arrived: set[int] = field(default_factory=set)
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies over the labels that count, in fp32, or in fp64 for fp64 logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Chain:
+    """A Hugging Face causal LM as embedding, layers and head.
+
+    Args:
+        model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
+            attention implementation is set to ours; nothing else of it changes before ``prepare``.
+        loss: instead of the cross-entropy over the vocabulary; see ``Loss``.
+
+    Raises:
+        UserError: for a model that cannot be run this way; it says why.
+    """
+
+    def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
+        self.given = model
+        """The model as it was given: the ``peft`` model, if it is one."""
+        self.model: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        refuse_unsupported(self.model)
+        attention.register()
+        self.model.set_attn_implementation(attention.NAME)
+        self.config = self.model.config
+        self._loss = loss or token_loss_sum
+
+        found = discover(self.model)
+        self._layers, self._path = found.layers, found.path
+        count = len(found.layers)
+        names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
+        self.units: tuple[Unit, ...] = build_units(self.model, found.uses, names)
+        self.blocks: tuple[Block, ...] = build_blocks(
+            self.units, names, embedding_backward_reads_weights=found.embedding_backward_reads_weights
+        )
+
+        self._tape, self._feed = Tape(returns_tuple=found.returns_tuple), Feed(returns_tuple=found.returns_tuple)
+        recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(found.layers)]
+        feeders = [Feeder(layer, self._feed) for layer in found.layers]
+        self._embedding_side, own = view_with_layers(self.model, found.path, recorders)
+        self._head_side, own_too = view_with_layers(self.model, found.path, feeders)
+        self._views = [*own, *own_too]
+        self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
+        self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
+        self._collections: dict[int, _Collection] = {}
+        self.device, self.dtype = torch.device("meta"), torch.float32
+
+    def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Take the values out of the model: every parameter becomes a placeholder, every buffer moves to ``device``.
+
+        A placeholder has its parameter's shape, but one element of storage, which is NaN: whatever reads a parameter
+        outside of its visit shows in the loss. Buffers that are still on meta (rotary frequencies) are computed.
+        """
+        self.device, self.dtype = torch.device(device), dtype
+        if strict := getattr(self.model, "_keep_in_fp32_modules_strict", None):
+            logger.warning("%s asks to keep %s in fp32; they compute in %s", self.name, ", ".join(strict), dtype)
+        if dtype == torch.float64 and self.model._can_set_experts_implementation():
+            logger.info("%s: grouped matrix products have no fp64, so the experts run one by one", self.name)
+            self.model.set_experts_implementation("eager")
+        materialize_buffers(self.model, self.device)
+
+        nan = torch.full((1,), float("nan"), dtype=dtype, device=self.device)
+        fresh: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, old in module._parameters.items():
+                if old is None:
+                    continue
+                if old not in fresh:
+                    fresh[old] = nn.Parameter(nan.expand(old.shape), requires_grad=old.requires_grad)
+                module._parameters[name] = fresh[old]
+
+        by_name: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
+        self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
+        self._collections = {}
+        for unit in self.units:
+            if unit.trainable:
+                for index, parameter in enumerate(self._parameters[unit.index]):
+                    parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
+
+    def set_training(self, mode: bool) -> None:
+        """Switch dropout and the like on or off."""
+        self.model.train(mode)
+        for module in self._views:
+            module.training = mode
+
+    # Weights and gradients of a visit
+
+    def bind(self, unit: int, flat: Tensor) -> None:
+        """Make the unit's parameters views of ``flat`` ([numel] or longer, of the device and dtype of ``prepare``)."""
+        assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
+        assert flat.numel() >= self.units[unit].numel
+        for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
+            parameter.data = _view(flat, slot)
+
+    def release(self, unit: int) -> None:
+        """End a visit: the parameters are placeholders again and hold no buffer."""
+        for parameter, placeholder in zip(self._parameters[unit], self._placeholders[unit], strict=True):
+            parameter.data = placeholder
+
+    def collect(self, unit: int, flat: Tensor, accumulate: bool) -> None:
+        """From now on, gradients of the unit's parameters go into ``flat`` while autograd runs.
+
+        Args:
+            unit: a trainable unit.
+            flat: [numel] or longer; its dtype may be wider than the parameters'.
+            accumulate: add to what ``flat`` holds. Otherwise its content counts for nothing: a parameter's first
+                gradient is copied, later ones (the head's chunks) are added.
+        """
+        assert self.units[unit].trainable and unit not in self._collections
+        assert flat.numel() >= self.units[unit].numel
+        self._collections[unit] = _Collection(flat, accumulate)
+
+    def finish_collect(self, unit: int) -> None:
+        """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""
+        collection = self._collections.pop(unit)
+        if collection.accumulate:
+            return
+        slots = self.units[unit].slots
+        if not collection.arrived:
+            collection.flat.zero_()
+            return
+        for index, slot in enumerate(slots):
+            if index not in collection.arrived:
+                _view(collection.flat, slot).zero_()
+        collection.flat[self.units[unit].numel :].zero_()
+
+    def _collector(self, unit: int, index: int) -> Callable[[Tensor], None]:
+        slot = self.units[unit].slots[index]
+
+        def take(parameter: Tensor) -> None:
+            collection = self._collections.get(unit)
+            assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            target = _view(collection.flat, slot)
+            if collection.accumulate or index in collection.arrived:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+            collection.arrived.add(index)
+
+        return take
+
+    # Blocks
+
+    def embed(self, batch: MicroBatch) -> tuple[Tensor, Context]:
+        """Block 0: hidden states [b, S, H], and what the layers' calls need for this micro-batch.
+
+        Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
+        """
+        ids = batch.input_ids
+        documents = attention.Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
+        # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
+        # the device.
+        unpadded = torch.ones_like(ids)
+        self._tape.rewind()
+        try:
+            with attention.packing(documents):
+                self._embedding_side(
+                    input_ids=ids, attention_mask=unpadded, position_ids=batch.position_ids, use_cache=False
+                )
+            raise AssertionError("the model went past its layers")
+        except LayersReached:
+            hidden = self._tape.hidden
+            assert hidden is not None
+            return hidden, Context(tuple(self._tape.calls))
+        finally:
+            self._tape.rewind()
+
+    def layer(self, block: int, hidden: Tensor, context: Context) -> Tensor:
+        """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
+        return context.calls[block - 1](self._layers[block - 1], hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
+        rows, length, _ = hidden.shape
+        nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
+        documents = attention.Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
+        self._feed.hidden = hidden
+        try:
+            with attention.packing(documents):
+                # The embedding side runs as well; its result is thrown away by the feeders.
+                output = self._head_side(
+                    inputs_embeds=hidden.detach(), attention_mask=nothing + 1, position_ids=nothing, use_cache=False
+                )
+        finally:
+            self._feed.hidden = None
+        return output[0] if isinstance(output, tuple) else output.logits
+
+    def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Block N + 1 for some positions: hidden states [b, c, H] and shifted labels [b, c] -> the sum of the loss."""
+        loss = self._loss(self.logits(hidden), labels)
+        if loss.ndim != 0:
+            raise UserError("loss", f"a tensor of shape {tuple(loss.shape)}", "it must return the sum as one number")
+        return loss
+
+    def load_buffers(self, values: dict[str, Tensor]) -> None:
+        """Set persistent buffers, by name, to values that came with the weights. After ``prepare``."""
+        own = dict(self.model.named_buffers())
+        for name, value in values.items():
+            if name not in own or own[name].shape != value.shape:
+                raise UserError(SETTING, name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
+            own[name].copy_(value)
+
+
+def _view(flat: Tensor, slot: ParameterSlot) -> Tensor:
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

@@ -1,0 +1,259 @@
+"""A Hugging Face folder from parameters that live elsewhere: sharded safetensors, config and tokenizer.
+
+Imports torch, safetensors and transformers (peft for adapters). Parameters are asked for one after the other, in the same
+order on every rank; only the writer keeps them, and at most one shard of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.weights import is_adapter
+
+logger = logging.getLogger(__name__)
+
+GetParameter = Callable[[str], Tensor | None]
+"""Canonical name -> the full tensor on the writing rank. Collective: every rank calls it, in the same order."""
+
+
+def export_hugging_face(
+    chain: Chain,
+    folder: Path | str,
+    get_parameter: GetParameter,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 5 * 2**30,
+    is_writer: bool,
+    tokenizer: Any = None,
+) -> Path:
+    """Write what ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model what ``PeftModel`` does.
+
+    A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``) to be put
+    on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete`` and
+    renamed at the end, so that a folder of this name is always complete; one that is there already is replaced.
+
+    Args:
+        chain: the model; its parameters may be placeholders.
+        folder: the folder to make.
+        get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
+        dtype: of the weights on disk.
+        max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor.
+        is_writer: whether this rank writes. The others only take part in ``get_parameter``.
+        tokenizer: a transformers tokenizer to be saved beside the weights.
+    """
+    folder = Path(folder)
+    adapter = getattr(chain.given, "peft_config", None) is not None
+    tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
+    if not is_writer:
+        for _ in tensors:
+            pass
+        return folder
+
+    partial = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError("--output", str(folder), f"expected a writable place for the export ({error})") from error
+    writer = _ShardWriter(partial, "adapter_model" if adapter else "model", dtype, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.finish()
+    if adapter:
+        _save_adapter_config(chain, partial)
+        logger.info("%s holds the adapter only; put it on the base model with peft.PeftModel.from_pretrained", folder)
+    else:
+        _save_config(chain, partial, dtype)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+
+    replaced = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return folder
+
+
+class _ShardWriter:
+    """Collects tensors and writes a safetensors file whenever the next one would make it too large."""
+
+    def __init__(self, folder: Path, stem: str, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        self._folder, self._stem, self._dtype, self._limit = folder, stem, dtype, max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        assert tensor is not None, f"the writer was not given {name}"
+        kept = tensor.detach().to(device="cpu", dtype=self._dtype if tensor.is_floating_point() else None, copy=True)
+        size = kept.numel() * kept.element_size()
+        if self._pending and self._pending_bytes + size > self._limit:
+            self._flush()
+        self._pending[name] = kept.contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._pending, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self._folder / f"{self._stem}.part-{index:05d}"
+
+    def finish(self) -> None:
+        """Write the rest and give the shards their final names, which tell how many there are."""
+        if self._pending:
+            self._flush()
+        if len(self._shards) == 1:
+            self._shard_path(0).rename(self._folder / f"{self._stem}.safetensors")
+            return
+        weight_map = {}
+        for index, names in enumerate(self._shards):
+            file = f"{self._stem}-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            self._shard_path(index).rename(self._folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index_file = self._folder / f"{self._stem}.safetensors.index.json"
+        index_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass
+class _Group:
+    """Parameters that transformers stores as other tensors, and the conversion that does it."""
+
+    transform: Any
+    target: str
+    members: list[tuple[str, str]]
+    """(canonical name, source pattern of the transform)."""
+
+
+def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
+    """(name on disk, tensor) of the whole model; the tensor is None where this rank was not given it."""
+    from transformers.core_model_loading import WeightConverter, apply_renamings
+
+    groups, renamings = _groups(chain)
+    for group in groups:
+        values = [(name, pattern, get_parameter(name)) for name, pattern in group.members]
+        if any(value is None for _, _, value in values):
+            yield group.target, None
+            continue
+        transform = deepcopy(group.transform)
+        for name, pattern, value in values:
+            transform.add_tensor(group.target, name, pattern, value)
+        converted = transform.convert(group.target, model=chain.model, config=chain.config)
+        for name, value in converted.items():
+            final = apply_renamings(name, renamings) if isinstance(transform, WeightConverter) else name
+            yield final, value[0] if isinstance(value, list) else value
+
+    declared = getattr(chain.model, "all_tied_weights_keys", {})
+    for name, canonical in _aliases(chain).items():
+        if name not in declared and canonical not in declared:  # tied by hand: opening the folder would not tie it
+            yield apply_renamings(name, renamings), get_parameter(canonical)
+    persistent = chain.model.state_dict().keys()
+    parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
+    for name, buffer in chain.model.named_buffers():
+        if name in persistent and name not in parameters:
+            yield apply_renamings(name, renamings), buffer
+
+
+def _aliases(chain: Chain) -> dict[str, str]:
+    """Further names of tied parameters -> their canonical name."""
+    canonical = {id(parameter): name for name, parameter in chain.model.named_parameters()}
+    every = chain.model.named_parameters(remove_duplicate=False)
+    return {name: canonical[id(parameter)] for name, parameter in every if name != canonical[id(parameter)]}
+
+
+def _groups(chain: Chain) -> tuple[list[_Group], list[Any]]:
+    """The conversion of every parameter to its form on disk, as ``save_pretrained`` does it, and the renamings after."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+    )
+
+    mapping = get_model_conversion_mapping(chain.model, add_legacy=False)
+    reverse = [entry.reverse_transform() for entry in mapping[::-1] if not isinstance(entry, PrefixChange)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+    groups: dict[str, _Group] = {}
+    for name, _ in chain.model.named_parameters():
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            target, pattern = apply_renamings(name, renamings), name
+            groups[target] = _Group(WeightRenaming(name, target), target, [(name, name)])
+        else:
+            groups.setdefault(target, _Group(by_pattern[pattern], target, [])).members.append((name, pattern))
+    return list(groups.values()), renamings
+
+
+def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
+    """(name on disk, tensor) of the adapter, and of base parameters that are trained beside it."""
+    from peft import get_peft_model_state_dict
+
+    given: Any = chain.given
+    prefix = next(name for name, module in given.named_modules() if module is chain.model)
+    names = {
+        name: f"{prefix}.{name}"
+        for name, parameter in chain.model.named_parameters()
+        if is_adapter(chain.model, name) or parameter.requires_grad
+    }
+    for name, full in names.items():
+        value = get_parameter(name)
+        if value is None:
+            yield name, None
+            continue
+        state = get_peft_model_state_dict(given, {full: value}, adapter_name=given.active_adapter)
+        if not state and not is_adapter(chain.model, name):
+            raise UserError(
+                "--model",
+                name,
+                "a base parameter that is trained beside an adapter must be named in modules_to_save of its peft "
+                "config, or the adapter folder could not hold it",
+            )
+        yield from state.items()
+
+
+def _save_adapter_config(chain: Chain, folder: Path) -> None:
+    given: Any = chain.given
+    config = deepcopy(given.peft_config[given.active_adapter])
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or chain.config.name_or_path or None
+    config.save_pretrained(folder)
+
+
+def _save_config(chain: Chain, folder: Path, dtype: torch.dtype) -> None:
+    """config.json, generation_config.json and, for code that came with the model, that code."""
+    model = chain.model
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if model._auto_class is not None or type(model).__module__.startswith("transformers_modules"):
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, str(folder), config=config)
+

@@ -1,0 +1,88 @@
+"""Models that the chain would compute wrongly, refused by name before anything is built. Imports transformers.
+
+What can only be seen by following a forward pass (masks, layers that hand something on besides hidden states) is refused
+by ``discovery``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from torch import nn
+
+from tawpipe.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SETTING = "--model"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise UserError for a model that is no decoder-only causal LM, or whose training needs what a chain has not."""
+    from transformers import PreTrainedModel
+
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(SETTING, kind, "expected a transformers model, as AutoModelForCausalLM makes it")
+    config = model.config
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(SETTING, kind, "encoder-decoder models are not supported, only decoder-only causal LMs")
+    if model.get_output_embeddings() is None:
+        raise UserError(SETTING, kind, "the model has no language-modelling head; use the ...ForCausalLM class")
+    if getattr(model, "hf_quantizer", None) is not None or not all(p.is_floating_point() for p in model.parameters()):
+        raise UserError(SETTING, kind, "quantized weights cannot be trained; give the unquantized model")
+    if getattr(text, "output_router_logits", False):
+        raise UserError(
+            SETTING,
+            kind,
+            "router auxiliary losses need the router logits of all layers at once and are not supported; "
+            "set output_router_logits to false in config.json",
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UserError(
+            SETTING,
+            kind,
+            f"layers that share keys and values (num_kv_shared_layers={text.num_kv_shared_layers}) are not supported",
+        )
+    for key in ("num_mtp_layers", "num_nextn_predict_layers"):
+        if getattr(text, key, 0):
+            raise UserError(
+                SETTING,
+                kind,
+                f"multi-token-prediction heads ({key}={getattr(text, key)}) are neither trained nor exported; "
+                f"set {key} to 0 in config.json to train the model without them",
+            )
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
+    if foreign or getattr(model, "_is_stateful", False):
+        raise UserError(
+            SETTING,
+            kind,
+            f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row; only "
+            f"{' and '.join(sorted(_LAYER_TYPES))} are supported",
+        )
+    if not model._can_set_attn_implementation():
+        raise UserError(
+            SETTING,
+            kind,
+            "the model does not use transformers' attention interface (older code, or ALiBi), so its documents cannot "
+            "be kept apart",
+        )
+    rope_types = set(_rope_types(getattr(text, "rope_parameters", None)))
+    if "dynamic" in rope_types:
+        raise UserError(
+            SETTING, kind, "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
+        )
+    if "longrope" in rope_types:
+        logger.warning("%s: longrope scales all documents of a micro-batch by its longest, as transformers does", kind)
+
+
+def _rope_types(parameters: object) -> Iterator[str]:
+    """The rope types in a config's ``rope_parameters``, which is flat or one dictionary per layer type."""
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rope_types(value)

@@ -1,0 +1,131 @@
+"""A model seen without its layers: what stands in their place, and views of the model that hold it. Imports torch only.
+
+A view shares every module, parameter and buffer with the model except the layer list and the modules above it, so the
+model itself is never changed, not even for the time of a call, and its parameters keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+HIDDEN = "hidden_states"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """The arguments of one layer's call, without the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def take(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerCall]:
+        """Split a call into its hidden states and the rest."""
+        if args:
+            return args[0], cls((None, *args[1:]), kwargs)
+        return kwargs[HIDDEN], cls((), {**kwargs, HIDDEN: None})
+
+    def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Call ``layer`` as it was called, with other hidden states; the first result if it gives several."""
+        if self.args:
+            output = layer(hidden, *self.args[1:], **self.kwargs)
+        else:
+            output = layer(**{**self.kwargs, HIDDEN: hidden})
+        return output[0] if isinstance(output, tuple) else output
+
+
+class Stub(nn.Module):
+    """In the place of a layer; answers for it when the model reads an attribute."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # not a submodule: its parameters must not show up here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+
+class LayersReached(Exception):
+    """Raised by the last recorder: what the model does after its layers is not wanted."""
+
+
+class Tape:
+    """What the recorders of one forward pass see."""
+
+    def __init__(self, *, returns_tuple: bool) -> None:
+        self.returns_tuple = returns_tuple
+        self.calls: list[LayerCall] = []
+        self.hidden: Tensor | None = None
+
+    def rewind(self) -> None:
+        self.calls, self.hidden = [], None
+
+
+class Recorder(Stub):
+    """Notes the arguments of its layer's call and returns the hidden states unchanged."""
+
+    def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape) -> None:
+        super().__init__(layer)
+        self.index, self.count = index, count
+        self.__dict__["tape"] = tape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tape: Tape = self.__dict__["tape"]
+        hidden, call = LayerCall.take(args, kwargs)
+        assert len(tape.calls) == self.index, "the layers are not called in their order"
+        assert tape.hidden is None or hidden is tape.hidden, "the model changes the hidden states between two layers"
+        tape.hidden = hidden
+        tape.calls.append(call)
+        if self.index == self.count - 1:
+            raise LayersReached
+        return (hidden,) if tape.returns_tuple else hidden
+
+
+class Feed:
+    """The hidden states that the layers are to have computed."""
+
+    def __init__(self, *, returns_tuple: bool) -> None:
+        self.returns_tuple = returns_tuple
+        self.hidden: Tensor | None = None
+
+
+class Feeder(Stub):
+    """Returns the hidden states of its feed, whatever it is called with."""
+
+    def __init__(self, layer: nn.Module, feed: Feed) -> None:
+        super().__init__(layer)
+        self.__dict__["feed"] = feed
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        feed: Feed = self.__dict__["feed"]
+        return (feed.hidden,) if feed.returns_tuple else feed.hidden
+
+
+def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
+    """A view of ``model`` with other modules in the layer list at ``path``.
+
+    Returns:
+        The view of the model, and all modules that are not shared with it (their ``training`` flags are their own).
+    """
+    root = _shallow(model)
+    own, at = [root], root
+    *above, name = path.split(".")
+    for part in above:
+        at._modules[part] = at = _shallow(getattr(at, part))
+        own.append(at)
+    stubs = nn.ModuleList(layers)
+    stubs.train(model.training)
+    at._modules[name] = stubs
+    return root, [*own, stubs, *layers]
+
+
+def _shallow(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, parameters and buffers, and a dictionary of children of its own."""
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_modules"] = dict(module._modules)
+    return copy

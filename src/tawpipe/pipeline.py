@@ -1,0 +1,309 @@
+"""The library's front door: a model, its schedule and its homes as one object. Imports topology, model, schedule and runtime.
+
+    pipeline = tawpipe.Pipeline(model)          # on every process that torchrun started, or on one
+    for batch in batches:                       # the global batch, the same on all processes
+        print(pipeline.step(batch).loss)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain, Loss
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
+from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.build import build_evaluation, build_training, place_units
+from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.verify import verify
+
+VERIFIED_ACTIONS = 50_000
+"""Schedules up to this many actions over all ranks are proved before they run; larger ones have the same shape and take long."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One micro-batch of this rank: its global number in the step, and the rows of the global batch that it holds."""
+
+    index: int
+    rows: range
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The part of a global batch that this rank computes, as ``Pipeline.shares`` says.
+
+    Args:
+        rows: of the whole global batch.
+        sequence_length: tokens in a row.
+        micro_batches: this rank's, in the order of their shares; may be empty.
+    """
+
+    rows: int
+    sequence_length: int
+    micro_batches: Sequence[MicroBatch]
+
+
+class Pipeline:
+    """Trains a Hugging Face causal LM with its weights spread over all processes.
+
+    Args:
+        model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta device.
+            Its parameters are emptied: the values live here from now on.
+        weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by default
+            the model's own values, or for a model on meta a fresh initialisation.
+        optimizer: a factory that is given the pieces of parameters that live on this process, see ``adamw``.
+        loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
+        micro_batch: rows computed at once.
+        micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes and
+            more activation memory.
+        placement: ``spread``, ``striped``, ``whole`` or ``flat``; docs/placement.md.
+        look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
+        dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64 for fp64).
+        reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
+        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
+        chunk_tokens: tokens for which logits exist at one time.
+        world: the processes; found from torchrun's variables by default.
+        strict: check the sequence number and action of every message.
+
+    Raises:
+        UserError: a model, optimizer or knob that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weights: Callable[[Chain], WeightSource] | None = None,
+        optimizer: OptimizerFactory | None = None,
+        loss: Loss | None = None,
+        micro_batch: int = 1,
+        micro_batches_per_visit: int = 1,
+        placement: str = "spread",
+        look_ahead: int = 2,
+        dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        clip_norm: float | None = 1.0,
+        chunk_tokens: int = 1024,
+        seed: int = 0,
+        world: World | None = None,
+        strict: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        delay: Callable[[str], Callable[[], float]] | None = None,
+    ) -> None:
+        if micro_batch < 1:
+            raise UserError("micro_batch", micro_batch, "at least 1")
+        self.world = world or connect(timeout=timeout)
+        self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
+        self.dtype = dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self._knobs = {
+            "placement": placement,
+            "micro_batches_per_visit": micro_batches_per_visit,
+            "look_ahead": look_ahead,
+        }
+        self.chain = Chain(model, loss=loss)
+        on_meta = all(parameter.is_meta for parameter in model.parameters())
+        if weights is not None:
+            source = weights(self.chain)
+        else:
+            source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
+        self.spec = model_spec(self.chain)
+        self.step_number = 0
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._recent: deque[StepResult] = deque()
+
+        probe = self._build(self.world.size, training=True)  # checks the knobs before anything is allocated
+        self.storage = Storage(
+            self.chain.units,
+            place_units(self.spec, self.world.topology, placement),
+            self.world.rank,
+            device=self.world.device,
+            compute_dtype=dtype,
+            master_dtype=wide,
+        )
+        self.storage.fill(source, self.world.group, self.world.size)
+        self.chain.prepare(self.world.device, dtype)
+        self.chain.load_buffers(source.buffers())
+        del source
+        trainable = {u: pieces for u, pieces in self.storage.pieces.items() if self.chain.units[u].trainable}
+        self.optimizers = UnitOptimizers(trainable, optimizer or adamw())
+        evaluation = self._build(self.world.size, training=False)
+        self.transport = Transport(
+            self.world.topology,
+            self.world.rank,
+            [probe, evaluation],
+            device=self.world.device,
+            strict=strict,
+            timeout=timeout,
+        )
+        self.executor = Executor(
+            self.world.rank,
+            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens),
+            storage=self.storage,
+            transport=self.transport,
+            optimizers=self.optimizers,
+            reduce_dtype=reduce_dtype or wide,
+            delay=delay,
+        )
+
+    # what a step does
+
+    def schedule(self, rows: int, *, training: bool = True) -> Schedule:
+        """The schedule for a global batch of ``rows`` rows, proved once and kept."""
+        if rows < 1:
+            raise UserError("batch", f"{rows} rows", "at least one row")
+        count = -(-rows // self.micro_batch)
+        if (count, training) not in self._schedules:
+            schedule = self._build(count, training=training)
+            if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
+                verify(schedule, steps=2 if training else 1)
+            self.executor.adopt(schedule)
+            self._schedules[count, training] = schedule
+        return self._schedules[count, training]
+
+    def _build(self, count: int, *, training: bool) -> Schedule:
+        knobs = Knobs(micro_batches=share_micro_batches(count, self.world.size), **self._knobs)
+        return (build_training if training else build_evaluation)(self.spec, self.world.topology, knobs)
+
+    def shares(self, rows: int) -> tuple[Share, ...]:
+        """Which micro-batches of a global batch of ``rows`` rows this rank computes, and which rows each of them holds.
+
+        A micro-batch holds the same rows for every number of processes; only who computes it changes.
+        """
+        count = -(-rows // self.micro_batch)
+        mine = share_micro_batches(count, self.world.size)[self.world.rank]
+        size = self.micro_batch
+        return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
+
+    def step(self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0) -> StepResult:
+        """Forward, backward and update on one global batch. Returns while the step still runs.
+
+        Args:
+            batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
+                convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or only
+                this rank's part of it.
+            rate: multiplies the optimizer's learning rates.
+
+        Raises:
+            RunError: an earlier step had a loss or gradient norm that was not finite. The weights are those before it.
+        """
+        while len(self._recent) > 1:  # at most one step ahead of the results
+            self._check(self._recent.popleft())
+        local = self._local(batch)
+        self.chain.set_training(True)
+        result = self._play(local, training=True, rate=rate)
+        self._recent.append(result)
+        self.step_number += 1
+        return result
+
+    def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch) -> StepResult:
+        """The loss on a global batch without an update. Waits for what is under way first."""
+        self.drain()
+        local = self._local(batch)
+        self.chain.set_training(False)
+        result = self._play(local, training=False, rate=0.0)
+        self.executor.drain()
+        return result
+
+    def drain(self) -> None:
+        """Wait for everything under way: the state in which weights may be read, saved or replaced.
+
+        Raises:
+            RunError: a step had a loss or gradient norm that was not finite.
+        """
+        self.executor.drain()
+        while self._recent:
+            self._check(self._recent.popleft())
+
+    def close(self) -> None:
+        """Drain, and end the lanes. The pipeline cannot be used afterwards."""
+        self.drain()
+        self.executor.close()
+
+    def _check(self, result: StepResult) -> None:
+        if not result.finite:
+            raise RunError(
+                f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; the update was left out"
+            )
+
+    def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
+        schedule = self.schedule(local.rows, training=training)
+        expected = [share.index for share in self.shares(local.rows)]
+        batches = {m: b.to(self.world.device) for m, b in zip(expected, local.micro_batches, strict=True)}
+        given = StepInput(
+            batches,
+            scale=1.0 / (local.rows * local.sequence_length),
+            seed=self.seed if training else None,
+            step=self.step_number,
+        )
+        return self.executor.play(schedule, given, UpdateRule(self.clip_norm, rate))
+
+    def _local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
+        if isinstance(batch, LocalBatch):
+            return batch
+        for name in ("input_ids", "labels"):
+            if name not in batch:
+                raise UserError("batch", sorted(batch), f"a mapping with {name!r}")
+        if unknown := set(batch) - {"input_ids", "labels", "position_ids", "attention_mask"}:
+            raise UserError("batch", sorted(unknown), "input_ids, labels, position_ids, attention_mask and nothing else")
+        rows, length = batch["input_ids"].shape
+        parts = []
+        for share in self.shares(rows):
+            cut = slice(share.rows.start, share.rows.stop)
+            parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
+        return LocalBatch(rows, length, parts)
+
+    # weights
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[Unit, ParameterSlot]]:
+        return {slot.name: (unit, slot) for unit in self.chain.units for slot in unit.slots}
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of all parameters, in the order of their units."""
+        return tuple(self._slots)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks after ``drain``."""
+        return self._collect(name, gradient=False)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
+        return self._collect(name, gradient=True)
+
+    def _collect(self, name: str, *, gradient: bool) -> Tensor | None:
+        unit, slot = self._slots[name]
+        flat = self.storage.collect(unit, self.world.group, gradient=gradient)
+        return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def model_spec(chain: Chain) -> ModelSpec:
+    """A chain as the sizes that builders see."""
+    return ModelSpec(
+        tuple(
+            BlockSpec(
+                units=block.units,
+                kind=block.kind,
+                backward_reads_weights=block.backward_reads_weights,
+                needs_backward=block.needs_backward,
+            )
+            for block in chain.blocks
+        ),
+        tuple(UnitSpec(unit.numel, unit.trainable, unit.blocks) for unit in chain.units),
+    )

@@ -1,0 +1,159 @@
+"""What a rank computes: blocks forward and backward on micro-batches. Imports model, schedule and torch.
+
+All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and are dropped
+when an action frees them; weights and gradients are handed in as buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain, Context
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.spec import ModelSpec
+
+
+@dataclass
+class StepInput:
+    """What one step works on.
+
+    Args:
+        micro_batches: this rank's, by their global index, on the device.
+        scale: every token's loss is multiplied by it in the backward pass.
+        seed, step: what random numbers derive from; ``seed`` None leaves the generators alone (evaluation).
+    """
+
+    micro_batches: Mapping[int, MicroBatch]
+    scale: float
+    seed: int | None
+    step: int
+
+
+@dataclass
+class _Entry:
+    """``ctx.m``: what the layers of one micro-batch are called with."""
+
+    batch: MicroBatch
+    context: Context
+    embedded: Tensor | None
+    """The embedding's output with its graph, where its backward pass needs no weights."""
+
+
+class Compute:
+    """Runs FORWARD and BACKWARD actions.
+
+    Args:
+        chunk_tokens: tokens of a micro-batch for which logits exist at one time.
+    """
+
+    def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int) -> None:
+        self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
+        self._held: dict[str, Any] = {}
+
+    def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+        """FORWARD: no graph, except the embedding's where its backward pass can use it without weights."""
+        block, m = self.spec.blocks[action.block], action.micro_batch
+        self._bind(action, buffers)
+        self._seed(action, given)
+        if block.kind == "embedding":
+            keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
+            with torch.set_grad_enabled(keep):
+                hidden, context = self.chain.embed(given.micro_batches[m])
+            entry = _Entry(given.micro_batches[m], context, hidden if keep else None)
+            self._held[f"ctx.{m}"] = entry
+            self._held[f"x.{m}.1"] = hidden.detach()
+        else:
+            hidden, entry = self._held[f"x.{m}.{action.block}"], self._held[f"ctx.{m}"]
+            with torch.no_grad():
+                if block.kind == "layer":
+                    self._held[f"x.{m}.{action.block + 1}"] = self.chain.layer(action.block, hidden, entry.context)
+                else:
+                    self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
+        self._free(action)
+
+    def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+        """BACKWARD: recompute with a graph, propagate, gradients of weights into their buffers."""
+        block, m, b = self.spec.blocks[action.block], action.micro_batch, action.block
+        self._bind(action, buffers)
+        units = self.spec.trainable_units(b)
+        for unit, name in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[name], accumulate=name in action.reads)
+        entry: _Entry = self._held[f"ctx.{m}"]
+        wanted = f"dx.{m}.{b}" in action.writes
+        gradient = None
+        self._seed(action, given)
+        if block.kind == "head":
+            hidden = self._held[f"x.{m}.{b}"]
+            gradient = torch.empty_like(hidden) if wanted else None
+            self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, gradient, given.scale)
+        else:
+            arriving = self._held[f"dx.{m}.{b + 1}"]
+            with torch.enable_grad():
+                hidden = None
+                if block.kind == "layer":
+                    hidden = self._held[f"x.{m}.{b}"].detach().requires_grad_(wanted)
+                    output = self.chain.layer(b, hidden, entry.context)
+                elif entry.embedded is not None:
+                    output, entry.embedded = entry.embedded, None
+                else:
+                    output, _ = self.chain.embed(entry.batch)
+                torch.autograd.backward(output, arriving)
+            if hidden is not None:
+                gradient = hidden.grad
+        if wanted:
+            self._held[f"dx.{m}.{b}"] = gradient
+        for unit in units:
+            self.chain.finish_collect(unit)
+        self._free(action)
+
+    def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
+        """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times ``scale``."""
+        rows, length, _ = hidden.shape
+        step = max(1, self.chunk_tokens // rows)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        training = torch.is_grad_enabled()
+        for begin in range(0, length, step):
+            cut = slice(begin, min(begin + step, length))
+            part = hidden[:, cut].detach()
+            if training:
+                part.requires_grad_(gradient is not None)
+            loss = self.chain.head(part, batch.labels[:, cut])
+            if training:
+                torch.autograd.backward(loss, torch.full_like(loss, scale))
+                if gradient is not None:
+                    assert part.grad is not None
+                    gradient[:, cut] = part.grad
+            total += loss.detach()
+        return total
+
+    def losses(self, action: Action) -> list[Tensor]:
+        """The losses that NORM reads; they are dropped here."""
+        return [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
+
+    def clear(self) -> None:
+        """Drop every activation, after a step that did not end."""
+        self._held.clear()
+
+    def _bind(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+        names = action.weights
+        if names:
+            for unit, name in zip(self.spec.blocks[action.block].units, names, strict=True):
+                self.chain.bind(unit, buffers[name])
+
+    def _free(self, action: Action) -> None:
+        for name in action.frees:
+            del self._held[name]
+
+    def _seed(self, action: Action, given: StepInput) -> None:
+        """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
+        if given.seed is None:
+            return
+        words = np.random.SeedSequence([given.seed, given.step, action.micro_batch, action.block]).generate_state(2)
+        torch.manual_seed(int(words[0]) << 32 | int(words[1]))

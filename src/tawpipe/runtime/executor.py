@@ -1,0 +1,208 @@
+"""The executor: plays one rank's program of a schedule. Imports topology, model, schedule and runtime.
+
+One thread issues every action in the schedule's order to the lane that the action names; what an action waits for follows from
+its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a strategy is a schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.lanes import Event, LaneProtocol, make_lane
+from tawpipe.runtime.optimizer import UnitOptimizers
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.spec import Schedule
+
+
+class StepResult:
+    """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
+
+    def __init__(self, event: Event, values: Tensor) -> None:
+        self._event, self._values = event, values
+
+    def _read(self, index: int) -> float:
+        self._event.wait()
+        return float(self._values[index])
+
+    @property
+    def loss(self) -> float:
+        """Mean over all tokens of the step, on all ranks, that count."""
+        return self._read(0)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the gradient of that mean, before clipping."""
+        return self._read(1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that count, on all ranks."""
+        return int(self._read(2))
+
+    @property
+    def finite(self) -> bool:
+        """False if loss or norm was not finite; the weights were not touched then."""
+        return bool(self._read(3))
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How NORM and UPDATE treat the gradients of one step.
+
+    Args:
+        clip_norm: largest global norm, None for no clipping.
+        rate: multiplies every initial learning rate.
+    """
+
+    clip_norm: float | None = 1.0
+    rate: float = 1.0
+
+
+class Executor:
+    """One rank's buffers, lanes and the loop over actions.
+
+    Args:
+        optimizers: None where nothing is trained.
+        reduce_dtype: of gradients while they are summed and travel.
+        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        compute: Compute,
+        storage: Storage,
+        transport: Transport,
+        optimizers: UnitOptimizers | None,
+        reduce_dtype: torch.dtype,
+        delay: Callable[[str], Callable[[], float]] | None = None,
+    ) -> None:
+        self.rank, self.compute, self.storage, self.transport = rank, compute, storage, transport
+        self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
+        self._buffers: dict[str, Tensor] = {}
+        for unit in storage.master:
+            self._buffers[f"home.w.{unit}"] = storage.wire[unit]
+            if unit in storage.gradient:
+                self._buffers[f"home.g.{unit}"] = storage.gradient[unit]
+        self._lanes: dict[Lane, LaneProtocol] = {
+            lane: make_lane(lane.value, self.device, delay=delay(lane.value) if delay else None) for lane in Lane
+        }
+        self._hazards: Hazards[Event] = Hazards()
+        self._factor = torch.ones((), dtype=torch.float64, device=self.device)
+        self._finite = torch.ones((), dtype=torch.float64, device=self.device)
+        self._run: dict[Op, Callable[[Action, StepInput, UpdateRule], None]] = {
+            Op.FORWARD: lambda action, given, _: compute.forward(action, self._buffers, given),
+            Op.BACKWARD: lambda action, given, _: compute.backward(action, self._buffers, given),
+            Op.ZERO: lambda action, _, __: self._zero(action),
+            Op.ADD: lambda action, _, __: self._add(action),
+            Op.EXCHANGE: lambda action, _, __: transport.exchange(action, self._buffers),
+            Op.COLLECTIVE: lambda action, _, __: transport.collective(action, self._buffers),
+            Op.UPDATE: lambda action, _, rule: self._update(action, rule),
+        }
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the pools, homes aside."""
+        pooled = (t for name, t in self._buffers.items() if not name.startswith("home."))
+        return sum(t.numel() * t.element_size() for t in pooled)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Allocate what ``schedule`` needs beyond what is there. Schedules of one placement share their buffers by name."""
+        for pool in schedule.pools[self.rank]:
+            dtype = self.storage.compute_dtype if pool.kind == "weight" else self.reduce_dtype
+            for i in range(pool.count):
+                name = f"{pool.name}.{i}"
+                if name not in self._buffers:
+                    self._buffers[name] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
+                assert self._buffers[name].numel() == pool.elements
+
+    def play(self, schedule: Schedule, given: StepInput, rule: UpdateRule) -> StepResult:
+        """Issue one step. Returns before it has ended; the result's values arrive with its NORM."""
+        values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        ended: Event | None = None
+        for action in schedule.programs[self.rank]:
+            if action.op is Op.NORM:
+
+                def run(action: Action = action) -> None:
+                    self._norm(action, given, rule, values)
+            else:
+
+                def run(action: Action = action) -> None:
+                    self._run[action.op](action, given, rule)
+
+            event = self._submit(action, run)
+            if action.op is Op.NORM:
+                ended = event
+        assert ended is not None
+        return StepResult(ended, values)
+
+    def drain(self) -> None:
+        """Wait until nothing is under way. Raises what any action raised."""
+        for event in self._hazards.last_events():
+            event.wait()
+
+    def close(self) -> None:
+        """Drain, and end the lanes."""
+        self.drain()
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _submit(self, action: Action, run: Callable[[], None]) -> Event:
+        after = self._hazards.before(reads=action.reads, writes=action.writes)
+        event = self._lanes[action.lane].submit(run, after, str(action))
+        self._hazards.record(event, reads=action.reads, writes=action.writes, frees=action.frees)
+        return event
+
+    # actions
+
+    @torch.no_grad()
+    def _zero(self, action: Action) -> None:
+        self._buffers[action.writes[0]].zero_()
+
+    @torch.no_grad()
+    def _add(self, action: Action) -> None:
+        target = self._buffers[action.writes[0]]
+        sources = [name for name in action.reads if name != action.writes[0]]
+        if len(sources) == len(action.reads):
+            target.copy_(self._buffers[sources.pop(0)])
+        for name in sources:
+            target.add_(self._buffers[name])
+
+    @torch.no_grad()
+    def _norm(self, action: Action, given: StepInput, rule: UpdateRule, result: Tensor) -> None:
+        """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
+        units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
+        gradients = [piece.value.grad for unit in units for piece in self.storage.pieces[unit]]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if gradients:
+            sums[0] = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+        losses = self.compute.losses(action)
+        if losses:
+            sums[1] = torch.stack(losses).sum()
+        sums[2] = sum(batch.tokens for batch in given.micro_batches.values())
+        self.transport.all_reduce(action, sums)
+        tokens = sums[2].clamp(min=1)
+        mean = 1 / (given.scale * tokens)
+        norm, loss = sums[0].sqrt() * mean, sums[1] / tokens
+        clip = math.inf if rule.clip_norm is None else rule.clip_norm
+        # As torch.nn.utils.clip_grad_norm_ does it.
+        self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
+        self._finite.copy_((norm + loss).isfinite())
+        result.copy_(torch.stack([loss, norm, sums[2], self._finite]), non_blocking=True)
+
+    @torch.no_grad()
+    def _update(self, action: Action, rule: UpdateRule) -> None:
+        assert self.optimizers is not None
+        self.optimizers.scale_and_step(action.unit, self._factor, self._finite, rule.rate)
+        self.storage.refresh(action.unit)
+

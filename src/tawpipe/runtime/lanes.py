@@ -1,0 +1,148 @@
+"""Lanes: what runs actions in order while other lanes run theirs. A worker thread on the CPU, a stream on CUDA.
+
+Imports torch only. Every submitted action gets an event; an action starts when the events that it was given have passed and the
+lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's result.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """The end of one submitted action."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the action has ended; raises what the action raised."""
+        ...
+
+
+class LaneProtocol(Protocol):
+    """What the executor needs of a lane."""
+
+    def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
+
+    def close(self) -> None: ...
+
+
+class CpuEvent:
+    """Set by a worker thread."""
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._ended.set()
+
+
+class CpuLane:
+    """A worker thread with a queue.
+
+    Args:
+        name: of the lane; the thread is called so.
+        delay: returns seconds to sleep before an action; for tests that look for missing waits.
+    """
+
+    def __init__(self, name: str, *, delay: Callable[[], float] | None = None) -> None:
+        self.name, self._delay = name, delay
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: str) -> CpuEvent:
+        event = CpuEvent()
+        self._queue.put((run, tuple(after), event, label))
+        return event
+
+    def close(self) -> None:
+        """End the thread after what has been submitted."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            run, after, event, label = item
+            try:
+                for other in after:
+                    other.wait()
+                if self._delay is not None:
+                    time.sleep(self._delay())
+                run()
+            except BaseException as error:
+                if not hasattr(error, "tawpipe_action"):
+                    error.tawpipe_action = label  # type: ignore[attr-defined]
+                    error.add_note(f"in action: {label}")
+                event.end(error)
+            else:
+                event.end()
+            del item, run, after, event
+
+
+class CudaEvent:
+    """Recorded in a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaLane:
+    """A stream: ``submit`` runs the function at once on the calling thread, which puts its kernels into the stream.
+
+    Args:
+        delay: returns seconds for which the stream idles before an action.
+        high_priority: for lanes of transfers, whose few blocks should not queue behind a large matrix product.
+    """
+
+    def __init__(
+        self, device: torch.device, *, delay: Callable[[], float] | None = None, high_priority: bool = False
+    ) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
+        self._delay = delay
+
+    def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
+        event = CudaEvent()
+        with torch.cuda.stream(self.stream), torch.profiler.record_function(label):
+            for other in after:
+                self.stream.wait_event(other.event)
+            if self._delay is not None:
+                torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
+            run()
+            event.event.record(self.stream)
+        return event
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+
+def make_lane(name: str, device: torch.device, *, delay: Callable[[], float] | None = None) -> LaneProtocol:
+    """The kind of lane that the device needs."""
+    if device.type == "cuda":
+        return CudaLane(device, delay=delay, high_priority=name != "COMPUTE")
+    return CpuLane(name, delay=delay)
+
+
+def random_delays(seed: int, most_s: float) -> Callable[[], float]:
+    """Delays drawn uniformly up to ``most_s`` seconds."""
+    return lambda generator=random.Random(seed): generator.uniform(0, most_s)

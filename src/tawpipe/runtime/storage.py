@@ -1,0 +1,163 @@
+"""Storage: the homes of parameters, gradients and optimizer state on one rank. Imports model (units), schedule and torch.
+
+For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is trainable, and
+the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer parameters are views of
+the master stripe, one per model parameter that the stripe touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import WeightSource
+from tawpipe.schedule.placement import Home
+
+
+@dataclass(frozen=True)
+class HomePiece:
+    """The part of one model parameter that lives on this rank.
+
+    Args:
+        name: of the model parameter.
+        shape: of the whole model parameter.
+        start: first element of the piece in the flattened parameter.
+        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the unit is
+            frozen, a plain tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    value: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+
+class Storage:
+    """The homes on one rank.
+
+    Args:
+        units, homes: of the whole model, in the same order.
+        compute_dtype: in which weights travel and compute.
+        master_dtype: of master weights, gradients and optimizer state at home.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        homes: Sequence[Home],
+        rank: int,
+        *,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+    ) -> None:
+        self.units, self.homes, self.rank, self.device = tuple(units), tuple(homes), rank, device
+        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
+        self.master: dict[int, Tensor] = {}
+        self.gradient: dict[int, Tensor] = {}
+        self.wire: dict[int, Tensor] = {}
+        self.pieces: dict[int, tuple[HomePiece, ...]] = {}
+        for unit, home in zip(units, homes, strict=True):
+            index = home.index(rank)
+            if index is None:
+                continue
+            dtype = master_dtype if unit.trainable else compute_dtype
+            self.master[unit.index] = torch.zeros(home.stripe, dtype=dtype, device=device)
+            if unit.trainable:
+                self.gradient[unit.index] = torch.zeros(home.stripe, dtype=dtype, device=device)
+            same = dtype == compute_dtype
+            self.wire[unit.index] = (
+                self.master[unit.index] if same else torch.zeros(home.stripe, dtype=compute_dtype, device=device)
+            )
+            self.pieces[unit.index] = tuple(self._cut(unit, index * home.stripe, home.stripe))
+
+    def _cut(self, unit: Unit, begin: int, length: int) -> Iterator[HomePiece]:
+        """The pieces of a unit's parameters in elements begin..begin+length of its flat layout."""
+        for slot in unit.slots:
+            first, last = max(slot.offset, begin), min(slot.offset + slot.numel, begin + length)
+            if first >= last:
+                continue
+            cut = slice(first - begin, last - begin)
+            value = self.master[unit.index][cut]
+            if unit.trainable:
+                value = nn.Parameter(value)
+                value.grad = self.gradient[unit.index][cut]
+            yield HomePiece(slot.name, slot.shape, first - slot.offset, value)
+
+    def buffer(self, name: str) -> Tensor:
+        """The tensor behind ``home.w.UNIT`` or ``home.g.UNIT``."""
+        _, kind, unit = name.split(".")
+        return (self.wire if kind == "w" else self.gradient)[int(unit)]
+
+    def refresh(self, unit: int) -> None:
+        """Bring the travelling copy up to date with the master."""
+        if self.wire[unit] is not self.master[unit]:
+            self.wire[unit].copy_(self.master[unit])
+
+    @torch.no_grad()
+    def fill(self, source: WeightSource, world: dist.ProcessGroup | None, world_size: int) -> None:
+        """Give every home its initial values; call on all ranks.
+
+        One rank reads or initialises a unit and sends the stripes; the ranks take turns by block, so that the work is shared
+        and no process ever holds more than a few units.
+
+        Args:
+            world: a group of all ranks that moves CPU tensors, None in a single process.
+        """
+        for unit, home in zip(self.units, self.homes, strict=True):
+            root = unit.blocks[0] % world_size
+            index = home.index(self.rank)
+            if self.rank == root:
+                flat = torch.zeros(home.padded, dtype=self.master_dtype)
+                flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
+                works = []
+                for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
+                    if rank == self.rank:
+                        self.master[unit.index].copy_(stripe)
+                    else:
+                        works.append(dist.isend(stripe, rank, group=world))
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            elif index is not None:
+                stripe = torch.empty(home.stripe, dtype=self.master_dtype)
+                dist.recv(stripe, root, group=world)
+                self.master[unit.index].copy_(stripe)
+            if index is not None:
+                self.refresh(unit.index)
+
+    @torch.no_grad()
+    def collect(
+        self, unit: Unit, world: dist.ProcessGroup | None, *, to: int = 0, gradient: bool = False
+    ) -> Tensor | None:
+        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks.
+
+        Args:
+            gradient: its home gradient instead of its weights.
+        """
+        home = self.homes[unit.index]
+        index = home.index(self.rank)
+        held = self.gradient if gradient else self.master
+        mine = None if index is None else held[unit.index].to("cpu", self.master_dtype)
+        if self.rank != to:
+            if mine is not None:
+                dist.send(mine, to, group=world)
+            return None
+        flat = torch.empty(home.padded, dtype=self.master_dtype)
+        for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
+            if rank == self.rank:
+                assert mine is not None
+                stripe.copy_(mine)
+            else:
+                dist.recv(stripe, rank, group=world)
+        return flat[: unit.numel]

@@ -1,0 +1,212 @@
+"""Transport: moves buffers between ranks with torch.distributed. Imports topology, schedule and torch.
+
+One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its operations in
+the order in which they were issued and two lanes must not share one. The calls here block the calling lane thread on the CPU
+and order the current stream on CUDA; they are made inside a lane.
+
+In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the other side
+compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here by name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.spec import Schedule
+from tawpipe.topology import Topology
+
+# torch 2.13 renamed these; 2.11 has only the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class TransportError(RuntimeError):
+    """A message that is not the one this rank expects."""
+
+
+def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
+    """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on."""
+    found = set()
+    for schedule in schedules:
+        for program in schedule.programs:
+            for action in program:
+                if action.op is Op.EXCHANGE:
+                    found.add((action.lane, "rail"))
+                elif action.group:
+                    found.add((action.lane, action.group))
+    return sorted(found)
+
+
+class Transport:
+    """The groups of one rank and the operations on them.
+
+    Args:
+        schedules: all schedules that will run; their groups are made now.
+        device: where the buffers are. CUDA uses NCCL, everything else gloo.
+        strict: check sequence number and action of every message.
+        timeout: after which an operation fails.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        rank: int,
+        schedules: Iterable[Schedule],
+        *,
+        device: torch.device,
+        strict: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        self.topology, self.rank, self.device, self.strict = topology, rank, device, strict
+        self._nccl = device.type == "cuda"
+        self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
+        self._sequence: dict[tuple[Lane, str], int] = {}
+        if topology.world_size == 1:
+            return
+        for key in needed_groups(schedules):
+            self._groups[key] = self._make(key, timeout)
+            self._sequence[key] = 0
+
+    def _make(self, key: tuple[Lane, str], timeout: timedelta) -> dist.ProcessGroup:
+        lane, name = key
+        mine = self.topology.group(name, self.rank)
+        if name == "world":
+            every = [mine]
+        elif name == "node":
+            every = list(self.topology.nodes)
+        else:
+            every = [self.topology.rail(i) for i in range(self.topology.local_size)]
+        made = None
+        for members in every:  # every rank makes every group, in one order
+            group = dist.new_group(
+                list(members),
+                timeout=timeout,
+                backend="nccl" if self._nccl else "gloo",
+                group_desc=f"{lane} {name}",
+                device_id=self.device if self._nccl else None,
+            )
+            if members == mine:
+                made = group
+        assert isinstance(made, dist.ProcessGroup)
+        warm = torch.zeros(1, device=self.device)
+        dist.all_reduce(warm, group=made)
+        return made
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of every group: long for the first step, short after it."""
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        for group in self._groups.values():
+            _set_pg_timeout(timeout, group)
+
+    # operations, in the lane of their action
+
+    def collective(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+        """Run a COLLECTIVE. ``buffers`` holds the tensors that the action names, cut to the sizes that travel."""
+        key = (action.lane, action.group)
+        group = self._groups[key]
+        if self.strict:
+            self._check_collective(key, action)
+        if action.collective == "all_gather":
+            self._wait(_all_gather(buffers[action.writes[0]], buffers[action.reads[0]], group=group, async_op=True))
+        elif action.collective == "reduce_scatter":
+            target, source = buffers[action.writes[0]], buffers[action.reads[0]]
+            if self._nccl:
+                self._wait(_reduce_scatter(target, source, group=group, async_op=True))
+            else:
+                self._pairwise_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
+        else:
+            names = action.writes or action.reads
+            operation = dist.broadcast if action.collective == "broadcast" else dist.reduce
+            self._wait(operation(buffers[names[0]], action.root, group=group, async_op=True))
+
+    def exchange(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+        """Run an EXCHANGE: all its parts at once; it ends with the slowest."""
+        key = (action.lane, "rail")
+        group = self._groups[key]
+        if self.strict:
+            self._check_exchange(key, action)
+        operations = [
+            dist.P2POp(dist.isend if t.send else dist.irecv, buffers[t.buffer], t.peer, group) for t in action.transfers
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            self._wait(work)
+
+    def all_reduce(self, action: Action, values: Tensor) -> None:
+        """Sum ``values`` over the action's group, in place."""
+        if self.topology.world_size == 1:
+            return
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        self._wait(dist.all_reduce(values, group=self._groups[key], async_op=True))
+
+    def _pairwise_reduce_scatter(
+        self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
+    ) -> None:
+        """Each rank sends every other its piece and adds what arrives in the order of distance: the least bytes there are, one order
+        of additions, one piece of extra memory. (gloo's own reduce_scatter moves twice as much: an all-reduce and a cut.)"""
+        size, here = len(members), members.index(self.rank)
+        pieces = source.view(size, -1)
+        target.copy_(pieces[here])
+        arriving = torch.empty_like(target)
+        for distance in range(1, size):
+            to, origin = (here + distance) % size, (here - distance) % size
+            receive = dist.irecv(arriving, members[origin], group=group)
+            send = dist.isend(pieces[to], members[to], group=group)
+            self._wait(receive)
+            target.add_(arriving)
+            self._wait(send)
+
+    @staticmethod
+    def _wait(work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait()
+
+    # strict mode
+
+    def _header(self, key: tuple[Lane, str], text: str, count: int = 1) -> Tensor:
+        self._sequence[key] += count
+        return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
+
+    def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
+        text = f"{action.op} {action.collective} u{action.unit} r{action.root}"
+        mine = self._header(key, text)
+        members = self.topology.group(action.group, self.rank)
+        all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
+        self._wait(_all_gather(all_headers, mine, group=self._groups[key], async_op=True))
+        for member, theirs in zip(members, all_headers.view(-1, 2), strict=True):
+            self._compare(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
+
+    def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
+        group = self._groups[key]
+        checks, works = [], []
+        for t in action.transfers:
+            pair = (self.rank, t.peer) if t.send else (t.peer, self.rank)
+            counter = (key[0], f"{pair[0]}>{pair[1]}")
+            self._sequence.setdefault(counter, 0)
+            mine = self._header(counter, f"u{t.unit}")
+            if t.send:
+                works.append(dist.isend(mine, t.peer, group=group))
+            else:
+                theirs = torch.empty_like(mine)
+                works.append(dist.irecv(theirs, t.peer, group=group))
+                checks.append((mine, theirs, f"{t} on {key[0]}"))
+        for work in works:
+            self._wait(work)
+        for check in checks:
+            self._compare(*check)
+
+    @staticmethod
+    def _compare(mine: Tensor, theirs: Tensor, what: str) -> None:
+        if not torch.equal(mine, theirs):
+            raise TransportError(
+                f"{what}: this rank is at message {mine.tolist()} (number, checksum), the other at {theirs.tolist()}"
+            )

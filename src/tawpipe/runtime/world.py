@@ -1,0 +1,97 @@
+"""The processes of a run: joins them, finds the topology, picks the device. Imports topology and torch.
+
+Everything comes from torchrun's variables; a process that nobody launched is a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tawpipe.errors import UserError
+from tawpipe.topology import LaunchEnvironment, Topology
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others.
+
+    Args:
+        group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return self.topology.world_size
+
+    def barrier(self) -> None:
+        """Wait for all ranks, on the CPU."""
+        if self.group is not None:
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+
+def pick_device(wanted: str, local_rank: int) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda`` to this process's device.
+
+    Raises:
+        UserError: ``cuda`` where there is none, or more local processes than devices.
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError("--device", wanted, "auto, cpu or cuda")
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if count == 0:
+        if wanted == "cuda":
+            raise UserError("--device", wanted, "this machine has no CUDA device that torch can use; cpu or auto works")
+        return torch.device("cpu")
+    # A launcher that shows every process one device numbers it 0.
+    index = 0 if count == 1 else local_rank
+    if index >= count or (count == 1 and local_rank > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        raise UserError("--nproc", f"local rank {local_rank}", f"at most one process for each of the {count} devices")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelta = timedelta(minutes=10)) -> World:
+    """Join the other processes that the launcher started.
+
+    Args:
+        nodes: regroup the processes into that many virtual nodes instead of the launcher's.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        timeout: for joining and for control messages.
+
+    Raises:
+        UserError: the launcher's variables contradict themselves, or ``nodes`` does not divide the processes.
+    """
+    launch = LaunchEnvironment.read(os.environ)
+    if launch is None:
+        picked = pick_device(device, 0)
+        if nodes not in (None, 1):
+            raise UserError("--nodes", nodes, "1, because this is a single process")
+        return World(Topology.grid(1, 1), 0, picked, None)
+    picked = pick_device(device, launch.local_rank)
+    if launch.world_size == 1:
+        return World(Topology.grid(1, 1), 0, picked, None)
+    if not dist.is_initialized():
+        if picked.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=picked)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    if nodes is None:
+        mine = torch.tensor([launch.group_rank, launch.local_rank])
+        everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
+        dist.all_gather(everyone, mine)
+        topology = Topology.from_group_ranks([(int(a), int(b)) for a, b in everyone])
+    elif nodes < 1 or launch.world_size % nodes:
+        raise UserError("--nodes", nodes, f"a divisor of the {launch.world_size} processes")
+    else:
+        topology = Topology.grid(nodes, launch.world_size // nodes)
+    return World(topology, launch.rank, picked, dist.group.WORLD)

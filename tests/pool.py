@@ -1,0 +1,97 @@
+"""Worker processes that are started once and run one test case after another, as a cluster of any shape."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SIZE = 6
+
+
+class WorkerPool:
+    """Runs ``module:function(world, **arguments)`` on nodes x local processes and returns every rank's result."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def run(self, function: str, nodes: int, local: int, *, timeout_s: float = 240, **arguments: Any) -> list[Any]:
+        if not self._workers:
+            self._start()
+        self._count += 1
+        store = Path(self._folder.name) / f"store{self._count}"
+        size = nodes * local
+        for rank in range(size):
+            self._workers[rank][1].send((function, rank, nodes, local, str(store), arguments))
+        results, failures = [None] * size, []
+        for rank in range(size):
+            connection = self._workers[rank][1]
+            if not connection.poll(timeout_s if not failures else 5):
+                failures.append(f"rank {rank}: no answer")
+                continue
+            try:
+                ok, results[rank] = connection.recv()
+            except EOFError:
+                ok, results[rank] = False, "died"
+            if not ok:
+                failures.append(f"rank {rank}: {results[rank]}")
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for _ in range(SIZE):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, mine))
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _work(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tawpipe.runtime.world import World
+    from tawpipe.topology import Topology
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, nodes, local, store, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        size = nodes * local
+        try:
+            if size > 1:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+                )
+            group = dist.group.WORLD if size > 1 else None
+            world = World(Topology.grid(nodes, local), rank, torch.device("cpu"), group)
+            module, name = function.split(":")
+            result = getattr(importlib.import_module(module), name)(world, **arguments)
+            if size > 1:
+                dist.barrier()
+                dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+            os._exit(1)  # lanes may wait for peers for ever

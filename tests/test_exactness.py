@@ -1,0 +1,90 @@
+"""The same numbers as one process: losses, gradients and weights against a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (4, 1), (3, 2)]
+PLACEMENTS = ["spread", "striped", "whole", "flat"]
+LIMIT = {"float64": 1e-10, "float32": 1e-5}
+
+
+def setting(nodes, local, placement, rounds, per_visit, tied, dtype):
+    """Rows such that the step has the rounds and the last ranks have fewer micro-batches than the first."""
+    world = nodes * local
+    rows = world * per_visit * rounds - (1 if world > 1 else 0)
+    return {
+        "dtype": dtype,
+        "tied": tied,
+        "rows": rows,
+        "placement": placement,
+        "micro_batches_per_visit": per_visit,
+    }
+
+
+def check(pool, nodes, local, settings):
+    for rank_result in pool.run("cases:exact", nodes, local, settings=settings):
+        for difference, chosen in zip(rank_result, settings, strict=True):
+            assert difference < LIMIT[chosen["dtype"]], chosen
+
+
+@pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
+def test_same_numbers_as_one_process(pool, nodes, local):
+    covering = [
+        ("spread", 3, 1, True, "float64"),
+        ("spread", 1, 2, False, "float32"),
+        ("striped", 1, 2, True, "float64"),
+        ("striped", 3, 1, False, "float64"),
+        ("whole", 1, 1, False, "float64"),
+        ("whole", 3, 2, True, "float64"),
+        ("flat", 1, 2, True, "float64"),
+    ]
+    check(pool, nodes, local, [setting(nodes, local, *row) for row in covering])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
+def test_the_whole_grid(pool, nodes, local, placement, dtype):
+    grid = itertools.product((1, 3), (1, 2), (False, True))
+    settings = [setting(nodes, local, placement, rounds, k, tied, dtype) for rounds, k, tied in grid]
+    check(pool, nodes, local, settings)
+
+
+def test_evaluation_between_steps_changes_nothing(pool):
+    chosen = setting(2, 2, "spread", 2, 1, True, "float64") | {"evaluate_first": True}
+    check(pool, 2, 2, [chosen, chosen | {"placement": "striped"}])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_delays_in_every_lane_change_no_bit(pool, placement):
+    knobs = {"placement": placement, "micro_batches_per_visit": 2, "rows": 11}
+    plain = pool.run("cases:weights_after", 2, 2, **knobs)[0]
+    delayed = pool.run("cases:weights_after", 2, 2, delays=0.004, **knobs)[0]
+    assert plain[0] == delayed[0]
+    assert all(torch.equal(plain[1][name], delayed[1][name]) for name in plain[1])
+
+
+def test_dropout_does_not_depend_on_the_topology(pool):
+    results = [
+        pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, placement=placement)[0]
+        for nodes, local, placement in [(1, 1, "spread"), (2, 2, "spread"), (3, 2, "whole")]
+    ]
+    for losses, weights in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-10)
+        for name, value in weights.items():
+            assert torch.dist(value, results[0][1][name]) <= 1e-10 * results[0][1][name].norm()
+
+
+def test_ranks_without_rows_take_part(pool):
+    assert max(pool.run("cases:rank_without_rows", 2, 2)) < LIMIT["float64"]
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 1), (2, 3)])
+def test_every_row_is_computed_once(pool, nodes, local):
+    shares = pool.run("cases:packed_rows", nodes, local)
+    assert [row for own in shares for row in own] == list(range(7))
