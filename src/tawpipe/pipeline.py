@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from tawpipe.costs import Costs, Widths, costs
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Loss
@@ -73,6 +74,7 @@ class Pipeline:
             more activation memory.
         placement: ``spread``, ``striped``, ``whole`` or ``flat``; docs/placement.md.
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
+        gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64 for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
         clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
@@ -95,6 +97,7 @@ class Pipeline:
         micro_batches_per_visit: int = 1,
         placement: str = "spread",
         look_ahead: int = 2,
+        gradient_buffers: int = 2,
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
@@ -110,11 +113,13 @@ class Pipeline:
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.dtype = dtype
+        self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
         wide = torch.promote_types(dtype, torch.float32)
         self._knobs = {
             "placement": placement,
             "micro_batches_per_visit": micro_batches_per_visit,
             "look_ahead": look_ahead,
+            "gradient_buffers": gradient_buffers,
         }
         self.chain = Chain(model, loss=loss)
         on_meta = all(parameter.is_meta for parameter in model.parameters())
@@ -157,7 +162,7 @@ class Pipeline:
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
-            reduce_dtype=reduce_dtype or wide,
+            reduce_dtype=self.reduce_dtype,
             delay=delay,
         )
 
@@ -267,6 +272,18 @@ class Pipeline:
             cut = slice(share.rows.start, share.rows.stop)
             parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
         return LocalBatch(rows, length, parts)
+
+    def costs(self, rows: int, sequence_length: int) -> Costs:
+        """Bytes over the links and memory of one step, from the schedule alone."""
+        widths = Widths(
+            weight=self.dtype.itemsize,
+            gradient=self.reduce_dtype.itemsize,
+            master=self.storage.master_dtype.itemsize,
+            optimizer_states=self.optimizers.states_per_element,
+        )
+        hidden = self.chain.config.get_text_config().hidden_size
+        boundary = min(self.micro_batch, rows) * sequence_length * hidden * self.dtype.itemsize
+        return costs(self.schedule(rows), widths, boundary_bytes=boundary)
 
     # weights
 

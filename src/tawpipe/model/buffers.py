@@ -1,4 +1,7 @@
-"""Values for buffers that a model on the meta device has not, such as rotary frequencies. Imports transformers' models."""
+"""Values for buffers that a model on the meta device has not, such as rotary frequencies.
+
+Imports torch and transformers' models.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
                 raise UserError(
                     SETTING,
                     type(model).__name__,
-                    f"buffer {path}.{wrong[0]} has no value on the meta device and the model's _init_weights sets none; "
-                    "give a model that is not on meta",
+                    f"buffer {path}.{wrong[0]} has no value on the meta device and the model's _init_weights sets none;"
+                    " give a model that is not on meta",
                 )
         for name, buffer in own.items():
             module._buffers[name] = buffer.to(device)

@@ -1,4 +1,7 @@
-"""From what the user names (a preset, a folder, a name on the Hub) to a model on the meta device. Imports transformers."""
+"""From what the user names (a preset, a folder, a name on the Hub) to a model on the meta device.
+
+Imports torch, transformers and, for names on the Hub, huggingface_hub.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.model.pretrained import SafetensorsSource, has_weights
 from tawpipe.model.refuse import SETTING
-from tawpipe.model.weights import InitSource, SafetensorsSource, WeightSource, has_weights
+from tawpipe.model.weights import InitSource, WeightSource
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -66,7 +69,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class BuiltModel:
     """A model on the meta device and where its values come from."""
 
-    model: nn.Module
+    model: Any
+    """A transformers PreTrainedModel."""
     spec: str
     folder: Path | None
     """The folder with its weights; None for a model that starts from random values."""
@@ -84,9 +88,10 @@ def build_model(
     """Build the model that ``spec`` names, without memory for its weights.
 
     Args:
-        spec: a preset, a folder with config.json (and safetensors, or else random values), or ``owner/name`` on the Hub.
-        vocab_size: tokens that the tokenizer can give. A preset takes it as its vocabulary, any other model must have at
-            least as many.
+        spec: a preset, a folder with config.json (and safetensors, or else random values), or ``owner/name`` on the
+            Hub.
+        vocab_size: tokens that the tokenizer can give. A preset takes it as its vocabulary, any other model must have
+            at least as many.
         max_positions: the longest document. A preset takes it, any other model must allow as many.
         trust_remote_code: run model code that comes with the folder or from the Hub.
 

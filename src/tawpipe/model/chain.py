@@ -7,7 +7,8 @@ chain happen on one thread; only the gradient hooks may run on autograd's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from tawpipe.model import attention
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import discover
+from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import SETTING, refuse_unsupported
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
 from tawpipe.model.units import Block, ParameterSlot, Unit, build_blocks, build_units
@@ -204,7 +206,7 @@ class Chain:
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
         ids = batch.input_ids
-        documents = attention.Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
+        documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
         unpadded = torch.ones_like(ids)
@@ -230,7 +232,7 @@ class Chain:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
         rows, length, _ = hidden.shape
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
-        documents = attention.Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
+        documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
         self._feed.hidden = hidden
         try:
             with attention.packing(documents):
@@ -248,6 +250,15 @@ class Chain:
         if loss.ndim != 0:
             raise UserError("loss", f"a tensor of shape {tuple(loss.shape)}", "it must return the sum as one number")
         return loss
+
+    @contextmanager
+    def loss_replaced(self, loss: Loss) -> Iterator[None]:
+        """Use another loss for a while, for example one that looks at the logits."""
+        before, self._loss = self._loss, loss
+        try:
+            yield
+        finally:
+            self._loss = before
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set persistent buffers, by name, to values that came with the weights. After ``prepare``."""

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
-from tawpipe.model.attention import Documents, PackedMask, packing
+from tawpipe.model.attention import PackedMask, packing
+from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import SETTING
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
 

@@ -1,7 +1,7 @@
 """A Hugging Face folder from parameters that live elsewhere: sharded safetensors, config and tokenizer.
 
-Imports torch, safetensors and transformers (peft for adapters). Parameters are asked for one after the other, in the same
-order on every rank; only the writer keeps them, and at most one shard of them.
+Imports torch, safetensors and transformers (peft for adapters). Parameters are asked for one after the other, in the
+same order on every rank; only the writer keeps them, and at most one shard of them.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _aliases(chain: Chain) -> dict[str, str]:
 
 
 def _groups(chain: Chain) -> tuple[list[_Group], list[Any]]:
-    """The conversion of every parameter to its form on disk, as ``save_pretrained`` does it, and the renamings after."""
+    """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renamings after it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -256,4 +256,3 @@ def _save_config(chain: Chain, folder: Path, dtype: torch.dtype) -> None:
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, str(folder), config=config)
-

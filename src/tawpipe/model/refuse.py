@@ -1,7 +1,7 @@
 """Models that the chain would compute wrongly, refused by name before anything is built. Imports transformers.
 
-What can only be seen by following a forward pass (masks, layers that hand something on besides hidden states) is refused
-by ``discovery``.
+What can only be seen by following a forward pass (masks, layers that hand something on besides hidden states) is
+refused by ``discovery``.
 """
 
 from __future__ import annotations

@@ -31,10 +31,8 @@ class LayerCall:
 
     def __call__(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """Call ``layer`` as it was called, with other hidden states; the first result if it gives several."""
-        if self.args:
-            output = layer(hidden, *self.args[1:], **self.kwargs)
-        else:
-            output = layer(**{**self.kwargs, HIDDEN: hidden})
+        args, kwargs = ((hidden, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, HIDDEN: hidden})
+        output = layer(*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -124,7 +122,7 @@ def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module of the same class with the same attributes, parameters and buffers, and a dictionary of children of its own."""
+    """A module of the same class with the same attributes, parameters and buffers, but its own list of children."""
     copy = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)

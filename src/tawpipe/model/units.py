@@ -53,7 +53,9 @@ class Block:
     """False for the blocks before the first trainable parameter: no gradient has to reach them."""
 
 
-def build_units(model: nn.Module, uses: Mapping[str, tuple[int, ...]], block_names: tuple[str, ...]) -> tuple[Unit, ...]:
+def build_units(
+    model: nn.Module, uses: Mapping[str, tuple[int, ...]], block_names: tuple[str, ...]
+) -> tuple[Unit, ...]:
     """Group every parameter of ``model`` into units.
 
     Args:

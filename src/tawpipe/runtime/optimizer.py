@@ -40,15 +40,18 @@ def adamw(
     return make
 
 
-def check_elementwise(factory: OptimizerFactory) -> None:
+def check_elementwise(factory: OptimizerFactory) -> int:
     """Try the optimizer on a small matrix, whole and cut in two pieces, and compare.
+
+    Returns:
+        how many tensors of a parameter's size the optimizer keeps for it.
 
     Raises:
         UserError: an element's update depends on other elements or on the parameter's shape, with the optimizer's name.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(4, 6, generator=generator), torch.randn(3, 24, generator=generator)
-    name = "the optimizer"
+    name, states = "the optimizer", 0
     try:
         results = []
         for cuts in ([0, 24], [0, 7, 24]):
@@ -60,12 +63,15 @@ def check_elementwise(factory: OptimizerFactory) -> None:
                 for value, a, b in zip(values, cuts, cuts[1:], strict=False):
                     value.grad = gradient[a:b].clone()
                 optimizer.step()
+            kept = optimizer.state[values[0]].values()
+            states = sum(isinstance(one, torch.Tensor) and one.numel() == values[0].numel() for one in kept)
             results.append(torch.cat([value.detach() for value in values]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UserError("optimizer", name, f"it must work on one-dimensional pieces of parameters ({error})") from error
     if not torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7):
         expected = "an optimizer that treats every element by itself (AdamW, Adam, SGD, RMSprop, ...)"
         raise UserError("optimizer", name, f"{expected}; this one gives other numbers when a parameter is cut")
+    return states
 
 
 class UnitOptimizers:
@@ -76,12 +82,26 @@ class UnitOptimizers:
     """
 
     def __init__(self, pieces: dict[int, tuple[HomePiece, ...]], factory: OptimizerFactory) -> None:
-        check_elementwise(factory)
+        self.states_per_element = check_elementwise(factory)
         self.pieces = {unit: found for unit, found in pieces.items() if found}
         self.optimizers = {unit: factory(found) for unit, found in self.pieces.items()}
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
+
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Make every optimizer hold its state, as after a step, without a change to weights; for loading into it."""
+        for unit, optimizer in self.optimizers.items():
+            if all(optimizer.state.get(piece.value) for piece in self.pieces[unit]):
+                continue
+            values = [piece.value.clone() for piece in self.pieces[unit]]
+            for piece in self.pieces[unit]:
+                assert piece.value.grad is not None
+                piece.value.grad.zero_()
+            optimizer.step()
+            for piece, value in zip(self.pieces[unit], values, strict=True):
+                piece.value.copy_(value)
 
     def scale_and_step(self, unit: int, factor: torch.Tensor, finite: torch.Tensor, rate: float) -> None:
         """Multiply the unit's gradients by ``factor`` and update, unless ``finite`` is zero.

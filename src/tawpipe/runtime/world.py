@@ -33,6 +33,27 @@ class World:
     def size(self) -> int:
         return self.topology.world_size
 
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``values`` (a CPU tensor) on all ranks, in place."""
+        if self.group is not None:
+            dist.broadcast(values, 0, group=self.group)
+        return values
+
+    def gather_numbers(self, value: float) -> list[float]:
+        """One number of every rank, in their order, on all ranks."""
+        if self.group is None:
+            return [value]
+        mine = torch.tensor([value], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [float(one) for one in everyone]
+
+    def leave(self) -> None:
+        """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
+        if self.group is not None:
+            self.barrier()
+            dist.destroy_process_group()
+
     def barrier(self) -> None:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:

@@ -1,0 +1,57 @@
+# `make train` and `make test` set everything up in .venv first; `make help` lists the rest.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+SETTINGS := pyproject.toml requirements-ci.txt
+READY := .venv/.ready
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+
+# A torch that is installed already, new enough and made for this GPU, is used as it is.
+GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
+	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-slow lint format clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@echo 'Words for the command go in ARGS: make train ARGS="--steps 5"'
+
+train: $(READY)  ## train with the defaults, or with ARGS
+	@$(BIN)/tawpipe train $(ARGS)
+
+test: $(READY)  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY)  ## run the whole grid, which the tests cover in part
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY)  ## check style and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: $(READY)  ## bring the code into style
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): $(SETTINGS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@echo "setting up .venv (once)"
+ifeq ($(HAS_GPU),yes)
+	@if $(PYTHON) -c '$(GPU_TORCH_CHECK)' 2>/dev/null; \
+		then test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages .venv; \
+		else test -x $(BIN)/python || $(PYTHON) -m venv .venv; $(PIP) install 'torch>=2.11'; fi
+	@grep -v '^torch==' requirements-ci.txt > .venv/requirements.txt
+else
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@cp requirements-ci.txt .venv/requirements.txt
+endif
+	@$(PIP) install -r .venv/requirements.txt
+	@$(PIP) install --no-deps --editable .
+	@touch $(READY)

@@ -1,0 +1,120 @@
+"""The command ``tawpipe``: finds the command that is meant, runs it and turns errors into exit codes.
+
+Exit codes: 0 done; 1 the run failed; 2 a setting cannot work; 130 interrupted. What takes long to import (torch,
+transformers) is imported where it is needed, so that help and complaints about settings come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.workers import USER_ERROR, print_expected_error
+
+if TYPE_CHECKING:
+    from tawpipe.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word after ``tawpipe``: its line in the help, and what runs it with the words that follow."""
+
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+def train(argv: Sequence[str]) -> int:
+    """``tawpipe train``: starts the processes on this machine, or is one of those that a launcher started."""
+    from tawpipe.gpus import find_gpus
+    from tawpipe.launch import in_this_process, launch, local_shape, started_by_local_launcher
+    from tawpipe.topology import LaunchEnvironment
+    from tawpipe.train.checks import check_output, validate
+    from tawpipe.train.config import load_config, with_output_named
+
+    config = load_config(argv)
+    launched = LaunchEnvironment.read(os.environ)
+    if started_by_local_launcher():
+        # The launcher has checked everything; rank 0 may be writing into the output folder already.
+        assert launched is not None
+        return _train_here(config, rank=launched.rank)
+
+    gpus = find_gpus() if config.device != "cpu" else ()
+    validate(config, gpus=gpus)
+    if launched is not None:
+        if launched.rank == 0:
+            check_output(config)
+        return _train_here(config, rank=launched.rank)
+
+    config = with_output_named(config)
+    shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
+    check_output(config)
+    if shape.nproc == 1:
+        with in_this_process(gpus=gpus):
+            return _train_here(config, rank=0)
+    # The word that names the folder comes last and so beats one given before.
+    command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
+    return launch(command, shape, gpus=gpus)
+
+
+def _train_here(config: TrainConfig, *, rank: int) -> int:
+    """One process of the run, under the variables of a launcher."""
+    from tawpipe.train.config import save_config
+
+    if rank == 0:
+        save_config(config, config.output_path / "config.yaml")
+
+    from tawpipe.train.loop import run
+
+    return run(config)
+
+
+COMMANDS = {
+    "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code.
+
+    Args:
+        argv: the words after ``tawpipe``; those of this process by default.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    try:
+        # The first word decides; what follows belongs to the command.
+        command = COMMANDS[parser.parse_args(words[:1]).command]
+        return command.run(words[1:])
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except UserError as error:
+        print_expected_error(error)
+        return USER_ERROR
+    except RunError as error:
+        print_expected_error(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Train long-context language models where the activations stay and the weights travel."
+    parser = argparse.ArgumentParser(prog="tawpipe", description=description)
+    parser.add_argument("--version", action="version", version=f"tawpipe {importlib.metadata.version('tawpipe')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
+    return parser

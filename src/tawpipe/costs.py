@@ -1,0 +1,93 @@
+"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports schedule only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.traffic import link_elements
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one element.
+
+    Args:
+        weight: of weights that travel and compute.
+        gradient: of gradients that are summed and travel.
+        master: of weights and gradients at home.
+        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype.
+    """
+
+    weight: int
+    gradient: int
+    master: int
+    optimizer_states: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one step. Where processes differ, memory is that of the process that needs most.
+
+    Args:
+        strategy, schedule: in words.
+        link_sent_bytes, link_received_bytes: for every node's link to the others.
+        home_bytes: master weights, gradients, optimizer state and travelling copies at home.
+        buffer_bytes: pools of units and slices on their way.
+        activation_bytes: boundary activations, inputs of blocks and their gradients.
+    """
+
+    parameters: int
+    trainable: int
+    strategy: str
+    schedule: str
+    link_sent_bytes: tuple[int, ...]
+    link_received_bytes: tuple[int, ...]
+    home_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+
+
+def costs(schedule: Schedule, widths: Widths, *, boundary_bytes: int) -> Costs:
+    """Add up a schedule.
+
+    Args:
+        boundary_bytes: of one boundary activation, [micro-batch, S, H] in the compute dtype.
+    """
+    ranks = range(schedule.topology.world_size)
+    traffic = link_elements(schedule)
+    trained = widths.master * (2 + widths.optimizer_states) + (widths.weight if widths.weight != widths.master else 0)
+    home = [
+        schedule.home_elements(rank, trainable=True) * trained
+        + schedule.home_elements(rank, trainable=False) * widths.weight
+        for rank in ranks
+    ]
+    buffers = [
+        schedule.pool_elements(rank, "weight") * widths.weight
+        + schedule.pool_elements(rank, "gradient") * widths.gradient
+        for rank in ranks
+    ]
+    knobs = schedule.knobs
+    units = schedule.model.units
+    return Costs(
+        parameters=sum(unit.numel for unit in units),
+        trainable=sum(unit.numel for unit in units if unit.trainable),
+        strategy=f"{schedule.name}, placement {knobs.placement}",
+        schedule=(
+            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(knobs.rounds, 'round')}, "
+            f"{knobs.micro_batches_per_visit} per visit, look-ahead {knobs.look_ahead}"
+        ),
+        link_sent_bytes=tuple(link.bytes_sent(widths.weight, widths.gradient) for link in traffic),
+        link_received_bytes=tuple(link.bytes_received(widths.weight, widths.gradient) for link in traffic),
+        home_bytes=max(home),
+        buffer_bytes=max(buffers),
+        activation_bytes=max(schedule.peak_activations(rank) for rank in ranks) * boundary_bytes,
+    )
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """
+    >>> count(1, "round"), count(2, "round")
+    ('1 round', '2 rounds')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"

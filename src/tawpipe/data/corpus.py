@@ -1,0 +1,164 @@
+"""A tokenised corpus: flat arrays, in memory or mapped from files. Imports numpy.
+
+The tokens lie end to end in one array of 16 or 32 bits, with the documents' borders beside it. A row is then some
+slices of one mapped file, shared by all processes of a machine through the page cache. Arrow was the alternative: it
+reads the same bytes, but its lists cost a Python object per access and end at 2**31 tokens per chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tawpipe.data.encode import Encoder, Tokens
+from tawpipe.data.render import Document, Renderer
+from tawpipe.data.report import Fault, ReadCounts
+from tawpipe.data.sources import RawRow
+
+TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """The smallest type that holds every token."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokenised documents."""
+
+    tokens: NDArray[np.uint16 | np.uint32]
+    """[tokens] all documents end to end."""
+    offsets: NDArray[np.int64]
+    """[documents + 1] where each begins."""
+    identities: NDArray[np.uint64]
+    """[documents] a hash of each one's content."""
+    mask: NDArray[np.uint8] | None
+    """[tokens / 8] one bit per token, set where it counts; None where all do."""
+    counts: ReadCounts
+    """What reading it found."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[documents] tokens of each."""
+        return np.diff(self.offsets)
+
+    def read(self, document: int, start: int, length: int) -> tuple[NDArray, NDArray[np.bool_] | None]:
+        """The tokens of a piece of a document, and which of them count; None where all do."""
+        begin = int(self.offsets[document]) + start
+        end = begin + length
+        assert end <= self.offsets[document + 1], (document, start, length)
+        tokens = self.tokens[begin:end]
+        if self.mask is None:
+            return tokens, None
+        bits = np.unpackbits(self.mask[begin // 8 : -(-end // 8)])
+        return tokens, bits[begin % 8 : begin % 8 + length].astype(np.bool_)
+
+    @classmethod
+    def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:
+        """A corpus in memory."""
+        pairs = list(documents)
+        lengths = [len(tokens.ids) for _, tokens in pairs]
+        return cls(
+            tokens=np.concatenate([tokens.ids for _, tokens in pairs]),
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+            identities=np.array([document.identity for document, _ in pairs], np.uint64),
+            mask=np.packbits(np.concatenate([tokens.counts for _, tokens in pairs])),
+            counts=counts,
+        )
+
+    @classmethod
+    def open(cls, folder: Path, vocab_size: int) -> Corpus:
+        """Map the files that ``write_corpus`` wrote."""
+        mask = folder / MASK
+        return cls(
+            tokens=np.memmap(folder / TOKENS, dtype=token_dtype(vocab_size), mode="r"),
+            offsets=np.load(folder / OFFSETS),
+            identities=np.load(folder / IDENTITIES),
+            mask=np.memmap(mask, dtype=np.uint8, mode="r") if mask.exists() else None,
+            counts=ReadCounts(**json.loads((folder / COUNTS).read_text())),
+        )
+
+
+def render_counted(rows: Iterable[RawRow | Fault], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
+    """Render the rows, and count what was found and what was left out."""
+    for row in rows:
+        document = row if isinstance(row, Fault) else renderer.render(row)
+        if isinstance(document, Fault):
+            counts.add_fault(document)
+        else:
+            counts.add_document(document.kind)
+            yield document
+
+
+def write_corpus(
+    folder: Path, rows: Iterable[RawRow | Fault], renderer: Renderer, encoder: Encoder, *, files: int, vocab_size: int
+) -> ReadCounts:
+    """Tokenise all rows into the files of ``folder``, which exists; in memory at a time: a batch.
+
+    Returns:
+        What was found. With no document in it, the folder holds no corpus.
+    """
+    counts = ReadCounts(files=files)
+    dtype = token_dtype(vocab_size)
+    lengths, identities = array("q"), array("Q")  # 8 bytes per document; a list would hold objects
+    bits = np.zeros(0, np.bool_)
+    with (folder / TOKENS).open("wb") as tokens_file, (folder / MASK).open("wb") as mask_file:
+        for document, tokens in encoder.encode_all(render_counted(rows, renderer, counts)):
+            lengths.append(len(tokens.ids))
+            identities.append(document.identity)
+            tokens_file.write(tokens.ids.astype(dtype).tobytes())
+            bits = np.concatenate([bits, tokens.counts])
+            whole = len(bits) // 8 * 8
+            mask_file.write(np.packbits(bits[:whole]).tobytes())
+            bits = bits[whole:]
+        mask_file.write(np.packbits(bits).tobytes())
+    if not counts.masked:
+        (folder / MASK).unlink()
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    np.save(folder / OFFSETS, np.concatenate([np.zeros(1, np.int64), ends]))
+    np.save(folder / IDENTITIES, np.array(identities, np.uint64))
+    (folder / COUNTS).write_text(json.dumps(asdict(counts)))
+    return counts
+
+
+def held_out(identities: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
+    """[documents] whether each belongs to validation: decided by its identity and the seed alone."""
+    return _mixed(identities, seed) < np.uint64(int(fraction * (1 << 64)))
+
+
+def split_documents(
+    identities: NDArray[np.uint64], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers of the training and of the validation documents.
+
+    In a small corpus chance may leave one side empty: validation then gets, or training keeps, all copies of one
+    document. A corpus of one distinct document is all training.
+    """
+    out = held_out(identities, fraction, seed)
+    distinct = np.unique(identities)
+    if fraction == 0 or len(distinct) < 2:
+        out = np.zeros(len(identities), np.bool_)
+    elif out.all() or not out.any():
+        mixed = _mixed(identities, seed)
+        out = mixed != mixed.max() if out.all() else mixed == mixed.min()
+    return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def _mixed(identities: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """A bijection of 64-bit numbers, another for every seed."""
+    return _splitmix(identities ^ _splitmix(np.array([seed], np.int64).astype(np.uint64)))
+
+
+def _splitmix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: spreads every bit over all. Arrays of unsigned numbers wrap around silently."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,132 @@
+"""Documents to tokens. Imports numpy and transformers' tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tawpipe.data.render import Document
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PART_CHARACTERS = 1 << 18
+"""A longer text is tokenised in parts, cut before a space: a tokenizer holds some 100 bytes for every token of a text,
+and works on different texts in parallel only. At such a cut a few tokens may differ from those of the whole text."""
+
+BATCH_CHARACTERS = 1 << 22
+"""Characters that are tokenised at once."""
+
+
+class Tokens(NamedTuple):
+    """A tokenised document."""
+
+    ids: NDArray[np.uint32]
+    counts: NDArray[np.bool_]
+    """Which tokens count in the loss, the first one included: whether anything predicts it is the row's affair."""
+
+
+class Encoder:
+    """Tokenises documents in batches.
+
+    Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
+    astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text
+    token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
+    Documents that a chat template has rendered are left as they are.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # TOKENIZERS_PARALLELISM stays as it is: unset, tokenizers works in parallel and turns that off in a forked
+        # child; set to true, a child that tokenises hangs.
+        self._tokenizer = tokenizer
+        with_special = list(tokenizer("a")["input_ids"])
+        begins = with_special[:1] == [tokenizer.bos_token_id] and self._plain(["a"])[0][:1] != with_special[:1]
+        self._begin = [tokenizer.bos_token_id] if begins else []
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._anchor = self._find_anchor()
+
+    def _find_anchor(self) -> list[int]:
+        """The tokens of a line break, if text behind one is tokenised otherwise than at the beginning of a text.
+
+        Tokenizers of the SentencePiece family put a space before every text. In the middle of a document that space
+        would be wrong, so there a piece is tokenised behind a line break, whose tokens are then taken away.
+        """
+        line_break, alone, behind = self._plain(["\n", "a", "\na"])
+        is_prefix = behind[: len(line_break)] == line_break
+        return line_break if is_prefix and behind[len(line_break) :] != alone else []
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return encoded["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def encode(self, documents: Sequence[Document]) -> list[Tokens]:
+        """The tokens of each document, in order."""
+        parts = [
+            [(part, piece.counts) for piece in document.pieces for part in split_text(piece.text)]
+            for document in documents
+        ]
+        anchored = bool(self._anchor)
+        texts = [
+            "\n" + text if anchored and place else text
+            for document in parts
+            for place, (text, _) in enumerate(document)
+        ]
+        encoded = self._in_batches(texts)
+        return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
+
+    def _in_batches(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """The tokens of each text, which has at most PART_CHARACTERS. One document may have any number of texts."""
+        begin = characters = 0
+        for number, text in enumerate(texts):
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS or number == len(texts) - 1:
+                yield from self._plain(list(texts[begin : number + 1]))
+                begin, characters = number + 1, 0
+
+    def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
+        begin, end = ([], []) if document.complete else (self._begin, self._end)
+        ids, counts = [np.array(begin, np.uint32)], [np.zeros(len(begin), np.bool_)]
+        for place, (_, part_counts) in enumerate(parts):
+            tokens = next(encoded)
+            ids.append(np.array(tokens[len(self._anchor) :] if place else tokens, np.uint32))
+            counts.append(np.full(len(ids[-1]), part_counts, np.bool_))
+        ids.append(np.array(end, np.uint32))
+        counts.append(np.ones(len(end), np.bool_))
+        return Tokens(np.concatenate(ids), np.concatenate(counts))
+
+    def encode_all(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
+        """Tokenise any number of documents, holding about BATCH_CHARACTERS of them at a time."""
+        batch: list[Document] = []
+        characters = 0
+        for document in documents:
+            batch.append(document)
+            characters += sum(len(piece.text) for piece in document.pieces)
+            if characters >= BATCH_CHARACTERS:
+                yield from zip(batch, self.encode(batch), strict=True)
+                batch, characters = [], 0
+        if batch:
+            yield from zip(batch, self.encode(batch), strict=True)
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Cut a text into parts of at most PART_CHARACTERS, before a space that follows a word where there is one."""
+    begin = 0
+    while len(text) - begin > PART_CHARACTERS:
+        end = begin + PART_CHARACTERS
+        space = text.rfind(" ", begin + PART_CHARACTERS // 2, end)
+        while space > begin and text[space - 1].isspace():
+            space -= 1
+        if space > begin and text[space] == " ":
+            end = space
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

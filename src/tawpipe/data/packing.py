@@ -1,0 +1,142 @@
+"""Which piece of which document lies where in which row: pure functions of (lengths, row length, seed, epoch).
+
+Imports numpy only. A plan never lists its rows: any row is found in O(log documents), and two processes that know the
+same lengths know the same rows. Both plans show every document once per epoch and shuffle rows and documents anew in
+each; the number of rows is the same in all epochs, so that sample n is row n % rows of epoch n // rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+
+class Segment(NamedTuple):
+    """Tokens ``start`` to ``start + length`` of one document."""
+
+    document: int
+    start: int
+    length: int
+
+
+class EpochPlan(Protocol):
+    """The rows of one epoch."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def segments(self, row: int) -> list[Segment]:
+        """What lies in the row, left to right. Their lengths add up to at most the row length; padding is the rest."""
+        ...
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+
+
+class SplitPlan:
+    """The shuffled documents end to end, cut every ``sequence_length`` tokens, and the rows shuffled once more.
+
+    Without the second shuffle the pieces of a long document would meet in one batch. Only the last cut of an epoch is
+    shorter than a row, so an epoch holds less than one row of padding; a corpus shorter than one row is one padded row.
+
+    Args:
+        lengths: [documents] tokens of each document, all positive.
+    """
+
+    def __init__(self, lengths: Int64s, sequence_length: int, *, seed: int, epoch: int) -> None:
+        generator = _generator(seed, epoch)
+        self._sequence_length = sequence_length
+        self._documents = generator.permutation(len(lengths))
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[self._documents], dtype=np.int64)])
+        self._cuts = generator.permutation(split_rows(lengths, sequence_length))
+
+    @property
+    def rows(self) -> int:
+        return len(self._cuts)
+
+    def segments(self, row: int) -> list[Segment]:
+        begin = int(self._cuts[row]) * self._sequence_length
+        end = min(begin + self._sequence_length, int(self._starts[-1]))
+        place = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        found = []
+        while begin < end:
+            piece = min(int(self._starts[place + 1]), end) - begin
+            found.append(Segment(int(self._documents[place]), begin - int(self._starts[place]), piece))
+            begin, place = begin + piece, place + 1
+        return found
+
+
+def split_rows(lengths: Int64s, sequence_length: int) -> int:
+    """Rows of one epoch of a SplitPlan."""
+    return -(-int(lengths.sum()) // sequence_length)
+
+
+class FitShape:
+    """Best-fit decreasing: the longest document first, each into the fullest row that still has room for it.
+
+    Only the lengths decide, so the shape is found once and filled anew in every epoch: documents of equal length swap
+    places, and the rows are shuffled. Documents longer than a row count with the length of a row.
+
+    Args:
+        lengths: [documents] tokens of each document, all positive.
+    """
+
+    def __init__(self, lengths: Int64s, sequence_length: int) -> None:
+        self.lengths = np.minimum(lengths, sequence_length)
+        """[documents] tokens of each document that are shown."""
+        row_of_rank, self.rows = best_fit(np.sort(self.lengths)[::-1], sequence_length)
+        self.ranks = np.argsort(row_of_rank, kind="stable")
+        """[documents] ranks by decreasing length, grouped by row."""
+        self.bounds = np.searchsorted(row_of_rank[self.ranks], np.arange(self.rows + 1))
+        """[rows + 1] where in ``ranks`` each row begins."""
+
+
+def best_fit(lengths: Int64s, sequence_length: int) -> tuple[Int64s, int]:
+    """Place lengths, none above ``sequence_length``, in the order given; return each one's row, and the rows used."""
+    row_of = np.empty(len(lengths), np.int64)
+    rows = 0
+    spaces: list[int] = []  # the distinct free spaces, ascending
+    with_space: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths.tolist()):
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            row, space = rows, sequence_length
+            rows += 1
+        else:
+            space = spaces[at]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[at]
+        row_of[number] = row
+        if left := space - length:
+            if left not in with_space:
+                with_space[left] = []
+                insort(spaces, left)
+            with_space[left].append(row)
+    return row_of, rows
+
+
+class FitPlan:
+    """Whole documents in rows, as the shape has them, filled for one epoch."""
+
+    def __init__(self, shape: FitShape, *, seed: int, epoch: int) -> None:
+        generator = _generator(seed, epoch)
+        shuffled = generator.permutation(len(shape.lengths))
+        by_rank = shuffled[np.argsort(-shape.lengths[shuffled], kind="stable")]
+        self._shape = shape
+        self._documents = by_rank[shape.ranks]
+        self._order = generator.permutation(shape.rows)
+
+    @property
+    def rows(self) -> int:
+        return self._shape.rows
+
+    def segments(self, row: int) -> list[Segment]:
+        begin, end = self._shape.bounds[self._order[row] : self._order[row] + 2]
+        return [Segment(int(d), 0, int(self._shape.lengths[d])) for d in self._documents[begin:end]]

@@ -1,0 +1,339 @@
+"""From the settings to datasets: finds the files, the tokenizer and the tokens, or makes them. Imports all of data."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from tawpipe.data.cache import cache_root, content_hash, is_complete, leader_first, make_folder
+from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents, write_corpus
+from tawpipe.data.encode import Encoder
+from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, Renderer
+from tawpipe.data.report import DataReport, ReadCounts, SetSize
+from tawpipe.data.rows import PackedDataset
+from tawpipe.data.settings import DataSettings
+from tawpipe.data.sources import RowReader, SourceFile, find_files
+from tawpipe.data.stream import StreamedDataset
+from tawpipe.data.tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    sample_texts,
+    tokenizer_hash,
+    train_tokenizer,
+    vocabulary_size,
+)
+from tawpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CACHE_FORMAT = 1
+"""Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedData:
+    """Everything that training needs to know of its data."""
+
+    train: PackedDataset | StreamedDataset
+    validation: PackedDataset | None
+    tokenizer: PreTrainedTokenizerBase
+    report: DataReport
+    fingerprint: str
+    """What sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+
+
+def changed_parts(before: str, now: str) -> list[str]:
+    """The names of the parts in which two fingerprints differ: documents, tokenizer, rows."""
+    old, new = (
+        dict(part.split(":", 1) for part in fingerprint.split() if ":" in part) for fingerprint in (before, now)
+    )
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+
+
+def prepare_data(
+    settings: DataSettings,
+    *,
+    sequence_length: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: str | None = None,
+    leader: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> PreparedData:
+    """Find or make the tokenizer and the tokens, and put them into rows.
+
+    Every process calls this, with the same arguments but for ``leader``.
+
+    Args:
+        sequence_length: tokens of a row, S.
+        seed: decides the order of the samples and which documents are held out.
+        tokenizer: one to use instead of what the settings say.
+        model: a local folder whose tokenizer is used if the settings name none; a folder without one, or None, is as if
+            there were none.
+        leader: whether this process makes what the cache lacks. One process per cache folder does.
+        barrier: waits for the other processes; called once by each. It must bear as long as tokenising takes.
+
+    Raises:
+        UserError: in every process, if the settings cannot work or nothing in the files is a document.
+    """
+    settings.check_data()
+    if sequence_length < 2:
+        raise UserError("--sequence-length", sequence_length, "at least 2: the first token of a row is never predicted")
+    if seed < 0:
+        raise UserError("--seed", seed, "a number from 0 on")
+    files = find_files(settings.data)
+    validation_files = find_files(settings.validation_data, "--validation-data") if settings.validation_data else []
+    root = cache_root(settings.cache_dir)
+    preparation = _Preparation(
+        settings, files, validation_files, root, sequence_length, seed, tokenizer, model, leader=leader
+    )
+    request = content_hash(asdict(settings), preparation.identities(), model, sequence_length, seed)
+    return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
+
+
+class _Preparation:
+    """One call of ``prepare_data``.
+
+    Only ``leader_first`` knows who makes what the cache lacks: the others find it there, unless their cache is another
+    folder than the leader's. Then they make their own, which is the same.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        files: Sequence[SourceFile],
+        validation_files: Sequence[SourceFile],
+        root: Path,
+        sequence_length: int,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        model: str | None,
+        *,
+        leader: bool,
+    ) -> None:
+        self.settings, self.files, self.validation_files = settings, files, validation_files
+        self.root, self.sequence_length, self.seed = root, sequence_length, seed
+        self.given_tokenizer, self.model, self.leader = tokenizer, model, leader
+        self.reader = RowReader(settings.rows, settings.text_column)
+        self.notes: list[str] = []
+
+    def identities(self) -> list[list[object]]:
+        return [[f.path, f.size, f.mtime_ns] for f in (*self.files, *self.validation_files)]
+
+    def run(self) -> PreparedData:
+        begin = time.perf_counter()
+        self.tokenizer, self.tokenizer_origin = self._tokenizer()
+        self.tokenizer_hash = tokenizer_hash(self.tokenizer)
+        self.vocab_size = vocabulary_size(self.tokenizer)
+        self.renderer = Renderer(self.tokenizer, self.settings.text_column)
+        self.encoder = Encoder(self.tokenizer)
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        self.pad_id = next((token for token in known if isinstance(token, int)), 0)
+        if self.tokenizer.eos_token_id is None:
+            self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
+        return self._streamed() if self.settings.streaming else self._cached(begin)
+
+    def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, str]:
+        """The tokenizer and where it is from."""
+        if self.given_tokenizer is not None:
+            return self.given_tokenizer, "given"
+        if self.settings.tokenizer is not None:
+            return load_tokenizer(self.settings.tokenizer), self.settings.tokenizer
+        if self.model is not None and has_tokenizer(self.model):
+            return load_tokenizer(self.model, "--model"), f"of the model, {self.model}"
+        settings = self.settings
+        key = content_hash(CACHE_FORMAT, _stamps(self.files), settings.rows, settings.text_column, settings.vocab_size)
+        folder = self.root / "tokenizers" / key
+
+        def fill(work: Path) -> None:
+            train_tokenizer(sample_texts(self.files, self.reader), settings.vocab_size).save_pretrained(work)
+
+        made = make_folder(folder, fill)
+        return load_tokenizer(str(folder)), "trained on the training files" + ("" if made else ", from the cache")
+
+    def _corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
+        """The tokens of the files, and whether they were there already."""
+        settings = self.settings
+        key = content_hash(CACHE_FORMAT, _stamps(files), self.tokenizer_hash, settings.rows, settings.text_column)
+        folder = self.root / "corpora" / key
+
+        def fill(work: Path) -> None:
+            rows = (row for file in files for row in self.reader.read(file))
+            counts = write_corpus(work, rows, self.renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
+            if not counts.documents:
+                raise _nothing_left(setting, files, counts)
+
+        made = make_folder(folder, fill)
+        assert is_complete(folder)
+        return Corpus.open(folder, self.vocab_size), not made
+
+    def _cached(self, begin: float) -> PreparedData:
+        corpus, reused = self._corpus(self.files, "--data")
+        packing = self._packing(corpus.counts)
+        validation_read: ReadCounts | None = None
+        if self.validation_files:
+            train_documents = np.arange(len(corpus.identities))
+            validation_corpus, _ = self._corpus(self.validation_files, "--validation-data")
+            validation_documents = np.arange(len(validation_corpus.identities))
+            validation_read = validation_corpus.counts
+        else:
+            fraction = self.settings.validation_fraction
+            train_documents, validation_documents = split_documents(corpus.identities, fraction, self.seed)
+            validation_corpus = corpus
+            if fraction > 0 and not len(validation_documents):
+                self.notes.append("no validation: the training files hold only one distinct document")
+        train = self._packed(corpus, train_documents, packing)
+        validation = None
+        if len(validation_documents):
+            validation = self._packed(validation_corpus, validation_documents, packing)
+        content = content_hash(corpus.identities[train_documents].tobytes().hex())
+        return PreparedData(
+            train,
+            validation,
+            self._tokenizer_with_template(corpus.counts),
+            self._report(
+                packing,
+                seconds=time.perf_counter() - begin,
+                reused=reused,
+                train=_size(train),
+                validation=validation,
+                read=corpus.counts,
+                validation_read=validation_read,
+            ),
+            self._fingerprint(content, packing),
+        )
+
+    def _streamed(self) -> PreparedData:
+        fraction = 0.0 if self.validation_files else self.settings.validation_fraction
+        counts = ReadCounts(files=len(self.files))
+        rows = (row for file in self.files for row in self.reader.read(file))
+        first = list(islice(render_counted(rows, self.renderer, counts), self.settings.stream_window))
+        if not first:
+            raise _nothing_left("--data", self.files, counts)
+        packing = self._packing(counts)
+        validation: PackedDataset | None = None
+        validation_read: ReadCounts | None = None
+        if self.validation_files:
+            corpus, _ = self._corpus(self.validation_files, "--validation-data")
+            validation = self._packed(corpus, np.arange(len(corpus.identities)), packing)
+            validation_read = corpus.counts
+        elif fraction > 0:
+            out = held_out(np.array([document.identity for document in first], np.uint64), fraction, self.seed)
+            documents = [document for document, is_out in zip(first, out, strict=True) if is_out]
+            if documents:
+                corpus = Corpus.from_tokens(self.encoder.encode_all(documents), counts)
+                validation = self._packed(corpus, np.arange(len(documents)), packing)
+                self.notes.append(
+                    f"streaming: validation has the {len(documents)} held-out documents of the first {len(first):,}; "
+                    "give --validation-data for others"
+                )
+            else:
+                self.notes.append(f"streaming: none of the first {len(first):,} documents is held out; no validation")
+        train = StreamedDataset(
+            self.files,
+            self.reader,
+            self.renderer,
+            self.encoder,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            packing=packing,
+            pad_id=self.pad_id,
+            window=self.settings.stream_window,
+            held_out_fraction=fraction,
+            tell=self.leader,
+        )
+        content = content_hash([[Path(file.path).name, file.size] for file in self.files])
+        return PreparedData(
+            train,
+            validation,
+            self._tokenizer_with_template(counts),
+            self._report(
+                packing,
+                seconds=0.0,
+                reused=False,
+                train=None,
+                validation=validation,
+                read=counts,
+                validation_read=validation_read,
+            ),
+            self._fingerprint(content, packing),
+        )
+
+    def _packing(self, counts: ReadCounts) -> Literal["split", "fit"]:
+        if self.settings.packing == "auto":
+            return "fit" if counts.masked else "split"
+        return self.settings.packing
+
+    def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset:
+        return PackedDataset(
+            corpus,
+            documents,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            packing=packing,
+            pad_id=self.pad_id,
+        )
+
+    def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
+        """What the model has learned to chat in belongs to the exported tokenizer."""
+        if not counts.chat or self.tokenizer.chat_template:
+            return self.tokenizer
+        self.notes.append("the tokenizer has no chat template; the built-in one was used and is exported with it")
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
+        return tokenizer
+
+    def _report(
+        self,
+        packing: Literal["split", "fit"],
+        *,
+        seconds: float,
+        reused: bool,
+        train: SetSize | None,
+        validation: PackedDataset | None,
+        read: ReadCounts,
+        validation_read: ReadCounts | None,
+    ) -> DataReport:
+        return DataReport(
+            tokenizer=f"{self.tokenizer_origin}, {len(self.tokenizer):,} tokens",
+            packing=packing,
+            sequence_length=self.sequence_length,
+            seconds=seconds,
+            reused=reused,
+            train=train,
+            validation=None if validation is None else _size(validation),
+            read=read,
+            validation_read=validation_read,
+            notes=tuple(self.notes),
+        )
+
+    def _fingerprint(self, documents: str, packing: str) -> str:
+        settings = self.settings
+        window = settings.stream_window if settings.streaming else None
+        rows = content_hash(self.sequence_length, self.seed, packing, window)
+        return f"documents:{documents[:16]} tokenizer:{self.tokenizer_hash[:16]} rows:{rows[:16]}"
+
+
+def _stamps(files: Sequence[SourceFile]) -> list[list[object]]:
+    return [[file.path, file.size, file.mtime_ns] for file in files]
+
+
+def _size(dataset: PackedDataset) -> SetSize:
+    return SetSize(dataset.num_documents, dataset.num_tokens, len(dataset), dataset.num_truncated)
+
+
+def _nothing_left(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:
+    """No document is left; ``files`` are those that matched."""
+    shown = files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+    first = f": {counts.messages[0]}" if counts.messages else ""
+    return UserError(
+        setting, shown, f"at least one document to train on; skipped {counts.skipped() or 'nothing'}{first}"
+    )

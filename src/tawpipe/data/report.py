@@ -1,0 +1,136 @@
+"""What was read, what was skipped and why: counts for the user. Imports the standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+MESSAGES_KEPT = 20
+"""Faults that are kept word by word; all are counted."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something in the corpus that was left out."""
+
+    kind: Literal["file", "row", "empty"]
+    where: str
+    """The file, with the line or row where there is one."""
+    why: str
+
+
+@dataclass
+class ReadCounts:
+    """What reading a corpus found. Counted while it is read, and kept with the tokens in the cache."""
+
+    files: int = 0
+    """Files that matched the globs."""
+    text: int = 0
+    """Documents of plain text."""
+    chat: int = 0
+    """Documents that were chat rows."""
+    instruction: int = 0
+    """Documents that were instruction rows."""
+    empty: int = 0
+    """Documents without a token that counts, left out."""
+    bad_files: int = 0
+    """Files left out, or left off at the place that cannot be read."""
+    bad_rows: int = 0
+    """Rows left out."""
+    messages: list[str] = field(default_factory=list)
+    """The first faults, one line each."""
+
+    @property
+    def documents(self) -> int:
+        return self.text + self.chat + self.instruction
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count, as in chat and instruction rows."""
+        return self.chat + self.instruction > 0
+
+    def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
+        setattr(self, kind, getattr(self, kind) + 1)
+
+    def add_fault(self, fault: Fault) -> None:
+        if fault.kind == "empty":
+            self.empty += 1
+            return
+        if fault.kind == "file":
+            self.bad_files += 1
+        else:
+            self.bad_rows += 1
+        if len(self.messages) < MESSAGES_KEPT:
+            self.messages.append(f"{fault.where}: {fault.why}")
+
+    def skipped(self) -> str:
+        """What was left out, in words; empty where nothing was."""
+        counted = [(self.bad_files, "unreadable file"), (self.bad_rows, "bad row"), (self.empty, "empty document")]
+        return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counted if number)
+
+    def lines(self, name: str) -> list[str]:
+        """``name`` says which corpus this is."""
+        lines = []
+        if skipped := self.skipped():
+            lines.append(f"{name}: skipped {skipped}")
+            lines += [f"  skipped {message}" for message in self.messages]
+            if (more := self.bad_files + self.bad_rows - len(self.messages)) > 0:
+                lines.append(f"  and {more} more")
+        return lines
+
+
+@dataclass(frozen=True)
+class SetSize:
+    """How much a dataset holds."""
+
+    documents: int
+    tokens: int
+    rows: int
+    """Rows per epoch."""
+    truncated: int = 0
+    """Documents longer than a row of which ``fit`` packing cuts off the end."""
+
+    def text(self, sequence_length: int, packing: str) -> str:
+        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing})"
+        cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}"
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What ``prepare_data`` did."""
+
+    tokenizer: str
+    """Where the tokenizer came from and its size."""
+    packing: Literal["split", "fit"]
+    sequence_length: int
+    seconds: float
+    reused: bool
+    """Whether the tokens were in the cache already."""
+    train: SetSize | None
+    """None when streaming: nobody has counted."""
+    validation: SetSize | None
+    read: ReadCounts
+    """What reading the training files found; when streaming, of what has been read so far."""
+    validation_read: ReadCounts | None = None
+    """The same for the validation files, where they are others."""
+    notes: tuple[str, ...] = ()
+    """What was done otherwise than asked, and why."""
+
+    def lines(self) -> list[str]:
+        """Lines for the console."""
+        lines = [f"tokenizer: {self.tokenizer}"]
+        if self.train is None:
+            lines.append(f"training data: streamed from {self.read.files:,} files, rows of {self.sequence_length:,}")
+        else:
+            origin = "from the cache" if self.reused else f"tokenised in {self.seconds:.1f} s"
+            size = self.train.text(self.sequence_length, self.packing)
+            lines.append(f"training data: {self.read.files:,} files, {size}, {origin}")
+        if self.validation is not None:
+            lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")
+        else:
+            lines.append("validation data: none")
+        lines += self.read.lines("training files")
+        if self.validation_read is not None:
+            lines += self.validation_read.lines("validation files")
+        return lines + [f"note: {note}" for note in self.notes]

@@ -1,0 +1,161 @@
+"""What a sample is, how it is cut out of a corpus, and the dataset of a tokenised corpus. Imports numpy.
+
+A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
+is a segment of its own. The first token of a segment has the label -100: nothing in the row predicts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tawpipe.data.corpus import Corpus
+from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, Segment, SplitPlan, split_rows
+
+IGNORED = -100
+"""Label of a token that does not count."""
+
+PLANS_KEPT = 2  # the epoch that is read and the one that a prefetching thread may have entered
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sample, in the Hugging Face convention: labels are not shifted."""
+
+    input_ids: Int64s
+    """[S]"""
+    labels: Int64s
+    """[S]: the token itself, or -100 where it does not count."""
+    position_ids: Int64s
+    """[S]: from 0 in every segment."""
+    lengths: tuple[int, ...]
+    """Tokens of each segment, padding included as the last; their sum is S."""
+
+
+class RowSource(Protocol):
+    """Samples by their global number, counted from 0 over all epochs. A number gives the same row everywhere."""
+
+    def sample(self, number: int) -> Row: ...
+
+    def rows_per_epoch(self, epoch: int = 0) -> int | None:
+        """Rows of an epoch; None where nobody has counted."""
+        ...
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        """What another process needs to go on at sample ``number`` at once. Small, and of plain JSON types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the samples from the state's number on cheap to reach."""
+        ...
+
+
+def cut_row(
+    corpus: Corpus, documents: Int64s | None, segments: Sequence[Segment], sequence_length: int, pad_id: int
+) -> Row:
+    """Copy the segments' tokens into one row.
+
+    Args:
+        documents: the corpus's number of each document that the segments count; None where they count the corpus's own.
+    """
+    input_ids = np.full(sequence_length, pad_id, np.int64)
+    labels = np.full(sequence_length, IGNORED, np.int64)
+    position_ids = np.empty(sequence_length, np.int64)
+    lengths = [segment.length for segment in segments]
+    at = 0
+    for segment in segments:
+        here = slice(at, at + segment.length)
+        document = segment.document if documents is None else int(documents[segment.document])
+        tokens, counts = corpus.read(document, segment.start, segment.length)
+        input_ids[here] = labels[here] = tokens
+        if counts is not None:
+            labels[here][~counts] = IGNORED
+        labels[at] = IGNORED
+        at += segment.length
+    if padding := sequence_length - at:
+        lengths.append(padding)
+    at = 0
+    for length in lengths:
+        position_ids[at : at + length] = np.arange(length)
+        at += length
+    return Row(input_ids, labels, position_ids, tuple(lengths))
+
+
+class PackedDataset:
+    """The rows of some documents of a tokenised corpus.
+
+    Sample n is decided by (corpus, documents, sequence_length, packing, seed, n) alone, in whatever order samples are
+    asked for; the position in the data is therefore one integer, the number of samples consumed.
+
+    Args:
+        documents: [documents] numbers of the corpus's documents that take part.
+        packing: how they fill rows, see ``tawpipe.data.packing``.
+        pad_id: the token that fills up rows; any will do, as it never counts and nothing sees it.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        documents: NDArray[np.int64],
+        *,
+        sequence_length: int,
+        seed: int,
+        packing: Literal["split", "fit"],
+        pad_id: int,
+    ) -> None:
+        assert len(documents), "a dataset has at least one document"
+        self.sequence_length, self.packing, self.seed = sequence_length, packing, seed
+        self._corpus, self._documents, self._pad_id = corpus, documents, pad_id
+        self._lengths = corpus.lengths[documents]
+        self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
+        self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
+        self._plans: dict[int, EpochPlan] = {}
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the documents, also those that ``fit`` cuts off."""
+        return int(self._lengths.sum())
+
+    @property
+    def num_truncated(self) -> int:
+        """Documents of which ``fit`` cuts off the end."""
+        return 0 if self._shape is None else int((self._lengths > self.sequence_length).sum())
+
+    def rows_per_epoch(self, epoch: int = 0) -> int:
+        """Rows of an epoch; the same for all."""
+        return self._rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def sample(self, number: int) -> Row:
+        """Row ``number % rows`` of epoch ``number // rows``."""
+        epoch, row = divmod(number, self._rows)
+        return cut_row(
+            self._corpus, self._documents, self._plan(epoch).segments(row), self.sequence_length, self._pad_id
+        )
+
+    def _plan(self, epoch: int) -> EpochPlan:
+        plan = self._plans.get(epoch)
+        if plan is None:
+            if self._shape is None:
+                plan = SplitPlan(self._lengths, self.sequence_length, seed=self.seed, epoch=epoch)
+            else:
+                plan = FitPlan(self._shape, seed=self.seed, epoch=epoch)
+            # A new dict instead of a changed one: a prefetching thread may be reading it.
+            self._plans = dict([*self._plans.items(), (epoch, plan)][-PLANS_KEPT:])
+        return plan
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        return {"sample": number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to do: every sample is equally near."""

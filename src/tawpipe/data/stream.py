@@ -1,0 +1,196 @@
+"""Samples from a corpus that is read and tokenised during training. Imports numpy and ``datasets``.
+
+The stream is cut into windows of documents. A window is tokenised, shuffled and packed like a corpus of its own, so a
+sample is (window, row of the window), and a window is decided by where in the files it begins. That place, and nothing
+of the window's content, is the state.
+
+Every rank reads the whole stream and so computes the same rows without a word to the others, whatever their number.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tawpipe.data.corpus import Corpus, held_out
+from tawpipe.data.encode import Encoder
+from tawpipe.data.render import Document, Renderer
+from tawpipe.data.report import Fault, ReadCounts
+from tawpipe.data.rows import PackedDataset, Row
+from tawpipe.data.sources import RawRow, RowReader, SourceFile
+from tawpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+log = logging.getLogger(__name__)
+
+WINDOW_CHARACTERS = 1 << 28
+"""A window ends here even if it has fewer documents than it may have."""
+
+STATES_KEPT = 64
+"""Windows whose beginnings are remembered, for checkpoints of samples that lie behind what was prefetched."""
+
+BEGINNING: dict[str, Any] = {"epoch": 0, "window": 0, "first": 0, "stream": None}
+"""Where a window begins: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
+
+
+def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Fault]]:
+    """All rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
+    for file in files:
+        for row in reader.read(file):
+            yield {"row": row}
+
+
+def open_stream(files: Sequence[SourceFile], reader: RowReader, *, seed: int, epoch: int) -> IterableDataset:
+    """One epoch of the files, in an order of its own."""
+    import datasets
+
+    order = np.random.default_rng([seed, epoch]).permutation(len(files))
+    shuffled = [files[number] for number in order]
+    return datasets.IterableDataset.from_generator(read_files, gen_kwargs={"files": shuffled, "reader": reader})
+
+
+class StreamedDataset:
+    """Samples by their global number, of which later ones are near and earlier ones far.
+
+    Args:
+        files, reader, renderer, encoder: what is read, and how it becomes tokens.
+        packing: as in PackedDataset, within each window; a window's last row (split) may have padding.
+        window: documents of a window.
+        held_out_fraction: documents that are left out here because validation has them.
+        tell: log what is skipped. For one rank, as all see the same.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        reader: RowReader,
+        renderer: Renderer,
+        encoder: Encoder,
+        *,
+        sequence_length: int,
+        seed: int,
+        packing: Literal["split", "fit"],
+        pad_id: int,
+        window: int,
+        held_out_fraction: float,
+        tell: bool,
+    ) -> None:
+        self.sequence_length, self.seed = sequence_length, seed
+        self.packing: Literal["split", "fit"] = packing
+        self.counts = ReadCounts(files=len(files))
+        """What has been read so far, what was read again after going back included."""
+        self._files, self._reader, self._renderer, self._encoder = files, reader, renderer, encoder
+        self._pad_id, self._window_size, self._held_out, self._tell = pad_id, window, held_out_fraction, tell
+        self._lock = threading.Lock()
+        self._states: deque[dict[str, Any]] = deque(maxlen=STATES_KEPT)
+        self._start = BEGINNING
+        self._go_to(BEGINNING)
+
+    def rows_per_epoch(self, epoch: int = 0) -> None:
+        """None: nobody has counted."""
+
+    def sample(self, number: int) -> Row:
+        """Reads on to the sample, or back from the last known place before it.
+
+        Raises:
+            UserError: nothing in the files is a document.
+        """
+        with self._lock:
+            if number < self._first:
+                self._go_to(self._known(number))
+            while number >= self._first + self._rows:
+                self._next_window()
+            assert self._dataset is not None
+            # The window's number takes the place of the epoch: it gives every window an order of its own.
+            return self._dataset.sample(self._window * self._rows + number - self._first)
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        with self._lock:
+            return copy.deepcopy({**self._known(number), "sample": number})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the state's sample. What the files hold must be what it was."""
+        with self._lock:
+            self._states.clear()
+            self._start = {key: state[key] for key in ("epoch", "window", "first", "stream")}
+            self._go_to(self._start)
+
+    def _known(self, number: int) -> dict[str, Any]:
+        """Where the last window begins of which it is known that its first sample is not behind ``number``."""
+        known = [state for state in (BEGINNING, self._start, *self._states) if state["first"] <= number]
+        return max(known, key=lambda state: state["first"])
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        """Stand where the window begins, with none read."""
+        self._epoch, self._window, self._first = state["epoch"], state["window"] - 1, state["first"]
+        self._rows = 0
+        self._dataset: PackedDataset | None = None
+        self._open(state["stream"])
+
+    def _open(self, state: dict[str, Any] | None = None) -> None:
+        """Read the present epoch from its beginning or from a state of its stream on."""
+        self._stream = open_stream(self._files, self._reader, seed=self.seed, epoch=self._epoch)
+        if state is not None:
+            self._stream.load_state_dict(copy.deepcopy(state))
+        self._examples = iter(self._stream)
+
+    def _place(self) -> dict[str, Any]:
+        """Where the window that is read next begins."""
+        stream = copy.deepcopy(self._stream.state_dict())
+        return {"epoch": self._epoch, "window": self._window, "first": self._first, "stream": stream}
+
+    def _next_window(self) -> None:
+        self._first += self._rows
+        self._window += 1
+        last_epoch = self._epoch + 1
+        place, documents = self._place(), self._read_window()
+        while not documents:  # the window before was the last of its epoch
+            if self._epoch == last_epoch:
+                raise UserError("--data", self._files[0].path, f"documents to read; skipped {self.counts.skipped()}")
+            self._epoch += 1
+            self._open()
+            place, documents = self._place(), self._read_window()
+        corpus = Corpus.from_tokens(self._encoder.encode_all(documents), self.counts)
+        self._dataset = PackedDataset(
+            corpus,
+            np.arange(len(documents)),
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            packing=self.packing,
+            pad_id=self._pad_id,
+        )
+        self._rows = len(self._dataset)
+        self._states.append(place)
+
+    def _read_window(self) -> list[Document]:
+        """The next documents of the epoch; none at its end."""
+        documents: list[Document] = []
+        characters = 0
+        while len(documents) < self._window_size and characters < WINDOW_CHARACTERS:
+            example = next(self._examples, None)
+            if example is None:
+                break
+            row = example["row"]
+            document = row if isinstance(row, Fault) else self._renderer.render(row)
+            if isinstance(document, Fault):
+                self.counts.add_fault(document)
+                if self._tell and document.kind != "empty" and self._epoch == 0:
+                    log.warning("skipped %s: %s", document.where, document.why)
+                continue
+            self.counts.add_document(document.kind)
+            if self._is_held_out(document):
+                continue
+            documents.append(document)
+            characters += sum(len(piece.text) for piece in document.pieces)
+        return documents
+
+    def _is_held_out(self, document: Document) -> bool:
+        return bool(held_out(np.array([document.identity], np.uint64), self._held_out, self.seed)[0])

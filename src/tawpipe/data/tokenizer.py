@@ -1,0 +1,174 @@
+"""Tokenizers: found, trained, checked. Imports transformers and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tawpipe.data.cache import content_hash
+from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, raw_text
+from tawpipe.data.report import Fault
+from tawpipe.data.sources import RowReader, SourceFile
+from tawpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+"""The one special token of a tokenizer that is trained here. It begins a text, ends it and pads: a model that has seen
+it before every document can write one from nothing, and padding never counts, so one token does for three names."""
+
+TRAINING_BYTES = 8 << 20
+"""A tokenizer is trained on at most so much text: more costs time and hardly changes the merges."""
+
+CHUNK_BYTES = 64 << 10
+"""What is taken from one place of a larger corpus. The places are evenly spaced over all bytes of all files."""
+
+UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
+"""Runs that are no words (encoded data, padding). Training is quadratic in the length of a word, so they are out."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
+"""What a tokenizer.json without any configuration may call its end-of-text token."""
+
+
+def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, of a tokenizer.json, or of a Hub name.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            if (path.parent / "tokenizer_config.json").exists() and path.name == "tokenizer.json":
+                return AutoTokenizer.from_pretrained(path.parent)
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            known = tokenizer.get_vocab()
+            tokenizer.eos_token = next((token for token in END_OF_TEXT_NAMES if token in known), None)
+            return tokenizer
+        return AutoTokenizer.from_pretrained(path if path.is_dir() else name)
+    except Exception as error:  # the libraries raise every kind, bare Exception included
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            setting, name, f"a folder with a tokenizer, a tokenizer.json, or a Hub name that can be reached ({reason})"
+        ) from error
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether this is a folder with a tokenizer in it."""
+    return any((Path(folder).expanduser() / name).exists() for name in TOKENIZER_FILES)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, setting: str = "--tokenizer") -> None:
+    """Raise UserError if some token of the tokenizer has no row in the embedding of ``vocab_size`` rows."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise UserError(
+            setting,
+            tokenizer.name_or_path or f"a tokenizer of {len(tokenizer):,} tokens",
+            f"one whose tokens lie below the model's vocab_size of {vocab_size:,}; its largest is {largest:,}",
+        )
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The smallest embedding that has a row for every token."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides which tokens a document becomes."""
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        for state in ("truncation", "padding"):  # left by whoever used it last
+            content.pop(state, None)
+    else:
+        content = [type(tokenizer).__name__, tokenizer.get_vocab()]
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return content_hash(content, special, tokenizer.chat_template or BUILTIN_CHAT_TEMPLATE)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE. It spells every text, and the same texts give the same tokenizer.
+
+    Args:
+        vocab_size: tokens at most; a small corpus may not have so many merges.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((UNBROKEN.sub(" ", text) for text in texts), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A",
+        pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",
+        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TRAINING_BYTES) -> Iterator[str]:
+    """Text of the files: all of it up to ``limit`` bytes, else chunks from evenly spaced places. Skips faults."""
+    total = sum(file.size for file in files)
+    if total <= limit:
+        for file in files:
+            yield from _texts(file, reader, 0.0, limit)
+        return
+    places = max(1, limit // CHUNK_BYTES)
+    wanted = [int((place + 0.5) * total / places) for place in range(places)]
+    begin = 0
+    for file in files:
+        here = [(place - begin) / file.size for place in wanted if begin <= place < begin + file.size]
+        begin += file.size
+        if file.format == "json" and here:
+            yield from _texts(file, reader, 0.0, CHUNK_BYTES * len(here))
+        elif file.format == "text":
+            yield from _slices(file, here)
+        else:
+            for share in here:
+                yield from _texts(file, reader, share, CHUNK_BYTES)
+
+
+def _texts(file: SourceFile, reader: RowReader, start: float, limit: int) -> Iterator[str]:
+    """Documents from ``start`` on until they have ``limit`` characters."""
+    for row in reader.read(file, start):
+        if isinstance(row, Fault):
+            continue
+        text = raw_text(row)[:limit].encode("utf-8", "ignore").decode()
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _slices(file: SourceFile, shares: Iterable[float]) -> Iterator[str]:
+    """A chunk of a text file at each share of its size."""
+    try:
+        with Path(file.path).open("rb") as stream:
+            for share in shares:
+                stream.seek(max(0, min(int(share * file.size), file.size - CHUNK_BYTES)))
+                yield stream.read(CHUNK_BYTES).decode("utf-8", "ignore")
+    except OSError:
+        return

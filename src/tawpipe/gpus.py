@@ -1,0 +1,48 @@
+"""The GPUs of this machine, as far as that can be said without torch. Imports the standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that may be used.
+
+    Args:
+        id: its name in CUDA_VISIBLE_DEVICES.
+        capability: CUDA compute capability, None where it is not known.
+    """
+
+    id: str
+    name: str = "GPU"
+    capability: float | None = None
+
+
+def find_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """GPUs of this machine that the installed torch can use and CUDA_VISIBLE_DEVICES allows."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return ()
+    if (program := shutil.which("nvidia-smi", path=environ.get("PATH"))) is None:
+        return ()
+    query = [program, "--query-gpu=index,uuid,name,compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if answer.returncode:
+        return ()
+    found: dict[str, Gpu] = {}
+    for index, uuid, name, capability in csv.reader(answer.stdout.splitlines(), skipinitialspace=True):
+        number = float(capability) if capability.replace(".", "", 1).isdigit() else None
+        found[index] = found[uuid] = Gpu(index, name, number)
+    allowed = environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return tuple(gpu for key, gpu in found.items() if key == gpu.id)
+    ids = [word.strip() for word in allowed.split(",") if word.strip()]
+    return tuple(replace(found[id], id=id) if id in found else Gpu(id) for id in ids if id != "-1")

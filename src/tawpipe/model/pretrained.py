@@ -1,0 +1,199 @@
+"""First values from a Hugging Face folder with safetensors. Imports torch, safetensors and transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.refuse import SETTING
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import InitSource, flatten, is_adapter
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has without ``peft`` around its module."""
+    return name.replace(".base_layer.", ".")
+
+
+@dataclass
+class _Group:
+    """Tensors of a checkpoint that become one or more parameters together, and the conversion that does it."""
+
+    transform: Any
+    """A transformers WeightConverter or WeightRenaming, without tensors."""
+    target: str
+    parts: list[tuple[str, str]]
+    """(name in the checkpoint, source pattern of the transform), in natural order."""
+
+
+class SafetensorsSource:
+    """Values from a Hugging Face folder with ``model.safetensors`` or its shards.
+
+    Names and layouts are converted by transformers' own rules (experts stored one by one become one tensor). Only the
+    tensors of the unit asked for are read. Adapters, which are in no such folder, come from an ``InitSource``.
+
+    Raises:
+        UserError: where the folder's tensors do not fit the model, with the names of missing and unexpected ones.
+    """
+
+    def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0) -> None:
+        self._folder, self._model = Path(folder), chain.model
+        self._files = _files_by_key(self._folder)
+        self._init: InitSource | None = None
+        adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
+        if adapters:
+            self._init = InitSource(chain, seed)
+        self._adapters = adapters
+
+        self._aliases: dict[str, str] = {}
+        canonical = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            self._aliases[base_name(name)] = canonical[id(parameter)]
+        state = {base_name(name): value for name, value in self._model.state_dict().items()}
+        self._buffer_names = set(state) - set(self._aliases)
+        self._groups, self._found = self._plan(state)
+        self._check_names(adapters)
+        self._check_shapes(state)
+
+    def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
+        """Groups by their first target, and for every canonical parameter or buffer the group that gives it."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        prefix = self._model.base_model_prefix
+
+        groups: dict[str, _Group] = {}
+        found: dict[str, str] = {}
+        self._unexpected: list[str] = []
+        for key in sorted(self._files, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target, pattern = rename_source_key(key, [], [], prefix, state)
+            if target not in state:
+                self._unexpected.append(key)
+                continue
+            transform = WeightRenaming(key, target) if pattern is None else by_pattern[pattern]
+            group = groups.setdefault(target, _Group(transform, target, []))
+            group.parts.append((key, key if pattern is None else pattern))
+            for target_pattern in transform.target_patterns if pattern is not None else (target,):
+                name = target.replace(transform.target_patterns[0], target_pattern) if pattern is not None else target
+                found.setdefault(self._aliases.get(name, name), target)
+        return groups, found
+
+    def _check_names(self, adapters: set[str]) -> None:
+        ignored = [
+            *(self._model._keys_to_ignore_on_load_unexpected or ()),
+            r"rotary_emb\.inv_freq",
+            r"(^|\.)position_ids$",
+        ]
+        unexpected = [key for key in self._unexpected if not any(re.search(pattern, key) for pattern in ignored)]
+        missing = [n for n, _ in self._model.named_parameters() if n not in self._found and n not in adapters]
+        if missing or unexpected:
+            parts = [
+                f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+                for what, names in (("missing", missing), ("unexpected", unexpected))
+                if names
+            ]
+            raise UserError(
+                SETTING, str(self._folder), f"its safetensors must fit {type(self._model).__name__}: {'; '.join(parts)}"
+            )
+
+    def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        def values() -> Iterator[Tensor]:
+            pending: dict[str, Tensor] = {}  # results of a group that gives several parameters
+            for slot in unit.slots:
+                if slot.name in self._adapters:
+                    assert self._init is not None
+                    yield self._init.parameter(slot.name)
+                    continue
+                if slot.name not in pending:
+                    pending.update(self._read(self._found[slot.name]))
+                value = pending.pop(slot.name)
+                self._check_shape(slot.name, slot.shape, tuple(value.shape))
+                yield value
+
+        return flatten(unit, values(), dtype)
+
+    def _check_shapes(self, state: dict[str, Tensor]) -> None:
+        """Compare what needs no conversion with the files' headers, before anything is read."""
+        from safetensors import safe_open
+        from transformers.core_model_loading import WeightRenaming
+
+        plain: dict[Path, list[tuple[str, str]]] = {}
+        for group in self._groups.values():
+            if isinstance(group.transform, WeightRenaming):
+                key = group.parts[0][0]
+                plain.setdefault(self._files[key], []).append((key, group.target))
+        for path, pairs in plain.items():
+            with safe_open(path, framework="pt") as file:
+                for key, target in pairs:
+                    self._check_shape(target, tuple(state[target].shape), tuple(file.get_slice(key).get_shape()))
+
+    def _check_shape(self, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+        if found != expected:
+            raise UserError(
+                SETTING,
+                str(self._folder),
+                f"{name} must have shape {list(expected)} as config.json says, not {list(found)}",
+            )
+
+    def buffers(self) -> dict[str, Tensor]:
+        names = sorted(self._buffer_names & self._found.keys())
+        return {name: self._read(self._found[name])[name] for name in names}
+
+    def _read(self, target: str) -> dict[str, Tensor]:
+        """Read and convert one group; values by canonical name."""
+        from safetensors import safe_open
+
+        group = self._groups[target]
+        transform = deepcopy(group.transform)
+        opened: dict[Path, Any] = {}
+        for key, pattern in group.parts:
+            path = self._files[key]
+            if path not in opened:
+                opened[path] = safe_open(path, framework="pt")
+            transform.add_tensor(target, key, pattern, opened[path].get_tensor(key))
+        values: dict[str, Any] = transform.convert(target, model=self._model, config=self._model.config)
+        return {
+            self._aliases.get(name, name): value[0] if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it."""
+    from safetensors import SafetensorError, safe_open
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {key: folder / name for key, name in names.items()}
+            if absent := sorted({path.name for path in files.values() if not path.is_file()}):
+                raise UserError(SETTING, str(folder), f"its index names files that are not there: {', '.join(absent)}")
+            return files
+        if single.is_file():
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), single)
+    except (SafetensorError, ValueError, KeyError, OSError) as error:
+        raise UserError(SETTING, str(folder), f"its safetensors cannot be read ({error})") from error
+    raise UserError(SETTING, str(folder), "expected model.safetensors or model.safetensors.index.json in the folder")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder brings weights of its own."""
+    return (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file()

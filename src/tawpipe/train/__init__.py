@@ -1,0 +1,1 @@
+"""Training as a user sees it: settings, the loop, checkpoints, metrics and what is printed."""

@@ -1,0 +1,111 @@
+"""What can be said about settings before anything heavy is loaded. Imports the settings, not torch.
+
+Every check raises UserError with the name of the setting as the user writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tawpipe.errors import UserError
+from tawpipe.launch import Gpu, started_by_local_launcher
+from tawpipe.topology import LaunchEnvironment
+from tawpipe.train.config import TrainConfig, train_options
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
+"""What a run leaves in its output folder: a folder that holds one of them belongs to a run."""
+
+
+def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError for the first setting that cannot work.
+
+    Args:
+        gpus: those that this process may use.
+        environ: variables of a launcher, if one started this process.
+    """
+    _check_bounds(config)
+    config.check_data()
+    if config.micro_batch > config.global_batch:
+        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
+    _check_device(config, gpus)
+    _check_processes(config, environ)
+    _check_resume(config)
+
+
+def _check_bounds(config: TrainConfig) -> None:
+    for path, leaf in train_options().leaves.items():
+        value: object = config
+        for name in path:
+            value = getattr(value, name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        bounds = leaf.metadata
+        fits = (
+            math.isfinite(value)
+            and value >= bounds.get("minimum", -math.inf)
+            and value > bounds.get("above", -math.inf)
+            and value <= bounds.get("maximum", math.inf)
+        )
+        if not fits:
+            raise UserError(leaf.option, value, leaf.expected)
+
+
+def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
+    if config.device == "cuda" and not gpus:
+        raise UserError("--device", config.device, "cpu or auto, because no GPU can be used here")
+    if config.device != "cpu" and config.dtype == "bfloat16":
+        for gpu in gpus:
+            if gpu.capability is not None and gpu.capability < 8.0:
+                raise UserError("--dtype", config.dtype, f"float32 on {gpu.name}, which does not compute in bfloat16")
+
+
+def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
+    launched = LaunchEnvironment.read(environ)
+    if launched is None or started_by_local_launcher(environ):
+        return
+    if not config.virtual_nodes:
+        for option, value in (("--nodes", config.nodes), ("--nproc", config.nproc)):
+            if value is not None:
+                raise UserError(option, value, "unset under torchrun, which starts processes; or add --virtual-nodes")
+    if config.nproc is not None and config.nproc != launched.world_size:
+        raise UserError("--nproc", config.nproc, f"{launched.world_size}, as many as torchrun started")
+    if config.nodes is not None and launched.world_size % config.nodes:
+        raise UserError("--nodes", config.nodes, f"a divisor of the {launched.world_size} processes")
+
+
+def _check_resume(config: TrainConfig) -> None:
+    if config.resume == "auto" and "{time}" in config.output:
+        raise UserError("--resume", config.resume, "used with --output naming the folder of the run to go on with")
+    if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
+        raise UserError("--resume", config.resume, "none, auto, or the folder of a checkpoint, which this is not")
+
+
+def check_output(config: TrainConfig) -> None:
+    """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
+
+    Raises:
+        UserError: it is not so, or the folder's name still holds ``{time}``.
+    """
+    folder = config.output_path
+    if "{time}" in config.output:
+        raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if held and not _goes_on_in(config, folder):
+        expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"
+        raise UserError("--output", config.output, expected)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError("--output", config.output, f"a folder that can be written to ({error.strerror})") from error
+
+
+def _goes_on_in(config: TrainConfig, folder: Path) -> bool:
+    if config.resume in ("none", "auto"):
+        return config.resume == "auto"
+    return Path(config.resume).resolve().is_relative_to(folder.resolve())

@@ -1,0 +1,207 @@
+"""What can be set for a training run: names, defaults, meaning. Imports options and data settings, nothing heavy.
+
+The string under a field is its help on the command line and in YAML. Names at the top of :class:`TrainConfig` are a
+contract; what only experts turn stands in the groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from tawpipe.data.settings import DataSettings
+from tawpipe.train.options import Options, bounded
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How weights travel."""
+
+    builder: Literal["tawpipe", "flat"] = "tawpipe"
+    """Strategy: tawpipe pulls weights once per node and shares them inside it, flat shards over all processes alike."""
+    placement: Literal["spread", "striped", "whole"] = "spread"
+    """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
+    node, or whole on one process."""
+    micro_batches_per_visit: int = bounded(1, minimum=1)
+    """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
+    memory for activations."""
+    look_ahead: int = bounded(2, minimum=1)
+    """How many visits ahead weights are fetched; every one costs a buffer of the largest unit's size."""
+    gradient_buffers: int = bounded(2, minimum=1)
+    """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
+    reduce_dtype: Literal["float32", "same"] = "float32"
+    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
+    loss_chunk_tokens: int = bounded(1024, minimum=1)
+    """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its learning rate over time and gradient clipping."""
+
+    weight_decay: float = bounded(0.1, minimum=0)
+    """Decay of matrices. Vectors (norms, biases) are not decayed."""
+    beta1: float = bounded(0.9, minimum=0, maximum=1)
+    """Decay rate of the first moment."""
+    beta2: float = bounded(0.95, minimum=0, maximum=1)
+    """Decay rate of the second moment."""
+    eps: float = bounded(1e-8, above=0)
+    """Term in the denominator against division by zero."""
+    warmup_steps: int = bounded(20, minimum=0)
+    """Steps over which the learning rate rises linearly from zero."""
+    min_learning_rate_ratio: float = bounded(0.1, minimum=0, maximum=1)
+    """Share of --learning-rate at which the cosine ends after the last step."""
+    clip_norm: float | None = bounded(1.0, minimum=0)
+    """Largest global norm of the gradient; null or 0 for no clipping."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """The loss on held-out documents."""
+
+    every: int = bounded(50, minimum=0)
+    """Evaluate each time after this many steps, and after the last one. 0 for never."""
+    batches: int = bounded(4, minimum=1)
+    """Global batches in one evaluation, always the same ones."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """State to resume from, under checkpoints/ in the output folder."""
+
+    every: int = bounded(100, minimum=0)
+    """Save each time after this many steps, and after the last one. 0 for never."""
+    keep: int = bounded(2, minimum=0)
+    """How many of the newest checkpoints stay on disk. 0 for all."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written and printed along the way."""
+
+    every: int = bounded(10, minimum=1)
+    """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
+    tensorboard: bool = True
+    """Write TensorBoard files under tensorboard/ in the output folder."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """The trained model as a Hugging Face folder, under model/ in the output folder."""
+
+    enabled: bool = True
+    """Write it after the last step."""
+    dtype: Dtype = "float32"
+    """Type of the exported weights."""
+    max_shard_mib: int = bounded(4096, minimum=1)
+    """Largest safetensors file in MiB, unless one tensor alone is larger."""
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """A text that the trained model writes at the end of the run."""
+
+    prompt: str = "def "
+    """Its beginning."""
+    tokens: int = bounded(48, minimum=0)
+    """How many tokens the model adds. 0 for no sample."""
+
+
+@dataclass(frozen=True)
+class TimeoutConfig:
+    """How long a process waits for the others before it gives the run up."""
+
+    first_step_s: float = bounded(600.0, above=0)
+    """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
+    step_s: float = bounded(300.0, above=0)
+    """Seconds for any communication afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(DataSettings):
+    """Trains a causal language model: every process keeps its activations, and the weights travel."""
+
+    model: str = "tiny"
+    """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub. Without
+    weights the model starts from random ones."""
+    nodes: int | None = bounded(None, minimum=1)
+    """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
+    divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
+    nproc: int | None = bounded(None, minimum=1)
+    """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Refused under
+    torchrun unless --virtual-nodes is set."""
+    virtual_nodes: bool = False
+    """Under torchrun: regroup its processes into --nodes nodes instead of the machines that they run on."""
+    sequence_length: int = bounded(512, minimum=2)
+    """Tokens in a row. Documents are packed into rows and see only themselves."""
+    global_batch: int = bounded(16, minimum=1)
+    """Sequences in a step, over all processes. The same for any number of nodes and processes."""
+    micro_batch: int = bounded(1, minimum=1)
+    """Sequences that a process computes at one time."""
+    steps: int = bounded(150, minimum=1)
+    """Optimizer steps in the whole run, those before a resume included."""
+    seed: int = bounded(0, minimum=0)
+    """Seed of weights, order of the data and dropout."""
+    dtype: Dtype = "float32"
+    """Type in which the model computes and in which weights travel. Master weights and optimizer state are float32
+    (float64 under float64)."""
+    learning_rate: float = bounded(1e-3, above=0)
+    """Highest learning rate, after the warm-up."""
+    output: str = "runs/{time}"
+    """Folder of everything that the run writes. {time} stands for the date and time of the start."""
+    resume: str = "none"
+    """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
+    is none), a path goes on from that checkpoint."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model or tokenizer from the Hub."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto takes GPUs if there are any."""
+    strict: bool = False
+    """Check the sequence number and the action of every message. For the search for faults: costs some time."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+
+    @property
+    def output_path(self) -> Path:
+        return Path(self.output)
+
+
+@cache
+def train_options() -> Options[TrainConfig]:
+    """The settings of ``tawpipe train``."""
+    head = (TrainConfig.__doc__ or "").strip()
+    return Options(TrainConfig, prog="tawpipe train", description=head)
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+    """Settings from a command line and the files that it names; types are right, values may still be out of range.
+
+    Raises:
+        UserError: see :meth:`Options.parse`.
+        SystemExit: ``--help`` and ``--print-config``, after printing.
+    """
+    return train_options().parse(argv)
+
+
+def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:
+    """``{time}`` in the output folder's name replaced. Only one process may do this, or they would disagree."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
+    return replace(config, output=config.output.replace("{time}", stamp))
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Writes the documented YAML of ``config``, which ``--config`` reads back to an equal one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(train_options().to_yaml(config), encoding="utf-8")

@@ -1,0 +1,113 @@
+"""What rank 0 prints: with rich where the output is a terminal, plain lines where it is not. Imports rich only.
+
+Other ranks make a :class:`Console` too and are silent, so that callers need no ``if rank == 0``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+from rich.text import Text
+
+
+class Console:
+    """Prints a run.
+
+    Args:
+        rank: of this process; only rank 0 prints.
+        stream: standard output by default.
+        clock: seconds; for the time that is left.
+    """
+
+    def __init__(
+        self, rank: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream or sys.stdout
+        self._rich = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+        self._silent = rank != 0
+        self._clock = clock
+        self._began: tuple[int, float] | None = None
+
+    def topology(self, text: str) -> None:
+        """The processes that were found, for example ``4 processes = 2 nodes x 2``."""
+        self._line(text, style="bold")
+
+    def plan(self, rows: Sequence[tuple[str, str]], *, title: str = "plan") -> None:
+        """A table of labels and values, before anything is paid for."""
+        if self._silent or not rows:
+            return
+        if self._rich.is_terminal:
+            table = Table(title=title, title_justify="left", show_header=False)
+            for label, value in rows:
+                table.add_row(Text(label), Text(value))
+            self._rich.print(table)
+            return
+        width = max(len(label) for label, _ in rows)
+        self._line(f"{title}:")
+        for label, value in rows:
+            self._line(f"  {label:<{width}}  {value}")
+
+    def progress(
+        self,
+        step: int,
+        num_steps: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        tokens_per_second: float,
+        extra: str = "",
+    ) -> None:
+        """The line of one logging step. The time left follows from the steps since the first call.
+
+        Args:
+            extra: further words, for example the validation loss.
+        """
+        now = self._clock()
+        if self._began is None:
+            self._began = (step, now)
+        first, began = self._began
+        left = ""
+        if step > first:
+            left = f" | {duration((num_steps - step) * (now - began) / (step - first))} left"
+        width = len(str(num_steps))
+        head = f"step {step:>{width}}/{num_steps}"
+        body = f"loss {loss:.4f} | grad norm {grad_norm:.3g} | {tokens_per_second:,.0f} tokens/s{left}"
+        self._line(f"{head} | {body}" + (f" | {extra}" if extra else ""))
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know and need not act on."""
+        self._line(text, style="yellow")
+
+    def line(self, text: str) -> None:
+        self._line(text)
+
+    def summary(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What came of the run: a table like that of the plan."""
+        self.plan(rows, title="done")
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        if self._silent:
+            return
+        if self._rich.is_terminal:
+            self._rich.print(text, style=style, markup=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(7.4), duration(75), duration(3725)
+    ('7 s', '1 min 15 s', '1 h 02 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

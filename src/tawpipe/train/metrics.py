@@ -1,0 +1,183 @@
+"""Numbers of a run: metrics.jsonl, TensorBoard files, FLOPs and what they are measured against. Imports torch lazily.
+
+Only rank 0 makes a :class:`MetricsWriter`. The file and TensorBoard hold the same values under the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
+"""What every row has besides ``step``."""
+
+# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of what they state with sparsity). The
+# first entry whose words all occur in a device's name counts.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("H200 NVL", 835.5e12),
+    ("GH200", 989.4e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989.4e12),
+    ("A100", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362.05e12),
+    ("L40", 181.05e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307.4e12),
+)
+
+
+class MetricsWriter:
+    """One row for every step in ``metrics.jsonl``, and the same numbers as TensorBoard scalars.
+
+    A run that goes on from step n first loses all rows after n, so that no step is in the file twice; the file is
+    replaced at once, so that a crash leaves either the old or the new one. Each row is on disk when ``write`` returns.
+
+    Args:
+        output: folder of the run; made if it is not there.
+        tensorboard: also write ``output/tensorboard``.
+        resumed_step: the last step that a checkpoint holds, 0 for a new run.
+    """
+
+    def __init__(self, output: Path, *, tensorboard: bool = True, resumed_step: int = 0) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self.path = output / "metrics.jsonl"
+        self.last_step = resumed_step
+        cut_after(self.path, resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: SummaryWriter | None = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(
+                str(output / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None
+            )
+
+    def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
+        """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
+
+        Args:
+            step: number of the step, from 1; greater than that of the row before.
+            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss.
+        """
+        missing = [name for name in REQUIRED if name not in values]
+        assert not missing, f"metrics of step {step} lack {missing}"
+        assert step > self.last_step, f"metrics of step {step} after those of step {self.last_step}"
+        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+        self.last_step = step
+        if self._board is not None:
+            for name, value in finite.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Removes the rows after ``step``, and a row that a crash left half written, from a file of rows."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] <= step:
+            kept.append(line + "\n")
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s that a device could reach in ``dtype``, None where that is not known (CPUs, other types).
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+    989400000000000.0
+    """
+    if dtype != "bfloat16":
+        return None
+    words = device_name.replace("-", " ").split()
+    return next((peak for known, peak in _PEAKS if all(word in words for word in known.split())), None)
+
+
+def training_flops(
+    *, matmul_parameters: int, num_layers: int, attention_width: int, lengths: Iterable[int], window: int | None = None
+) -> float:
+    """FLOPs of one forward and backward pass over documents, as the model needs them.
+
+    After Chowdhery et al., PaLM, appendix B: 6 for each parameter and token, and 12 L H Q T for each token's attention.
+    T is the document's length here, since packed documents do not see each other, and half of it, since a token sees
+    only those before it. Recomputation is not counted, so that the quotient is a model FLOPs utilisation.
+
+    Args:
+        matmul_parameters: parameters that a token is multiplied with: all but the input embedding; of a mixture of
+            experts those of the experts that a token is sent to.
+        attention_width: number of query heads times their size.
+        lengths: tokens of each document.
+        window: tokens that a token sees at most, for sliding attention in all layers.
+    """
+    tokens, pairs = 0, 0.0
+    for length in lengths:
+        seen = length if window is None else min(window, length)
+        tokens += length
+        pairs += seen * seen / 2 + (length - seen) * seen
+    return 6.0 * matmul_parameters * tokens + 12.0 * num_layers * attention_width * pairs
+
+
+def mfu(flops: float, seconds: float, *, peak: float | None, num_devices: int) -> float | None:
+    """Model FLOPs utilisation from 0 to 1, None where the peak of the device is not known."""
+    return None if peak is None else flops / (seconds * peak * num_devices)
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """The most memory that this process has held: on the GPU by torch's allocator, on the CPU resident."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    # ru_maxrss counts what a parent held before exec, VmHWM does not.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

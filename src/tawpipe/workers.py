@@ -1,0 +1,141 @@
+"""What the launcher knows of its workers' ends: standard error and who failed first. Imports the standard library.
+
+A rank that dies takes the others with it, because their connections break; so the first one to *exit* need not be the
+one to blame. A traceback is printed before connections close, which gives the order.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+USER_ERROR = 2
+"""Exit code of a worker that found a setting which cannot work."""
+
+ERROR_PREFIX = "tawpipe: error: "
+"""How the message of an expected error begins on standard error."""
+
+_FAILURE = re.compile(r"Traceback \(most recent call last\)|Fatal Python error|terminate called|" + ERROR_PREFIX)
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|[\w.]+Error$)")
+_CAUSES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTERM, signal.SIGINT}
+"""Signals of which a worker dies by itself or by somebody's hand. SIGABRT often follows a lost peer."""
+
+
+@dataclass
+class StderrKeeper:
+    """The last lines of one worker's standard error, which are also passed on as they come if a stream is given.
+
+    From a line on that looks like the beginning of a failure nothing is passed on, because the report will say it once
+    for all ranks; :meth:`release` lets it out if no failure came of it.
+    """
+
+    shown_on: TextIO | None = None
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=400))
+    failing_since: float | None = None
+    _partial: str = ""
+    _held: list[str] = field(default_factory=list)
+
+    def feed(self, chunk: bytes) -> None:
+        # Progress bars end their lines with a carriage return.
+        pieces = re.split(r"(?<=[\n\r])", self._partial + chunk.decode("utf-8", errors="replace"))
+        self._partial = pieces.pop()
+        for piece in pieces:
+            self.lines.append(piece.rstrip("\r\n"))
+            if self.failing_since is None and _FAILURE.search(piece):
+                self.failing_since = time.monotonic()
+            if self.failing_since is not None:
+                self._held.append(piece)
+            elif self.shown_on is not None:
+                self._show([piece])
+
+    def release(self, *, older_than_s: float = 0.0) -> None:
+        """Lets out what was held back longer ago than ``older_than_s``, and what has no end of line yet."""
+        if self.failing_since is not None and time.monotonic() - self.failing_since >= older_than_s:
+            self._show(self._held)
+            self._held, self.failing_since = [], None
+        if not older_than_s and self._partial:
+            self._show([self._partial + "\n"])
+            self._partial = ""
+
+    def _show(self, pieces: Sequence[str]) -> None:
+        if self.shown_on is not None:
+            self.shown_on.write("".join(pieces))
+            self.shown_on.flush()
+
+    def _all_lines(self) -> list[str]:
+        return [*self.lines, *([self._partial] if self._partial else [])]
+
+    def message(self) -> str:
+        """An expected error as the worker printed it, without what was printed before."""
+        lines = self._all_lines()
+        starts = [index for index, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        return "\n".join(lines[starts[-1] :] if starts else lines[-20:])
+
+    def tail(self, count: int) -> list[str]:
+        """The last lines, from the last traceback on if there is one."""
+        lines = [line for line in self._all_lines() if line.strip()]
+        starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+        return lines[starts[0] if starts else 0 :][-count:]
+
+    def exception(self) -> str:
+        """The line that says what went wrong, or an empty text."""
+        lines = self._all_lines()
+        for line in reversed(lines):
+            if line.startswith(ERROR_PREFIX):
+                return line.removeprefix(ERROR_PREFIX)
+            if match := _EXCEPTION.match(line):
+                return match[1]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that ended with an exit code other than 0.
+
+    Args:
+        returncode: as subprocess has it: -n for signal n.
+        at_s: when the launcher saw it, by the monotonic clock.
+    """
+
+    rank: int
+    returncode: int
+    at_s: float
+    keeper: StderrKeeper
+
+    @property
+    def began_s(self) -> float:
+        """When the worker began to fail: at its first traceback, else at its end."""
+        return self.keeper.failing_since or self.at_s
+
+    def reason(self) -> str:
+        said = f": {text}" if (text := self.keeper.exception()) else ""
+        if self.returncode >= 0:
+            return f"ended with exit code {self.returncode}{said}"
+        try:
+            name = signal.Signals(-self.returncode).name
+        except ValueError:
+            name = f"signal {-self.returncode}"
+        hint = " (by hand, or by the kernel for want of memory)" if -self.returncode == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}{said}"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that brought the others about: a worker killed by a signal, a wrong setting, the first traceback."""
+
+    def order(failure: Failure) -> tuple[int, float, int]:
+        if -failure.returncode in _CAUSES:
+            return 0, failure.at_s, failure.rank
+        return (1 if failure.returncode == USER_ERROR else 2), failure.began_s, failure.rank
+
+    return min(failures, key=order)
+
+
+def print_expected_error(error: Exception, stream: TextIO | None = None) -> None:
+    """One message without a traceback, in the form that a launcher recognises."""
+    print(f"{ERROR_PREFIX}{error}", file=stream or sys.stderr, flush=True)

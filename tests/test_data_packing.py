@@ -1,0 +1,174 @@
+"""Packing: rows are a pure function of the documents' lengths, and lose or repeat nothing."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tawpipe.data import PackedDataset, collate, micro_batches
+from tawpipe.data.corpus import Corpus
+from tawpipe.data.packing import FitPlan, FitShape, SplitPlan, best_fit
+from tawpipe.data.report import ReadCounts
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+ROW = st.integers(2, 40)
+PAD = 0
+
+
+def corpus_of(lengths: list[int], masked: bool = False) -> Corpus:
+    """Documents whose tokens are all different, from 1 on; masked: every third token does not count."""
+    total = sum(lengths)
+    return Corpus(
+        tokens=np.arange(1, total + 1, dtype=np.uint32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        identities=np.arange(len(lengths), dtype=np.uint64),
+        mask=np.packbits(np.arange(total) % 3 != 0) if masked else None,
+        counts=ReadCounts(),
+    )
+
+
+def dataset_of(lengths, sequence_length, packing, *, seed=0, masked=False) -> PackedDataset:
+    return PackedDataset(
+        corpus_of(lengths, masked),
+        np.arange(len(lengths)),
+        sequence_length=sequence_length,
+        seed=seed,
+        packing=packing,
+        pad_id=PAD,
+    )
+
+
+def same(a, b) -> bool:
+    fields = ("input_ids", "labels", "position_ids")
+    return a.lengths == b.lengths and all(np.array_equal(getattr(a, f), getattr(b, f)) for f in fields)
+
+
+@given(LENGTHS, ROW, st.integers(0, 5), st.integers(0, 3))
+def test_split_shows_every_token_once_per_epoch_and_pads_less_than_a_row(lengths, row_length, seed, epoch):
+    data = dataset_of(lengths, row_length, "split", seed=seed)
+    rows = [data.sample(epoch * len(data) + n) for n in range(len(data))]
+    tokens = np.concatenate([row.input_ids for row in rows])
+    assert sorted(tokens[tokens != PAD]) == list(range(1, sum(lengths) + 1))
+    assert (tokens == PAD).sum() < row_length
+
+
+@given(LENGTHS, ROW, st.integers(0, 5), st.integers(0, 3))
+def test_fit_shows_every_document_once_and_whole_or_cut_at_the_rows_length(lengths, row_length, seed, epoch):
+    shape = FitShape(np.array(lengths), row_length)
+    plan = FitPlan(shape, seed=seed, epoch=epoch)
+    segments = [segment for row in range(plan.rows) for segment in plan.segments(row)]
+    assert sorted(segment.document for segment in segments) == list(range(len(lengths)))
+    assert all(
+        segment.start == 0 and segment.length == min(lengths[segment.document], row_length) for segment in segments
+    )
+    assert all(0 < sum(segment.length for segment in plan.segments(row)) <= row_length for row in range(plan.rows))
+
+
+@given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.booleans())
+def test_every_segment_is_a_document_of_its_own(lengths, row_length, packing, masked):
+    data = dataset_of(lengths, row_length, packing, masked=masked)
+    for number in range(len(data)):
+        row = data.sample(number)
+        assert sum(row.lengths) == row_length == len(row.input_ids) == len(row.labels)
+        begin = 0
+        for length in row.lengths:
+            piece = slice(begin, begin + length)
+            assert row.position_ids[piece].tolist() == list(range(length))
+            assert row.labels[begin] == -100
+            tokens = row.input_ids[piece]
+            if tokens[0] == PAD:
+                assert (row.labels[piece] == -100).all() and begin + length == row_length
+            else:
+                assert (np.diff(tokens) == 1).all()
+                counts = (tokens - 1) % 3 != 0 if masked else np.full(length, True)
+                assert row.labels[piece][1:].tolist() == np.where(counts, tokens, -100)[1:].tolist()
+            begin += length
+
+
+@given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.randoms(use_true_random=False))
+def test_a_sample_does_not_depend_on_what_was_asked_before(lengths, row_length, packing, random):
+    data = dataset_of(lengths, row_length, packing, seed=3)
+    numbers = list(range(3 * len(data)))
+    random.shuffle(numbers)
+    for number in numbers:
+        assert same(data.sample(number), dataset_of(lengths, row_length, packing, seed=3).sample(number))
+
+
+@pytest.mark.parametrize("packing", ["split", "fit"])
+def test_order_differs_between_epochs_and_between_seeds(packing):
+    lengths = list(range(1, 60))
+
+    def order(seed: int, epoch: int) -> list[int]:
+        data = dataset_of(lengths, 64, packing, seed=seed)
+        return [int(data.sample(epoch * len(data) + n).input_ids[0]) for n in range(len(data))]
+
+    assert len({tuple(order(*which)) for which in [(0, 0), (0, 1), (1, 0), (1, 1)]}) == 4
+
+
+@given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 50))
+def test_best_fit_takes_the_fullest_row_with_room(lengths, row_length):
+    rows, count = best_fit(np.array(lengths, np.int64), row_length)
+    free: list[int] = []
+    for length, row in zip(lengths, rows, strict=True):
+        fitting = [space for space in free if space >= length]
+        if fitting:
+            assert free[row] == min(fitting)
+            free[row] -= length
+        else:
+            assert row == len(free)
+            free.append(row_length - length)
+    assert count == len(free)
+
+
+@pytest.mark.parametrize("packing", ["split", "fit"])
+def test_a_corpus_smaller_than_a_row_is_one_padded_row_per_epoch(packing):
+    data = dataset_of([3, 2], 16, packing)
+    assert len(data) == 1
+    for number in range(4):
+        row = data.sample(number)
+        assert sorted(row.lengths[:2]) == [2, 3] and row.lengths[2] == 11
+
+
+def test_fit_counts_what_it_cuts_off():
+    data = dataset_of([5, 8, 9, 100], 8, "fit")
+    assert data.num_truncated == 2 and len(data) == 4
+
+
+def test_a_very_long_document_among_many_short_ones_needs_no_list_of_rows():
+    lengths = np.array([10_000_000] + [7] * 1000)
+    plan = SplitPlan(lengths, 4096, seed=0, epoch=0)
+    assert plan.rows == -(-int(lengths.sum()) // 4096)
+    seen = Counter()
+    for row in range(plan.rows):
+        for segment in plan.segments(row):
+            seen[segment.document] += segment.length
+    assert seen == Counter({n: int(length) for n, length in enumerate(lengths)})
+
+
+def test_the_pieces_of_a_long_document_do_not_stay_together():
+    plan = SplitPlan(np.array([100 * 64, *[64] * 100]), 64, seed=0, epoch=0)
+    first_half = sum(segment.document == 0 for row in range(100) for segment in plan.segments(row))
+    assert 30 < first_half < 80
+
+
+@settings(max_examples=30)
+@given(LENGTHS, ROW, st.sampled_from(["split", "fit"]))
+def test_a_micro_batch_keeps_the_rows_borders_and_shifts_labels(lengths, row_length, packing):
+    data = dataset_of(lengths, row_length, packing, masked=True)
+    rows = [data.sample(0), data.sample(1)]
+    batch = collate(rows, index=5)
+    assert batch.index == 5 and batch.lengths == rows[0].lengths + rows[1].lengths
+    assert torch.equal(batch.position_ids, torch.from_numpy(np.stack([row.position_ids for row in rows])))
+    for number, row in enumerate(rows):
+        assert batch.labels[number, :-1].tolist() == row.labels[1:].tolist()
+        assert batch.labels[number, -1] == -100
+
+
+def test_micro_batches_are_those_of_the_samples_they_name():
+    data = dataset_of([30, 20, 9], 8, "split")
+    batches = list(micro_batches(data, [(0, [0, 1]), (3, [5])]))
+    assert [batch.index for batch in batches] == [0, 3]
+    assert batches[1].input_ids[0].tolist() == data.sample(5).input_ids.tolist()

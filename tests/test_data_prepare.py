@@ -1,0 +1,419 @@
+"""From settings to samples: tokenizer, cache, hold-out, faults, two processes, streaming."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from tawpipe.data import (
+    DataSettings,
+    PackedDataset,
+    RowSource,
+    StreamedDataset,
+    changed_parts,
+    check_vocabulary,
+    prepare_data,
+)
+from tawpipe.data.cache import MARKER, is_complete, make_folder
+from tawpipe.data.corpus import split_documents
+from tawpipe.data.sources import RowReader, find_files
+from tawpipe.data.tokenizer import sample_texts, tokenizer_hash, train_tokenizer
+from tawpipe.errors import RunError, UserError
+
+WORDS = ["a", "rank", "sends", "the", "weights", "of", "its", "layers", "and", "keeps", "what", "they", "computed"]
+
+
+def text(number: int) -> str:
+    generator = np.random.default_rng(number)
+    return f"{number} " + " ".join(generator.choice(WORDS, generator.integers(1, 120)))
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """A folder of 40 text files."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(text(number))
+    return folder
+
+
+@pytest.fixture
+def settings_for(tmp_path):
+    def build(*globs: object, **others) -> DataSettings:
+        values = {"vocab_size": 400, "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.2} | others
+        return DataSettings(data=[str(pattern) for pattern in globs], **values)
+
+    return build
+
+
+def samples(data: RowSource, numbers: Iterable[int] = range(12)) -> str:
+    digest = hashlib.sha256()
+    for number in numbers:
+        row = data.sample(number)
+        digest.update(row.input_ids.tobytes() + row.labels.tobytes() + repr(row.lengths).encode())
+    return digest.hexdigest()
+
+
+def documents_of(data: RowSource | None, tokenizer) -> set[str]:
+    """The texts of one epoch, whose documents must all fit into one row."""
+    assert isinstance(data, PackedDataset)
+    found = set()
+    for number in range(len(data)):
+        row = data.sample(number)
+        begin = 0
+        for length in row.lengths:
+            found.add(tokenizer.decode(row.input_ids[begin : begin + length], skip_special_tokens=True))
+            begin += length
+    return found - {""}
+
+
+def test_training_and_validation_hold_every_document_once(corpus, settings_for):
+    prepared = prepare_data(settings_for(corpus / "*.txt", packing="fit"), sequence_length=1024, seed=0)
+    train = documents_of(prepared.train, prepared.tokenizer)
+    validation = documents_of(prepared.validation, prepared.tokenizer)
+    assert train | validation == {text(number) for number in range(40)} and not train & validation
+    assert 1 <= len(validation) <= 20
+    assert prepared.report.train and prepared.report.validation
+    assert prepared.report.train.documents == len(train) and prepared.report.validation.documents == len(validation)
+
+
+def test_held_out_documents_do_not_depend_on_names_or_order(corpus, settings_for):
+    first = prepare_data(settings_for(corpus / "*.txt", packing="fit"), sequence_length=1024, seed=0)
+    for file in corpus.iterdir():
+        file.rename(corpus / f"{99 - int(file.stem)}.txt")
+    second = prepare_data(settings_for(corpus / "*.txt", packing="fit"), sequence_length=1024, seed=0)
+    assert documents_of(first.validation, first.tokenizer) == documents_of(second.validation, second.tokenizer)
+    other_seed = prepare_data(settings_for(corpus / "*.txt", packing="fit"), sequence_length=1024, seed=1)
+    assert documents_of(first.validation, first.tokenizer) != documents_of(other_seed.validation, first.tokenizer)
+
+
+def test_copies_stay_on_one_side_and_no_side_is_empty_by_chance():
+    identities = np.array([5, 6, 5, 7, 5], np.uint64)
+    for seed in range(50):
+        for fraction in (1e-9, 0.5, 0.999999):
+            train, validation = split_documents(identities, fraction, seed)
+            assert len(train) and len(validation)
+            assert not set(identities[train]) & set(identities[validation])
+    assert len(split_documents(identities, 0.0, 0)[1]) == 0
+    assert len(split_documents(np.array([5, 5], np.uint64), 0.5, 0)[1]) == 0
+
+
+def test_validation_files_of_their_own(corpus, settings_for):
+    settings = settings_for(corpus / "[0-2]*.txt", validation_data=[str(corpus / "3*.txt")], packing="fit")
+    prepared = prepare_data(settings, sequence_length=1024, seed=0)
+    assert documents_of(prepared.validation, prepared.tokenizer) == {text(number) for number in range(30, 40)}
+    assert prepared.report.train and prepared.report.train.documents == 30
+    missing = settings_for(corpus / "*.txt", validation_data=["nothing-*.txt"])
+    with pytest.raises(UserError, match="--validation-data"):
+        prepare_data(missing, sequence_length=64, seed=0)
+
+
+def test_the_cache_is_reused_and_a_changed_file_makes_it_anew(corpus, settings_for):
+    settings = settings_for(corpus / "*.txt")
+    first = prepare_data(settings, sequence_length=64, seed=0)
+    second = prepare_data(settings, sequence_length=64, seed=0)
+    assert not first.report.reused and second.report.reused
+    assert samples(first.train) == samples(second.train) and first.fingerprint == second.fingerprint
+    (corpus / "07.txt").write_text("something else entirely")
+    third = prepare_data(settings, sequence_length=64, seed=0)
+    assert not third.report.reused
+    assert "documents" in changed_parts(first.fingerprint, third.fingerprint)
+
+
+def test_the_fingerprint_names_what_changed_and_ignores_where_the_files_are(corpus, settings_for, tmp_path):
+    tokenizer = train_tokenizer([text(number) for number in range(40)], 400)
+
+    def fingerprint(folder, sequence_length=64, seed=0, with_tokenizer=tokenizer):
+        settings = settings_for(folder / "*.txt")
+        return prepare_data(settings, sequence_length=sequence_length, seed=seed, tokenizer=with_tokenizer).fingerprint
+
+    first = fingerprint(corpus)
+    moved = corpus.rename(tmp_path / "moved")
+    assert fingerprint(moved) == first
+    assert changed_parts(first, fingerprint(moved, sequence_length=32)) == ["rows"]
+    other = train_tokenizer([text(number) for number in range(40)], 300)
+    assert changed_parts(first, fingerprint(moved, with_tokenizer=other)) == ["tokenizer"]
+
+
+def test_a_damaged_cache_is_not_used(corpus, settings_for, tmp_path):
+    settings = settings_for(corpus / "*.txt")
+    first = prepare_data(settings, sequence_length=64, seed=0)
+    expected = samples(first.train)
+    del first
+    (folder,) = (tmp_path / "cache" / "corpora").iterdir()
+    tokens = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(tokens[:-2])
+    assert not is_complete(folder)
+    again = prepare_data(settings, sequence_length=64, seed=0)
+    assert not again.report.reused and samples(again.train) == expected
+    (folder / MARKER).unlink()
+    assert not prepare_data(settings, sequence_length=64, seed=0).report.reused
+
+
+def test_a_folder_that_fails_half_way_is_not_there(tmp_path):
+    def fill(work: Path) -> None:
+        (work / "part").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_folder(tmp_path / "made", fill)
+    assert list(tmp_path.iterdir()) == []
+    assert make_folder(tmp_path / "made", lambda work: None)
+    assert not make_folder(tmp_path / "made", fill)
+
+
+def _prepare_in_process(rank, settings, barrier, results):
+    try:
+        prepared = prepare_data(
+            settings, sequence_length=64, seed=0, leader=rank == 0, barrier=lambda: barrier.wait(60) and None
+        )
+        results.put((rank, samples(prepared.train), prepared.report.reused))
+    except (UserError, RunError) as error:
+        results.put((rank, type(error).__name__, str(error)))
+
+
+def _run_two(settings):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=_prepare_in_process, args=(rank, settings, barrier, results)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    return found
+
+
+def test_of_two_processes_one_makes_the_cache_and_both_see_the_same(corpus, settings_for):
+    (_, first, first_reused), (_, second, second_reused) = _run_two(settings_for(corpus / "*.txt"))
+    assert first == second
+    assert (first_reused, second_reused) == (False, True)
+
+
+def test_if_the_leader_fails_all_fail_with_its_words(corpus, settings_for):
+    for file in corpus.iterdir():
+        file.write_bytes(b"\xff\xfe\xfa")
+    first, second = _run_two(settings_for(corpus / "*.txt"))
+    assert first[1:] == second[1:] and first[1] == "UserError"
+    assert "40 unreadable files" in first[2] and "00.txt" in first[2]
+
+
+def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
+    (corpus / "03.txt").write_bytes(b"\xff")
+    (corpus / "04.txt").write_text("\n")
+    (corpus / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{"text": 5}\n')
+    prepared = prepare_data(settings_for(corpus / "*"), sequence_length=64, seed=0)
+    read = prepared.report.read
+    assert (read.files, read.text, read.bad_files, read.bad_rows, read.empty) == (41, 39, 1, 2, 1)
+    lines = "\n".join(prepared.report.lines())
+    assert "skipped 1 unreadable file, 2 bad rows, 1 empty document" in lines
+    assert "03.txt" in lines and "a.jsonl, line 2" in lines and "a.jsonl, line 3" in lines
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chat_and_instruction_rows_are_masked_in_the_samples(tmp_path, settings_for, streaming):
+    chat = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": text(n)}]}
+        for n in range(20)
+    ]
+    rows = [{"prompt": f"number {n}:", "completion": text(n)} for n in range(20, 40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in chat))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    settings = settings_for(tmp_path / "*.jsonl", tmp_path / "*.parquet", validation_fraction=0.0, streaming=streaming)
+    prepared = prepare_data(settings, sequence_length=700, seed=0)
+    assert prepared.report.packing == "fit"
+    counted = set()
+    for number in range(40):
+        row = prepared.train.sample(number)
+        begin = 0
+        for length in row.lengths:
+            labels = row.labels[begin : begin + length]
+            counted.add(str(prepared.tokenizer.decode(labels[labels != -100], skip_special_tokens=True)).strip())
+            begin += length
+    assert counted - {""} == {text(n) for n in range(40)}
+    assert "assistant" in prepared.tokenizer.chat_template
+
+
+def test_a_tokenizer_trained_twice_is_the_same_and_survives_saving(corpus, tmp_path):
+    texts = [text(number) for number in range(200)]
+    first, second = train_tokenizer(iter(texts), 350), train_tokenizer(iter(texts), 350)
+    assert tokenizer_hash(first) == tokenizer_hash(second) and len(first) == 350
+    first.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert tokenizer_hash(loaded) == tokenizer_hash(first)
+    strange = "naïve \t 数 \x00 é"
+    assert loaded.decode(loaded(strange)["input_ids"], skip_special_tokens=True) == strange
+    assert loaded("a")["input_ids"][0] == loaded.bos_token_id == loaded.eos_token_id == loaded.pad_token_id
+
+
+def test_tokenizer_from_a_folder_a_file_or_the_model(corpus, settings_for, tmp_path):
+    saved = train_tokenizer([text(number) for number in range(40)], 300)
+    saved.save_pretrained(tmp_path / "saved")
+    (tmp_path / "alone.json").write_bytes((tmp_path / "saved" / "tokenizer.json").read_bytes())
+    for given in ({"tokenizer": str(tmp_path / "saved")}, {"tokenizer": str(tmp_path / "alone.json")}, {}):
+        model = None if given else str(tmp_path / "saved")
+        prepared = prepare_data(settings_for(corpus / "*.txt", **given), sequence_length=64, seed=0, model=model)
+        assert len(prepared.tokenizer) == 300 and prepared.tokenizer.eos_token == "<|endoftext|>"
+    (tmp_path / "alone.json").write_text("{}")
+    with pytest.raises(UserError, match="--tokenizer"):
+        prepare_data(settings_for(corpus / "*.txt", tokenizer=str(tmp_path / "alone.json")), sequence_length=64, seed=0)
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused():
+    tokenizer = train_tokenizer(["a b c"], 300)
+    check_vocabulary(tokenizer, len(tokenizer))
+    with pytest.raises(UserError, match="vocab_size of 256"):
+        check_vocabulary(tokenizer, 256)
+
+
+def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{n:07}\n" for n in range(500_000)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {n:07} {'x' * 50}"}) + "\n" for n in range(50_000))
+    )
+    files = find_files([str(tmp_path / "*")])
+    sample = list(sample_texts(files, RowReader("auto", "text"), limit=1 << 20))
+    assert (1 << 19) < sum(map(len, sample)) < (1 << 20) + (1 << 17)
+    numbers = [int(part.split()[1]) for part in sample if part.startswith("row")]
+    assert numbers and max(numbers) > 45_000 and min(numbers) < 5_000
+
+
+def test_a_line_of_ten_million_tokens(tmp_path, settings_for):
+    words = " ".join(["weights travel, activations stay;"] * 310_000)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": words}) + '\n{"text": "short"}\n')
+    settings = settings_for(tmp_path / "long.jsonl", validation_fraction=0.0, vocab_size=257)
+    prepared = prepare_data(settings, sequence_length=131072, seed=0)
+    assert isinstance(prepared.train, PackedDataset) and prepared.train.num_tokens > 10_000_000
+    row = prepared.train.sample(len(prepared.train) // 2)
+    assert max(row.lengths) > 100_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"validation_fraction": 1.0}, {"vocab_size": 100}, {"stream_window": 0}, {"packing": "tight"}, {"rows": "poems"}],
+)
+def test_settings_that_cannot_work_are_refused(corpus, settings_for, wrong):
+    with pytest.raises(UserError):
+        prepare_data(settings_for(corpus / "*.txt", **wrong), sequence_length=64, seed=0)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_refused(corpus, settings_for, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--cache-dir"):
+        prepare_data(settings_for(corpus / "*.txt", cache_dir=str(tmp_path / "file" / "x")), sequence_length=64, seed=0)
+
+
+def test_the_environment_names_the_cache_folder(corpus, settings_for, tmp_path, monkeypatch):
+    monkeypatch.setenv("TAWPIPE_CACHE", str(tmp_path / "elsewhere"))
+    prepare_data(settings_for(corpus / "*.txt", cache_dir=None), sequence_length=64, seed=0)
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"corpora", "tokenizers"}
+
+
+def test_the_default_corpus_in_seconds_and_from_the_cache_at_once(tmp_path):
+    settings = DataSettings(cache_dir=str(tmp_path))
+    begin = time.process_time()
+    first = prepare_data(settings, sequence_length=512, seed=0)
+    assert time.process_time() - begin < 15
+    begin = time.perf_counter()
+    second = prepare_data(settings, sequence_length=512, seed=0)
+    assert time.perf_counter() - begin < 1
+    assert isinstance(first.train, PackedDataset) and first.train.num_tokens > 1_000_000
+    assert len(first.tokenizer) == 8192 and samples(first.train) == samples(second.train)
+    assert first.validation is not None and len(first.validation) > 10
+
+
+# Streaming
+
+
+def streamed(settings, sequence_length=64, seed=0) -> StreamedDataset:
+    prepared = prepare_data(settings, sequence_length=sequence_length, seed=seed)
+    assert isinstance(prepared.train, StreamedDataset)
+    return prepared.train
+
+
+@pytest.fixture
+def stream_settings(corpus, settings_for):
+    (corpus / "rows.jsonl").write_text("".join(json.dumps({"text": text(n)}) + "\n" for n in range(100, 140)))
+    return settings_for(corpus / "*.txt", corpus / "*.jsonl", streaming=True, stream_window=7)
+
+
+def test_a_stream_gives_the_same_sample_for_a_number_in_whatever_order(stream_settings):
+    data = streamed(stream_settings)
+    expected = [samples(data, [number]) for number in range(150)]
+    again = streamed(stream_settings)
+    for number in (149, 3, 77, 76, 140, 0):
+        assert samples(again, [number]) == expected[number]
+    every_other = streamed(stream_settings)
+    assert [samples(every_other, [number]) for number in range(1, 150, 2)] == expected[1::2]
+
+
+def test_a_stream_resumes_at_any_sample_from_its_small_state(stream_settings):
+    data = streamed(stream_settings)
+    expected = [samples(data, [number]) for number in range(150)]
+    data.sample(149)
+    for number in (0, 1, 60, 148):
+        state = json.loads(json.dumps(data.state_dict(number)))
+        assert len(json.dumps(state)) < 1000
+        resumed = streamed(stream_settings)
+        resumed.load_state_dict(state)
+        assert [samples(resumed, [n]) for n in range(number, 150)] == expected[number:]
+
+
+def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stream_settings):
+    prepared = prepare_data(stream_settings, sequence_length=1024, seed=0)
+    data = prepared.train
+    seen: list[str] = []
+    number = 0
+    while True:
+        row = data.sample(number)
+        if data.state_dict(number)["epoch"] > 0:
+            break
+        words = [
+            str(prepared.tokenizer.decode(row.input_ids[a : a + n], skip_special_tokens=True))
+            for a, n in zip(np.cumsum([0, *row.lengths[:-1]]), row.lengths, strict=True)
+        ]
+        seen += [word for word in words if word]
+        number += 1
+    everything = {text(n) for n in [*range(40), *range(100, 140)]}
+    whole = [document for document in seen if document in everything]
+    assert len(whole) == len(set(whole)) and len(whole) > 40
+    validation = documents_of(prepared.validation, prepared.tokenizer) if prepared.validation else set()
+    assert not validation & set(whole)
+
+
+def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="1 empty document"):
+        prepare_data(settings_for(tmp_path / "a.jsonl", streaming=True), sequence_length=64, seed=0)
+
+
+def test_a_forked_child_can_tokenise_and_nothing_warns(corpus, tmp_path):
+    program = (
+        "import os, signal, sys; from tawpipe.data import DataSettings, prepare_data\n"
+        "settings = DataSettings(data=[sys.argv[1]], cache_dir=sys.argv[2], vocab_size=400)\n"
+        "prepared = prepare_data(settings, sequence_length=64, seed=0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(20)  # a child that hangs does not outlive the test\n"
+        "    prepared.tokenizer(['once more'] * 1000)\n"
+        "else:\n"
+        "    sys.exit(os.waitpid(child, 0)[1] != 0)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", program, str(corpus / "*.txt"), str(tmp_path / "cache")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "forked" not in ran.stderr

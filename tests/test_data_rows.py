@@ -1,0 +1,225 @@
+"""Text, chat and instruction rows: what counts in the loss, and what is refused or skipped by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tawpipe.data.encode import PART_CHARACTERS, Encoder, split_text
+from tawpipe.data.render import Document, Piece, Renderer
+from tawpipe.data.report import Fault
+from tawpipe.data.sources import RawRow, RowReader, find_files
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import UserError
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if loop.last and message['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And three?"},
+    {"role": "assistant", "content": "Seven."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["the answer to every question is a number of the house " * 20], 400)
+
+
+def with_template(tokenizer, template):
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    other.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    other.chat_template = template
+    return other
+
+
+def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
+    """The whole row as text, and the text of its tokens that count."""
+    document = Renderer(tokenizer, "text").render(RawRow("here", kind, columns))
+    assert isinstance(document, Document), document
+    (tokens,) = Encoder(tokenizer).encode([document])
+    return tokenizer.decode(tokens.ids), tokenizer.decode(tokens.ids[tokens.counts])
+
+
+def test_of_an_instruction_row_the_completion_counts(tokenizer):
+    whole, counted = counted_text(tokenizer, "instruction", prompt="the question is", completion=" a number")
+    assert counted == " a number<|endoftext|>"
+    assert whole == "<|endoftext|>the question is a number<|endoftext|>"
+
+
+def test_a_border_within_a_word_stays_where_it_is(tokenizer):
+    assert counted_text(tokenizer, "instruction", prompt="the ques", completion="tion")[1] == "tion<|endoftext|>"
+
+
+def test_of_three_columns_the_output_counts(tokenizer):
+    columns = {"instruction": "Add.", "input": "2 2", "output": "4"}
+    assert counted_text(tokenizer, "instruction", **columns) == (
+        "<|endoftext|>Add.\n\n2 2\n\n4<|endoftext|>",
+        "4<|endoftext|>",
+    )
+    assert counted_text(tokenizer, "instruction", instruction="Add.", input=None, output="4")[0].count("\n\n") == 1
+
+
+def test_of_a_chat_what_the_assistant_says_counts(tokenizer):
+    whole, counted = counted_text(tokenizer, "chat", messages=CHAT)
+    assert counted == "Four.<|endoftext|>\nSeven.<|endoftext|>\n"
+    assert whole.startswith("<|system|>\nBe brief.\n<|user|>\nTwo and two?\n<|assistant|>\nFour.<|endoftext|>\n")
+
+
+def test_the_tokenizers_chat_template_is_used_where_there_is_one(tokenizer):
+    whole, counted = counted_text(with_template(tokenizer, CHATML), "chat", messages=CHAT)
+    assert counted == "Four.<|im_end|>\nSeven.<|im_end|>\n"
+    assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+
+
+def test_a_template_that_rewrites_earlier_turns_still_masks_the_prompt(tokenizer):
+    _, counted = counted_text(with_template(tokenizer, THINKING), "chat", messages=CHAT)
+    assert counted == "Four.<|im_end|><think>\n\n</think>\n\nSeven.<|im_end|>\n"
+
+
+def test_a_prompt_and_completion_of_messages_count_the_completion_only(tokenizer):
+    _, counted = counted_text(tokenizer, "instruction", prompt=CHAT[:4], completion=CHAT[4:])
+    assert counted == "Seven.<|endoftext|>\n"
+
+
+def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
+    vocabulary = {
+        token: n for n, token in enumerate(["<unk>", "▁", "\n", "▁ab", "ab", "▁cd", "cd", "a", "b", "c", "d"])
+    }
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("c", "d"), ("▁", "ab"), ("▁", "cd")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    document = Document("instruction", (Piece("ab", False), Piece("cd", True)))
+    (tokens,) = Encoder(tokenizer).encode([document])
+    assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["▁ab", "cd"]
+    assert tokens.counts.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "fault"),
+    [
+        ("text", {"text": None}, "empty"),
+        ("text", {"text": " \n"}, "empty"),
+        ("text", {"text": 7}, "row"),
+        ("text", {"text": "half \ud800"}, "row"),
+        ("chat", {"messages": []}, "empty"),
+        ("chat", {"messages": CHAT[:2]}, "empty"),
+        ("chat", {"messages": "hello"}, "row"),
+        ("chat", {"messages": [{"role": "user"}]}, "row"),
+        ("instruction", {"prompt": "x", "completion": ""}, "empty"),
+    ],
+)
+def test_rows_without_what_belongs_there_are_faults_and_not_documents(tokenizer, kind, columns, fault):
+    found = Renderer(tokenizer, "text").render(RawRow("line 3", kind, columns))
+    assert isinstance(found, Fault) and found.kind == fault and found.where == "line 3"
+
+
+def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
+    words = "word and more words " * (PART_CHARACTERS // 8)
+    parts = list(split_text(words))
+    assert "".join(parts) == words and len(parts) > 2
+    assert all(len(part) <= PART_CHARACTERS for part in parts) and all(part[0] == " " for part in parts[1:])
+    unbroken = "x" * (2 * PART_CHARACTERS + 1)
+    assert [len(part) for part in split_text(unbroken)] == [PART_CHARACTERS, PART_CHARACTERS, 1]
+    (whole,) = Encoder(tokenizer).encode([Document("text", (Piece(words, True),))])
+    assert np.array_equal(whole.ids[1:-1], tokenizer(words, add_special_tokens=False)["input_ids"])
+
+
+def read(path: Path, rows: Any = "auto", text_column: str = "text") -> list[RawRow | Fault]:
+    return [row for file in find_files([str(path)]) for row in RowReader(rows, text_column).read(file)]
+
+
+def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "one"}\n{"text": \n\n"text"\n{"text": "\xff"}\n{"text": "two"}')
+    rows = read(file)
+    assert [row.columns["text"] for row in rows if isinstance(row, RawRow)] == ["one", "two"]
+    assert [row.where for row in rows if isinstance(row, Fault)] == [f"{file}, line {n}" for n in (2, 4, 5)]
+
+
+def test_a_json_list_is_read_like_lines(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, 3, {"text": "two"}]))
+    kinds = [type(row) for row in read(tmp_path / "a.json")]
+    assert kinds == [RawRow, Fault, RawRow]
+
+
+def test_a_text_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("naïve".encode("latin-1"))
+    (fault,) = read(tmp_path / "a.txt")
+    assert isinstance(fault, Fault) and fault.where.endswith("a.txt") and "UTF-8" in fault.why
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (fault,) = read(tmp_path / "gone.txt")
+    assert isinstance(fault, Fault) and fault.kind == "file" and "cannot be read" in fault.why
+
+
+def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "messages": [CHAT, CHAT[:3]]}), tmp_path / "a.parquet")
+    rows = read(tmp_path / "a.parquet")
+    assert [row.kind for row in rows if isinstance(row, RawRow)] == ["chat", "chat"]
+    assert isinstance(rows[1], RawRow) and rows[1].columns == {"messages": CHAT[:3]}
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    (fault,) = read(tmp_path / "b.parquet")
+    assert isinstance(fault, Fault) and "b.parquet" in fault.where
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "text_column", "kind"),
+    [
+        (["text"], "auto", "text", "text"),
+        (["body", "messages"], "auto", "body", "text"),
+        (["text", "messages"], "auto", "text", "chat"),
+        (["text", "messages"], "text", "text", "text"),
+        (["prompt", "completion", "text"], "auto", "text", "instruction"),
+        (["instruction", "output", "messages"], "instruction", "text", "instruction"),
+    ],
+)
+def test_the_columns_say_what_a_row_is(tmp_path, columns, rows, text_column, kind):
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(columns, "x")))
+    (row,) = read(tmp_path / "a.jsonl", rows, text_column)
+    assert isinstance(row, RawRow) and row.kind == kind
+
+
+@pytest.mark.parametrize("rows", ["auto", "text", "chat", "instruction"])
+def test_rows_without_the_expected_columns_are_refused_and_theirs_are_named(tmp_path, rows):
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
+    with pytest.raises(UserError, match=r"this one has \['content', 'id'\]"):
+        read(tmp_path / "a.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"this one has \['content', 'id'\]"):
+        read(tmp_path / "a.parquet", rows)
+
+
+def test_a_glob_that_matches_nothing_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    missing = str(tmp_path / "*.md")
+    with pytest.raises(UserError) as caught:
+        find_files([str(tmp_path / "*.txt"), missing])
+    assert caught.value.setting == "--data" and caught.value.value == missing
+    with pytest.raises(UserError, match="this is a folder"):
+        find_files([str(tmp_path)])
+
+
+def test_files_are_sorted_and_taken_once(tmp_path):
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(name)
+    files = find_files([str(tmp_path / "*.txt"), str(tmp_path / "**/*")])
+    assert [Path(file.path).name for file in files] == ["a.txt", "b.txt"]
