@@ -106,7 +106,7 @@ MORE_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "gpt2": (GPT2Config, {"n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
-"""What else is covered: sinks, latent attention and persistent buffers, learned positions, windows without rotary ones."""
+"""What else is covered: sinks, latent attention, persistent buffers, learned positions."""
 
 
 def family_config(family: str, *, tied: bool = False, **overrides: Any) -> PreTrainedConfig:
@@ -155,8 +155,8 @@ def _dense_attention(
 
 
 def keep_fp64(monkeypatch: Any) -> None:
-    """Let fp64 tensors stay so when a norm asks for fp32: the norms of Gemma and Cohere sum the gradient of their
-    weight in fp32, where the order of the sum shows at 1e-7."""
+    """Let fp64 tensors stay so when a norm or a router asks for fp32: the norms of Gemma and Cohere, for one, sum the
+    gradient of their weight in fp32, where the order of the sum shows at 1e-7."""
     to = torch.Tensor.to
 
     def wide(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -165,6 +165,7 @@ def keep_fp64(monkeypatch: Any) -> None:
         return to(tensor, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", wide)
+    monkeypatch.setattr(torch.Tensor, "type", lambda t, *args: wide(t, *args) if args else t.dtype)
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: wide(tensor, torch.float32))
 
 

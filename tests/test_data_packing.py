@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tawpipe.data import PackedDataset, collate, micro_batches
+from tawpipe.data.collate import collate, micro_batches
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.packing import FitPlan, FitShape, SplitPlan, best_fit
 from tawpipe.data.report import ReadCounts
+from tawpipe.data.rows import PackedDataset
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 ROW = st.integers(2, 40)

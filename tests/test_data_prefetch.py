@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tawpipe.data import prefetch
+from tawpipe.data.prefetch import prefetch
 
 
 def test_items_arrive_in_order_and_then_end():

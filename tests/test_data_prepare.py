@@ -16,19 +16,14 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from tawpipe.data import (
-    DataSettings,
-    PackedDataset,
-    RowSource,
-    StreamedDataset,
-    changed_parts,
-    check_vocabulary,
-    prepare_data,
-)
 from tawpipe.data.cache import MARKER, is_complete, make_folder
 from tawpipe.data.corpus import split_documents
+from tawpipe.data.prepare import changed_parts, prepare_data
+from tawpipe.data.rows import PackedDataset, RowSource
+from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import RowReader, find_files
-from tawpipe.data.tokenizer import sample_texts, tokenizer_hash, train_tokenizer
+from tawpipe.data.stream import StreamedDataset
+from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
 from tawpipe.errors import RunError, UserError
 
 WORDS = ["a", "rank", "sends", "the", "weights", "of", "its", "layers", "and", "keeps", "what", "they", "computed"]
@@ -403,7 +398,9 @@ def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
 
 def test_a_forked_child_can_tokenise_and_nothing_warns(corpus, tmp_path):
     program = (
-        "import os, signal, sys; from tawpipe.data import DataSettings, prepare_data\n"
+        "import os, signal, sys\n"
+        "from tawpipe.data.prepare import prepare_data\n"
+        "from tawpipe.data.settings import DataSettings\n"
         "settings = DataSettings(data=[sys.argv[1]], cache_dir=sys.argv[2], vocab_size=400)\n"
         "prepared = prepare_data(settings, sequence_length=64, seed=0)\n"
         "child = os.fork()\n"

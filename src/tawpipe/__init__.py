@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tawpipe.errors import RunError, UserError
     from tawpipe.model.batch import MicroBatch
-    from tawpipe.model.weights import InitSource, ModuleSource, SafetensorsSource
+    from tawpipe.model.pretrained import SafetensorsSource
+    from tawpipe.model.weights import InitSource, ModuleSource
     from tawpipe.pipeline import LocalBatch, Pipeline, Share
     from tawpipe.runtime.executor import StepResult
     from tawpipe.runtime.optimizer import adamw
@@ -28,7 +29,7 @@ _HOMES = {
     "ModuleSource": "tawpipe.model.weights",
     "Pipeline": "tawpipe.pipeline",
     "RunError": "tawpipe.errors",
-    "SafetensorsSource": "tawpipe.model.weights",
+    "SafetensorsSource": "tawpipe.model.pretrained",
     "Share": "tawpipe.pipeline",
     "StepResult": "tawpipe.runtime.executor",
     "Topology": "tawpipe.topology",

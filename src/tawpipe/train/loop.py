@@ -16,8 +16,11 @@ from pathlib import Path
 
 import torch
 
-from tawpipe.data import PreparedData, changed_parts, check_vocabulary, collate, prefetch, prepare_data
+from tawpipe.data.collate import collate
+from tawpipe.data.prefetch import prefetch
+from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.rows import RowSource
+from tawpipe.data.tokenizer import check_vocabulary
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import PRESETS, build_model
