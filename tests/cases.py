@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +15,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
-from tawpipe.pipeline import Pipeline
+from tawpipe.pipeline import LocalBatch, Pipeline
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Lane
+from tawpipe.train.checkpoint import Checkpoints, RunState, parameter_shapes
+from tawpipe.train.checkpoint import load as load_checkpoint
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
 STEPS = 5
@@ -169,3 +177,213 @@ def packed_rows(world: World) -> list[int]:
     assert all(isinstance(batch, MicroBatch) for batch in pipeline._local(batches(7)[0]).micro_batches)
     pipeline.close()
     return rows
+
+
+def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
+    """Packed documents of every family through the runtime: the worst relative difference of a loss or gradient."""
+    import model_families
+    from model_families import family_config, keep_fp64, packed_batch, plain_loss_and_gradients, real_model
+
+    class Patch:
+        """What ``keep_fp64`` needs of pytest's monkeypatch; this process runs nothing else afterwards that minds."""
+
+        @staticmethod
+        def setattr(target: Any, name: str, value: Any) -> None:
+            setattr(target, name, value)
+
+    keep_fp64(Patch)
+    worst = {}
+    lengths = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
+    parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
+    for name in names:
+        config = family_config(name, tied=tied)
+        pipeline = Pipeline(
+            real_model(config),
+            optimizer=adamw(0.0),
+            dtype=torch.float64,
+            world=world,
+            strict=True,
+            clip_norm=None,
+            chunk_tokens=6,
+            placement="striped",
+        )
+        mine = [parts[share.index] for share in pipeline.shares(len(parts))]
+        result = pipeline.step(LocalBatch(len(parts), 16, mine))
+        pipeline.drain()
+        found = {n: pipeline.gradient(n) for n in pipeline.parameter_names}
+        difference = 0.0
+        if world.rank == 0:
+            plain = model_families.real_model(family_config(name, tied=tied))
+            tokens = sum(part.tokens for part in parts)
+            losses, gradients = [], {}
+            for part in parts:
+                loss, some = plain_loss_and_gradients(plain, part)
+                losses.append(float(loss))
+                for key, gradient in some.items():
+                    gradients[key] = gradients.get(key, 0) + gradient / tokens
+            difference = abs(result.loss - sum(losses) / tokens)
+            for key, gradient in gradients.items():
+                mine_too = found[key]
+                assert mine_too is not None
+                if gradient.norm() > 0:
+                    difference = max(difference, relative(mine_too, gradient))
+        worst[name] = difference
+        pipeline.close()
+    return worst
+
+
+def lora(world: World) -> tuple[float, list[str]]:
+    """A frozen model with adapters: the difference to a plain loop, and the parameters that changed."""
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> Any:
+        model = llama(torch.float64)
+        torch.manual_seed(11)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return adapted.to(torch.float64)
+
+    plain = make()
+    before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+    pipeline = Pipeline(make(), optimizer=adamw(1e-3, betas=(0.9, 0.999)), dtype=torch.float64, world=world, strict=True)
+    for batch in batches(6, 2):
+        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipeline.step(batch)
+    pipeline.drain()
+    worst, changed = 0.0, []
+    expected = dict(plain.get_base_model().named_parameters())
+    for name in pipeline.parameter_names:
+        value = pipeline.parameter(name)
+        if value is not None:
+            worst = max(worst, relative(value, expected[name].detach()))
+            if not torch.equal(value, before[name]):
+                changed.append(name)
+    pipeline.close()
+    return worst, changed
+
+
+def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:
+    """Train, save after ``steps``, train on; the losses after the save."""
+    pipeline = _checkpointed(world, **knobs)
+    given = batches(5, total)
+    for batch in given[:steps]:
+        pipeline.step(batch)
+    pipeline.drain()
+    state = RunState(step=steps, samples=5 * steps, seed=0, parameters=parameter_shapes(pipeline))
+    Checkpoints(Path(folder), world, keep=2).save(pipeline, state)
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[steps:]]]
+    pipeline.close()
+    return losses
+
+
+def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
+    """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
+    pipeline = _checkpointed(world, seed=99, **knobs)
+    path = Checkpoints(Path(folder), world).find("auto")
+    assert path is not None
+    state = load_checkpoint(path, pipeline)
+    pipeline.seed = 0  # random numbers go on from the run's seed
+    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[state.step :]]]
+    pipeline.close()
+    return losses
+
+
+def load_into_another_model(world: World, *, folder: str) -> str:
+    """The message for a checkpoint of another model."""
+    config = llama(torch.float32).config
+    config.intermediate_size += 4
+    pipeline = Pipeline(LlamaForCausalLM(config), world=world)
+    path = Checkpoints(Path(folder), world).find("auto")
+    assert path is not None
+    try:
+        load_checkpoint(path, pipeline)
+    except UserError as error:
+        return str(error)
+    finally:
+        pipeline.close()
+    return "loaded"
+
+
+def _checkpointed(world: World, *, seed: int = 0, dtype: str = "float64", **knobs: Any) -> Pipeline:
+    kind = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(torch.float32, dropout=0.2).config)
+    return Pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
+
+
+def not_finite(world: World) -> tuple[str, bool]:
+    """A loss that is not finite: what is raised, and whether every weight is as before."""
+    poisoned = [False]
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total * float("inf") if poisoned[0] else total
+
+    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
+    batch = batches(5, 1)[0]
+    pipeline.step(batch)
+    pipeline.drain()
+    before = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
+    poisoned[0] = world.rank == 0  # one rank's bad number is everyone's
+    pipeline.step(batch)
+    try:
+        pipeline.drain()
+        message = "nothing was raised"
+    except RunError as error:
+        message = str(error)
+    same = True
+    for name, value in before.items():
+        now = pipeline.parameter(name)
+        same = same and (value is None or (now is not None and torch.equal(value, now)))
+    pipeline.close()
+    return message, same
+
+
+def mismatched(world: World) -> str:
+    """Two ranks whose schedules disagree about what comes next, in strict mode: what rank 0 is told."""
+    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
+    schedule = pipeline.schedule(4)
+    if world.rank == 1:
+        program = list(schedule.programs[1])
+        a, b = [i for i, action in enumerate(program) if action.lane is Lane.INTER_W][:2]
+        program[a], program[b] = program[b], program[a]
+        programs = (schedule.programs[0], tuple(program), *schedule.programs[2:])
+        pipeline._schedules[4, True] = replace(schedule, programs=programs)
+    try:
+        pipeline.step(batches(4, 1)[0])
+        pipeline.drain()
+    except TransportError as error:
+        return str(error)
+    except Exception as error:
+        return f"other: {error}"
+    return "nothing"
+
+
+def low_precision(world: World) -> list[float]:
+    """Losses of bf16 compute with fp32 masters, on one batch again and again."""
+    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True)
+    batch = batches(6, 1)[0]
+    losses = [result.loss for result in [pipeline.step(batch) for _ in range(12)]]
+    pipeline.close()
+    return losses
+
+
+def memory_of_steps(world: World, *, steps: int) -> list[int]:
+    """Bytes that tensors hold after each step, nothing under way."""
+    import gc
+
+    pipeline = Pipeline(llama(torch.float32), world=world)
+    batch, sizes = batches(6, 1)[0], []
+    for _ in range(steps):
+        pipeline.step(batch)
+        pipeline.drain()
+        gc.collect()
+        stores = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter))
+        sizes.append(sum({store.data_ptr(): store.nbytes() for store in stores}.values()))
+    pipeline.close()
+    return sizes

@@ -28,7 +28,7 @@ class ScheduleConfig:
     placement: Literal["spread", "striped", "whole"] = "spread"
     """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
     node, or whole on one process."""
-    micro_batches_per_visit: int = bounded(1, minimum=1)
+    micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""
     look_ahead: int = bounded(2, minimum=1)
@@ -53,7 +53,7 @@ class OptimizerConfig:
     """Decay rate of the second moment."""
     eps: float = bounded(1e-8, above=0)
     """Term in the denominator against division by zero."""
-    warmup_steps: int = bounded(20, minimum=0)
+    warmup_steps: int = bounded(10, minimum=0)
     """Steps over which the learning rate rises linearly from zero."""
     min_learning_rate_ratio: float = bounded(0.1, minimum=0, maximum=1)
     """Share of --learning-rate at which the cosine ends after the last step."""
@@ -65,7 +65,7 @@ class OptimizerConfig:
 class EvaluationConfig:
     """The loss on held-out documents."""
 
-    every: int = bounded(50, minimum=0)
+    every: int = bounded(30, minimum=0)
     """Evaluate each time after this many steps, and after the last one. 0 for never."""
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones."""
@@ -75,7 +75,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     """State to resume from, under checkpoints/ in the output folder."""
 
-    every: int = bounded(100, minimum=0)
+    every: int = bounded(30, minimum=0)
     """Save each time after this many steps, and after the last one. 0 for never."""
     keep: int = bounded(2, minimum=0)
     """How many of the newest checkpoints stay on disk. 0 for all."""
@@ -85,7 +85,7 @@ class CheckpointConfig:
 class LogConfig:
     """What is written and printed along the way."""
 
-    every: int = bounded(10, minimum=1)
+    every: int = bounded(5, minimum=1)
     """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
     tensorboard: bool = True
     """Write TensorBoard files under tensorboard/ in the output folder."""
@@ -109,7 +109,7 @@ class SampleConfig:
 
     prompt: str = "def "
     """Its beginning."""
-    tokens: int = bounded(48, minimum=0)
+    tokens: int = bounded(32, minimum=0)
     """How many tokens the model adds. 0 for no sample."""
 
 
@@ -140,18 +140,18 @@ class TrainConfig(DataSettings):
     """Under torchrun: regroup its processes into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(512, minimum=2)
     """Tokens in a row. Documents are packed into rows and see only themselves."""
-    global_batch: int = bounded(16, minimum=1)
+    global_batch: int = bounded(8, minimum=1)
     """Sequences in a step, over all processes. The same for any number of nodes and processes."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
-    steps: int = bounded(150, minimum=1)
+    steps: int = bounded(60, minimum=1)
     """Optimizer steps in the whole run, those before a resume included."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
     dtype: Dtype = "float32"
     """Type in which the model computes and in which weights travel. Master weights and optimizer state are float32
     (float64 under float64)."""
-    learning_rate: float = bounded(1e-3, above=0)
+    learning_rate: float = bounded(2e-3, above=0)
     """Highest learning rate, after the warm-up."""
     output: str = "runs/{time}"
     """Folder of everything that the run writes. {time} stands for the date and time of the start."""

@@ -218,6 +218,7 @@ def _sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
         prompt,
         tokens=config.sample.tokens,
         window=config.sequence_length,
+        seed=config.seed,
         stop=stop if isinstance(stop, int) else None,
     )
     return repr(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,82 @@
+"""Checkpoints: what was saved goes on with the same numbers, on any topology; what is incomplete is never chosen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+from tawpipe.train.checkpoint import MARKER, Checkpoints, read_state
+
+TOTAL = 5
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """A checkpoint after 3 steps on 2 x 2 (dropout on), and the losses of the steps after it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    losses = pool.run("cases:save_after", 2, 2, folder=str(folder), steps=3, total=TOTAL, placement="spread")[0]
+    return folder, losses
+
+
+def test_resume_goes_on_with_the_identical_curve(pool, saved):
+    folder, losses = saved
+    assert pool.run("cases:go_on", 2, 2, folder=str(folder), total=TOTAL, placement="spread")[0] == losses
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "placement"), [(1, 4, "spread"), (4, 1, "striped"), (1, 1, "spread"), (3, 2, "whole")]
+)
+def test_resume_on_another_topology(pool, saved, nodes, local, placement):
+    folder, losses = saved
+    again = pool.run("cases:go_on", nodes, local, folder=str(folder), total=TOTAL, placement=placement)[0]
+    assert again == pytest.approx(losses, rel=1e-10)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(pool, saved):
+    message = pool.run("cases:load_into_another_model", 1, 2, folder=str(saved[0]))[0]
+    assert "--resume" in message and "mlp" in message
+
+
+def alone() -> World:
+    import torch
+
+    return World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+
+
+def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
+    good = tmp_path / "step-00000003"
+    good.mkdir()
+    (good / MARKER).write_text((saved[0] / "step-00000003" / MARKER).read_text())
+    (tmp_path / "step-00000004").mkdir()  # no marker
+    half = tmp_path / "step-00000005.incomplete"
+    half.mkdir()
+    (half / MARKER).write_text("{}")
+    checkpoints = Checkpoints(tmp_path, alone())
+    assert checkpoints.find("auto") == good
+    with pytest.raises(UserError, match="complete checkpoint"):
+        checkpoints.find(str(tmp_path / "step-00000004"))
+
+
+def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
+    assert Checkpoints(tmp_path / "none", alone()).find("auto") is None
+    with pytest.raises(UserError, match="--resume"):
+        Checkpoints(tmp_path, alone()).find(str(tmp_path / "missing"))
+
+
+def test_a_damaged_marker_is_named(tmp_path):
+    (tmp_path / MARKER).write_text("{")
+    with pytest.raises(UserError, match="readable"):
+        read_state(tmp_path)
+    (tmp_path / MARKER).write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="format"):
+        read_state(tmp_path)
+
+
+def test_shapes_are_kept_beside_the_flat_tensors(saved):
+    state = read_state(saved[0] / "step-00000003")
+    assert state.parameters["model.layers.0.self_attn.q_proj.weight"] == [24, 24]
+    assert (state.step, state.samples) == (3, 15)

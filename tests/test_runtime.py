@@ -1,0 +1,94 @@
+"""Properties of the runtime beside exactness: model families, adapters, faults, precision, memory, optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.optimizer import adamw, check_elementwise
+from tawpipe.runtime.transport import needed_groups
+from tawpipe.schedule.actions import Lane
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_documents_of_every_family(pool, tied):
+    for family, difference in pool.run("cases:families", 2, 2, names=FAMILIES, tied=tied)[0].items():
+        # transformers computes the router's softmax in fp32, also in an fp64 model.
+        assert difference < (1e-6 if family == "qwen3_moe" else 1e-10), family
+
+
+def test_adapters_train_and_the_frozen_model_stays(pool):
+    worst, changed = pool.run("cases:lora", 2, 2)[0]
+    assert worst < 1e-10
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_a_number_that_is_not_finite_stops_before_the_weights(pool):
+    for message, same in pool.run("cases:not_finite", 2, 2):
+        assert "not finite" in message
+        assert same
+
+
+def test_strict_mode_names_messages_out_of_order(pool):
+    messages = pool.run("cases:mismatched", 2, 1)
+    assert any("this rank is at message" in message for message in messages), messages
+
+
+def test_bf16_compute_with_fp32_masters_learns(pool):
+    losses = pool.run("cases:low_precision", 2, 2)[0]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_memory_is_constant_from_the_third_step_on(pool):
+    sizes = pool.run("cases:memory_of_steps", 2, 2, steps=8)[0]
+    assert len(set(sizes[2:])) == 1
+
+
+class RowNormalised(torch.optim.Optimizer):
+    """Not element-wise: the step depends on the norm of the whole piece."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (lambda pieces: torch.optim.Adafactor([p.value for p in pieces]), "Adafactor"),
+        (lambda pieces: torch.optim.Muon([p.value for p in pieces]), "2D"),
+        (lambda pieces: torch.optim.LBFGS([p.value for p in pieces]), "LBFGS"),
+        (lambda pieces: RowNormalised([p.value for p in pieces]), "RowNormalised"),
+    ],
+)
+def test_optimizers_that_are_not_element_wise_are_refused_by_name(factory, name):
+    with pytest.raises(UserError, match=name):
+        check_elementwise(factory)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        adamw(),
+        lambda pieces: torch.optim.SGD([p.value for p in pieces], lr=0.1, momentum=0.9),
+        lambda pieces: torch.optim.RMSprop([p.value for p in pieces]),
+        lambda pieces: torch.optim.NAdam([p.value for p in pieces]),
+    ],
+)
+def test_element_wise_optimizers_pass(factory):
+    assert check_elementwise(factory) >= 1
+
+
+def test_every_lane_has_groups_of_its_own():
+    from test_schedule import llama, make
+
+    for placement in ("spread", "striped", "whole"):
+        groups = needed_groups([make(llama(3), 2, 2, 4, placement=placement)])
+        assert {lane for lane, _ in groups} == {Lane.INTER_W, Lane.GATHER, Lane.REDUCE, Lane.INTER_G}
