@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +30,9 @@ from tawpipe.train.checkpoint import load as load_checkpoint
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
 STEPS = 5
 EPS = 1e-6
-"""Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its update."""
+"""Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
+update.
+"""
 
 
 def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
@@ -37,7 +40,7 @@ def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
     return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-LlamaRMSNorm.forward = _norm_in_own_dtype
+LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
 
 
 def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0) -> LlamaForCausalLM:
@@ -55,7 +58,8 @@ def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0) -> Ll
         max_position_embeddings=64,
     )
     torch.manual_seed(7)
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
 def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
@@ -245,7 +249,9 @@ def lora(world: World) -> tuple[float, list[str]]:
     plain = make()
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
-    pipeline = Pipeline(make(), optimizer=adamw(1e-3, betas=(0.9, 0.999)), dtype=torch.float64, world=world, strict=True)
+    pipeline = Pipeline(
+        make(), optimizer=adamw(1e-3, betas=(0.9, 0.999)), dtype=torch.float64, world=world, strict=True
+    )
     for batch in batches(6, 2):
         logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
@@ -387,3 +393,24 @@ def memory_of_steps(world: World, *, steps: int) -> list[int]:
         sizes.append(sum({store.data_ptr(): store.nbytes() for store in stores}.values()))
     pipeline.close()
     return sizes
+
+
+def failing_compute(world: World) -> tuple[str, float]:
+    """A loss that raises on one rank in the middle of a step: the error there, and how long it took to come out."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if world.rank == 1:
+            raise RuntimeError("the user's loss is broken")
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    pipeline = Pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
+    begin = time.perf_counter()
+    try:
+        pipeline.step(batches(8, 1)[0])
+        if world.rank == 1:
+            pipeline.drain()
+            return "nothing", 0.0
+        time.sleep(3)  # this rank waits for rank 1, whose lanes still hold the connections
+    except RuntimeError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])]), time.perf_counter() - begin
+    return "", 0.0

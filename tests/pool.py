@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ class WorkerPool:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
-        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._workers: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, function: str, nodes: int, local: int, *, timeout_s: float = 240, **arguments: Any) -> list[Any]:
+    def run(
+        self, function: str, nodes: int, local: int, *, timeout_s: float = 240, leave: bool = False, **arguments: Any
+    ) -> list[Any]:
         if not self._workers:
             self._start()
         self._count += 1
         store = Path(self._folder.name) / f"store{self._count}"
         size = nodes * local
         for rank in range(size):
-            self._workers[rank][1].send((function, rank, nodes, local, str(store), arguments))
-        results, failures = [None] * size, []
+            self._workers[rank][1].send((function, rank, nodes, local, str(store), leave, arguments))
+        results: list[Any] = [None] * size
+        failures: list[str] = []
         for rank in range(size):
             connection = self._workers[rank][1]
             if not connection.poll(timeout_s if not failures else 5):
@@ -47,6 +51,13 @@ class WorkerPool:
             self.close()
             raise AssertionError("\n".join(failures))
         return results
+
+    def run_once(self, function: str, nodes: int, local: int, **arguments: Any) -> list[Any]:
+        """Like ``run``, for a case that leaves its process groups broken: the workers end afterwards."""
+        try:
+            return self.run(function, nodes, local, leave=True, **arguments)
+        finally:
+            self.close()
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -75,7 +86,7 @@ def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, rank, nodes, local, store, arguments = connection.recv()
+            function, rank, nodes, local, store, leave, arguments = connection.recv()
         except (EOFError, OSError):
             return
         size = nodes * local
@@ -88,7 +99,7 @@ def _work(connection: Connection) -> None:
             world = World(Topology.grid(nodes, local), rank, torch.device("cpu"), group)
             module, name = function.split(":")
             result = getattr(importlib.import_module(module), name)(world, **arguments)
-            if size > 1:
+            if size > 1 and not leave:
                 dist.barrier()
                 dist.destroy_process_group()
             connection.send((True, result))

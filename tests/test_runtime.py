@@ -33,8 +33,15 @@ def test_a_number_that_is_not_finite_stops_before_the_weights(pool):
 
 
 def test_strict_mode_names_messages_out_of_order(pool):
-    messages = pool.run("cases:mismatched", 2, 1)
+    messages = pool.run_once("cases:mismatched", 2, 1)
     assert any("this rank is at message" in message for message in messages), messages
+
+
+def test_an_error_in_a_lane_comes_out_at_once_with_its_action(pool):
+    """Although other lanes of the rank wait for peers that wait for this rank."""
+    message, seconds = pool.run_once("cases:failing_compute", 2, 2)[1]
+    assert "the user's loss is broken" in message and "BACKWARD" in message
+    assert seconds < 5
 
 
 def test_bf16_compute_with_fp32_masters_learns(pool):

@@ -1,7 +1,7 @@
 """tawpipe: train long-context language models where the activations stay and the weights travel.
 
-The library's front door is ``Pipeline``; the names below are imported when they are first used, so that the command line can
-print help without loading torch.
+The library's front door is ``Pipeline``; the names below are imported when they are first used, so that the command
+line can print help without loading torch.
 """
 
 from __future__ import annotations

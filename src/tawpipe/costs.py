@@ -1,4 +1,6 @@
-"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports schedule only."""
+"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports schedule
+only.
+"""
 
 from __future__ import annotations
 

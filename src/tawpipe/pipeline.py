@@ -1,8 +1,9 @@
-"""The library's front door: a model, its schedule and its homes as one object. Imports topology, model, schedule and runtime.
+"""The library's front door: a model, its schedule and its homes as one object. Imports topology, model, schedule and
+runtime.
 
-    pipeline = tawpipe.Pipeline(model)          # on every process that torchrun started, or on one
-    for batch in batches:                       # the global batch, the same on all processes
-        print(pipeline.step(batch).loss)
+pipeline = tawpipe.Pipeline(model)          # on every process that torchrun started, or on one
+for batch in batches:                       # the global batch, the same on all processes
+    print(pipeline.step(batch).loss)
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpe
 from tawpipe.schedule.verify import verify
 
 VERIFIED_ACTIONS = 50_000
-"""Schedules up to this many actions over all ranks are proved before they run; larger ones have the same shape and take long."""
+"""Schedules up to this many actions over all ranks are proved before they run; larger ones have the same shape and take
+long.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,21 @@ class Pipeline:
     """Trains a Hugging Face causal LM with its weights spread over all processes.
 
     Args:
-        model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta device.
+        model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
+            device.
             Its parameters are emptied: the values live here from now on.
-        weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by default
-            the model's own values, or for a model on meta a fresh initialisation.
+        weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
+            default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: a factory that is given the pieces of parameters that live on this process, see ``adamw``.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
-        micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes and
-            more activation memory.
+        micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes
+            and more activation memory.
         placement: ``spread``, ``striped``, ``whole`` or ``flat``; docs/placement.md.
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
-        dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64 for fp64).
+        dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
+            for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
         clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
         chunk_tokens: tokens for which logits exist at one time.
@@ -129,6 +134,7 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.spec = model_spec(self.chain)
         self.step_number = 0
+        self._training: bool | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._recent: deque[StepResult] = deque()
 
@@ -200,8 +206,8 @@ class Pipeline:
 
         Args:
             batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
-                convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or only
-                this rank's part of it.
+                convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
+                only this rank's part of it.
             rate: multiplies the optimizer's learning rates.
 
         Raises:
@@ -210,7 +216,7 @@ class Pipeline:
         while len(self._recent) > 1:  # at most one step ahead of the results
             self._check(self._recent.popleft())
         local = self._local(batch)
-        self.chain.set_training(True)
+        self._set_training(True)
         result = self._play(local, training=True, rate=rate)
         self._recent.append(result)
         self.step_number += 1
@@ -220,7 +226,7 @@ class Pipeline:
         """The loss on a global batch without an update. Waits for what is under way first."""
         self.drain()
         local = self._local(batch)
-        self.chain.set_training(False)
+        self._set_training(False)
         result = self._play(local, training=False, rate=0.0)
         self.executor.drain()
         return result
@@ -239,6 +245,11 @@ class Pipeline:
         """Drain, and end the lanes. The pipeline cannot be used afterwards."""
         self.drain()
         self.executor.close()
+
+    def _set_training(self, mode: bool) -> None:
+        if mode != self._training:  # it walks over all modules
+            self.chain.set_training(mode)
+            self._training = mode
 
     def _check(self, result: StepResult) -> None:
         if not result.finite:
@@ -265,7 +276,9 @@ class Pipeline:
             if name not in batch:
                 raise UserError("batch", sorted(batch), f"a mapping with {name!r}")
         if unknown := set(batch) - {"input_ids", "labels", "position_ids", "attention_mask"}:
-            raise UserError("batch", sorted(unknown), "input_ids, labels, position_ids, attention_mask and nothing else")
+            raise UserError(
+                "batch", sorted(unknown), "input_ids, labels, position_ids, attention_mask and nothing else"
+            )
         rows, length = batch["input_ids"].shape
         parts = []
         for share in self.shares(rows):

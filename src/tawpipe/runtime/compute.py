@@ -1,7 +1,7 @@
 """What a rank computes: blocks forward and backward on micro-batches. Imports model, schedule and torch.
 
-All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and are dropped
-when an action frees them; weights and gradients are handed in as buffers.
+All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and
+are dropped when an action frees them; weights and gradients are handed in as buffers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Compute:
         self._free(action)
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
-        """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times ``scale``."""
+        """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times
+        ``scale``.
+        """
         rows, length, _ = hidden.shape
         step = max(1, self.chunk_tokens // rows)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)

@@ -1,7 +1,8 @@
 """The executor: plays one rank's program of a schedule. Imports topology, model, schedule and runtime.
 
-One thread issues every action in the schedule's order to the lane that the action names; what an action waits for follows from
-its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a strategy is a schedule.
+One thread issues every action in the schedule's order to the lane that the action names; what an action waits for
+follows from its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a
+strategy is a schedule.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from tawpipe.runtime.compute import Compute, StepInput
-from tawpipe.runtime.lanes import Event, LaneProtocol, make_lane
+from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.optimizer import UnitOptimizers
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
@@ -94,8 +96,10 @@ class Executor:
             self._buffers[f"home.w.{unit}"] = storage.wire[unit]
             if unit in storage.gradient:
                 self._buffers[f"home.g.{unit}"] = storage.gradient[unit]
+        failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
-            lane: make_lane(lane.value, self.device, delay=delay(lane.value) if delay else None) for lane in Lane
+            lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
+            for lane in Lane
         }
         self._hazards: Hazards[Event] = Hazards()
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
@@ -117,7 +121,9 @@ class Executor:
         return sum(t.numel() * t.element_size() for t in pooled)
 
     def adopt(self, schedule: Schedule) -> None:
-        """Allocate what ``schedule`` needs beyond what is there. Schedules of one placement share their buffers by name."""
+        """Allocate what ``schedule`` needs beyond what is there. Schedules of one placement share their buffers by
+        name.
+        """
         for pool in schedule.pools[self.rank]:
             dtype = self.storage.compute_dtype if pool.kind == "weight" else self.reduce_dtype
             for i in range(pool.count):
@@ -182,10 +188,10 @@ class Executor:
     def _norm(self, action: Action, given: StepInput, rule: UpdateRule, result: Tensor) -> None:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
         units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
-        gradients = [piece.value.grad for unit in units for piece in self.storage.pieces[unit]]
+        gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if gradients:
-            sums[0] = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+            sums[0] = get_total_norm(gradients, foreach=True).double().square()
         losses = self.compute.losses(action)
         if losses:
             sums[1] = torch.stack(losses).sum()
@@ -203,6 +209,6 @@ class Executor:
     @torch.no_grad()
     def _update(self, action: Action, rule: UpdateRule) -> None:
         assert self.optimizers is not None
-        self.optimizers.scale_and_step(action.unit, self._factor, self._finite, rule.rate)
+        self._buffers[f"home.g.{action.unit}"].mul_(self._factor)
+        self.optimizers.step(action.unit, self._finite, rule.rate)
         self.storage.refresh(action.unit)
-

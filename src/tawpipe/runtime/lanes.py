@@ -1,7 +1,8 @@
 """Lanes: what runs actions in order while other lanes run theirs. A worker thread on the CPU, a stream on CUDA.
 
-Imports torch only. Every submitted action gets an event; an action starts when the events that it was given have passed and the
-lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's result.
+Imports torch only. Every submitted action gets an event; an action starts when the events that it was given have passed
+and the lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's
+result.
 """
 
 from __future__ import annotations
@@ -32,17 +33,36 @@ class LaneProtocol(Protocol):
     def close(self) -> None: ...
 
 
+LOOK_FOR_FAILURES_S = 0.2
+
+
+class Failure:
+    """The first error of any lane. Whoever waits looks here now and then: the lane that it waits for may itself be
+    waiting for a peer which will never answer, because of that error.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+
 class CpuEvent:
     """Set by a worker thread."""
 
-    __slots__ = ("_ended", "error")
+    __slots__ = ("_ended", "_failure", "error")
 
-    def __init__(self) -> None:
+    def __init__(self, failure: Failure) -> None:
         self._ended = threading.Event()
+        self._failure = failure
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        self._ended.wait()
+        while not self._ended.wait(LOOK_FOR_FAILURES_S):
+            if self._failure.error is not None:
+                raise self._failure.error
         if self.error is not None:
             raise self.error
 
@@ -56,18 +76,19 @@ class CpuLane:
 
     Args:
         name: of the lane; the thread is called so.
+        failure: shared by all lanes of a process.
         delay: returns seconds to sleep before an action; for tests that look for missing waits.
     """
 
-    def __init__(self, name: str, *, delay: Callable[[], float] | None = None) -> None:
-        self.name, self._delay = name, delay
+    def __init__(self, name: str, failure: Failure, *, delay: Callable[[], float] | None = None) -> None:
+        self.name, self._failure, self._delay = name, failure, delay
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: str) -> CpuEvent:
-        event = CpuEvent()
+        event = CpuEvent(self._failure)
         self._queue.put((run, tuple(after), event, label))
         return event
 
@@ -82,13 +103,16 @@ class CpuLane:
             try:
                 for other in after:
                     other.wait()
+                if self._failure.error is not None:
+                    # Nothing runs after a failure: an action that is left out would put a group's operations out of order.
+                    raise self._failure.error
                 if self._delay is not None:
                     time.sleep(self._delay())
                 run()
             except BaseException as error:
-                if not hasattr(error, "tawpipe_action"):
-                    error.tawpipe_action = label  # type: ignore[attr-defined]
+                if self._failure.error is None:
                     error.add_note(f"in action: {label}")
+                self._failure.note(error)
                 event.end(error)
             else:
                 event.end()
@@ -136,13 +160,16 @@ class CudaLane:
         self.stream.synchronize()
 
 
-def make_lane(name: str, device: torch.device, *, delay: Callable[[], float] | None = None) -> LaneProtocol:
+def make_lane(
+    name: str, device: torch.device, failure: Failure, *, delay: Callable[[], float] | None = None
+) -> LaneProtocol:
     """The kind of lane that the device needs."""
     if device.type == "cuda":
         return CudaLane(device, delay=delay, high_priority=name != "COMPUTE")
-    return CpuLane(name, delay=delay)
+    return CpuLane(name, failure, delay=delay)
 
 
 def random_delays(seed: int, most_s: float) -> Callable[[], float]:
     """Delays drawn uniformly up to ``most_s`` seconds."""
-    return lambda generator=random.Random(seed): generator.uniform(0, most_s)
+    generator = random.Random(seed)
+    return lambda: generator.uniform(0, most_s)

@@ -1,11 +1,15 @@
-"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself. Imports runtime.storage and torch.
+"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself. Imports runtime.storage
+and torch.
 
-A stripe is a one-dimensional piece of some parameters, so only optimizers that treat every element by itself are right here.
+A stripe is a one-dimensional piece of some parameters, so only optimizers that treat every element by itself are right
+here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +19,8 @@ from tawpipe.errors import UserError
 from tawpipe.runtime.storage import HomePiece
 
 OptimizerFactory = Callable[[Sequence[HomePiece]], Optimizer]
-"""Makes an optimizer for pieces of model parameters. ``piece.shape`` and ``piece.name`` are those of the whole parameter, so
-that groups (no decay for vectors) can be chosen; ``piece.value`` is what to optimize."""
+"""Makes an optimizer for pieces of model parameters. ``piece.shape`` and ``piece.name`` are those of the whole
+parameter, so that groups (no decay for vectors) can be chosen; ``piece.value`` is what to optimize."""
 
 
 def adamw(
@@ -55,12 +59,12 @@ def check_elementwise(factory: OptimizerFactory) -> int:
     try:
         results = []
         for cuts in ([0, 24], [0, 7, 24]):
-            values = [nn.Parameter(start.flatten()[a:b].clone()) for a, b in zip(cuts, cuts[1:], strict=False)]
+            values = [nn.Parameter(start.flatten()[a:b].clone()) for a, b in pairwise(cuts)]
             pieces = [HomePiece("probe.weight", (4, 6), a, v) for a, v in zip(cuts, values, strict=False)]
             optimizer = factory(pieces)
             name = type(optimizer).__name__
             for gradient in gradients:
-                for value, a, b in zip(values, cuts, cuts[1:], strict=False):
+                for value, (a, b) in zip(values, pairwise(cuts), strict=True):
                     value.grad = gradient[a:b].clone()
                 optimizer.step()
             kept = optimizer.state[values[0]].values()
@@ -97,29 +101,26 @@ class UnitOptimizers:
                 continue
             values = [piece.value.clone() for piece in self.pieces[unit]]
             for piece in self.pieces[unit]:
-                assert piece.value.grad is not None
-                piece.value.grad.zero_()
+                piece.gradient.zero_()
             optimizer.step()
             for piece, value in zip(self.pieces[unit], values, strict=True):
                 piece.value.copy_(value)
 
-    def scale_and_step(self, unit: int, factor: torch.Tensor, finite: torch.Tensor, rate: float) -> None:
-        """Multiply the unit's gradients by ``factor`` and update, unless ``finite`` is zero.
+    def step(self, unit: int, finite: torch.Tensor, rate: float) -> None:
+        """Update the unit from its home gradients, unless ``finite`` is zero.
 
         Args:
-            factor, finite: one-element tensors on the device of the gradients.
+            finite: a one-element tensor on the device of the gradients.
             rate: multiplies every group's initial learning rate.
         """
-        optimizer = self.optimizers.get(unit)
+        optimizer: Any = self.optimizers.get(unit)
         if optimizer is None:
             return
-        gradients = [piece.value.grad for piece in self.pieces[unit]]
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # The fused step looks at this flag on the device: no host sync for the finite check.
-            optimizer.grad_scale, optimizer.found_inf = None, (finite == 0).to(torch.float32)  # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = None, (finite == 0).to(torch.float32)
         elif not bool(finite):
             return
         optimizer.step()

@@ -1,8 +1,9 @@
-"""Storage: the homes of parameters, gradients and optimizer state on one rank. Imports model (units), schedule and torch.
+"""Storage: the homes of parameters, gradients and optimizer state on one rank. Imports model (units), schedule and
+torch.
 
-For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is trainable, and
-the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer parameters are views of
-the master stripe, one per model parameter that the stripe touches.
+For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
+trainable, and the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer
+parameters are views of the master stripe, one per model parameter that the stripe touches.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class HomePiece:
         name: of the model parameter.
         shape: of the whole model parameter.
         start: first element of the piece in the flattened parameter.
-        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the unit is
-            frozen, a plain tensor.
+        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the
+            unit is frozen, a plain tensor.
     """
 
     name: str
@@ -40,6 +41,12 @@ class HomePiece:
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def gradient(self) -> Tensor:
+        """View of the home gradient, like ``value``; only of trainable units."""
+        assert self.value.grad is not None
+        return self.value.grad
 
 
 class Storage:
@@ -108,8 +115,8 @@ class Storage:
     def fill(self, source: WeightSource, world: dist.ProcessGroup | None, world_size: int) -> None:
         """Give every home its initial values; call on all ranks.
 
-        One rank reads or initialises a unit and sends the stripes; the ranks take turns by block, so that the work is shared
-        and no process ever holds more than a few units.
+        One rank reads or initialises a unit and sends the stripes; the ranks take turns by block, so that the work is
+        shared and no process ever holds more than a few units.
 
         Args:
             world: a group of all ranks that moves CPU tensors, None in a single process.

@@ -1,10 +1,11 @@
 """Transport: moves buffers between ranks with torch.distributed. Imports topology, schedule and torch.
 
-One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its operations in
-the order in which they were issued and two lanes must not share one. The calls here block the calling lane thread on the CPU
-and order the current stream on CUDA; they are made inside a lane.
+One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its
+operations in the order in which they were issued and two lanes must not share one. The calls here block the calling
+lane thread on the CPU and order the current stream on CUDA; they are made inside a lane.
 
-In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the other side
+In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the
+other side
 compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here by name.
 """
 
@@ -151,8 +152,10 @@ class Transport:
     def _pairwise_reduce_scatter(
         self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
     ) -> None:
-        """Each rank sends every other its piece and adds what arrives in the order of distance: the least bytes there are, one order
-        of additions, one piece of extra memory. (gloo's own reduce_scatter moves twice as much: an all-reduce and a cut.)"""
+        """Each rank sends every other its piece and adds what arrives in the order of distance: the least bytes there
+        are, one order of additions, one piece of extra memory. (gloo's own reduce_scatter moves twice as much: an
+        all-reduce and a cut.)
+        """
         size, here = len(members), members.index(self.rank)
         pieces = source.view(size, -1)
         target.copy_(pieces[here])

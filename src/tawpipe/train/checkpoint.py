@@ -1,11 +1,12 @@
 """Checkpoints: weights and optimizer state under parameter names, readable by any number of processes. Imports runtime.
 
-A stripe of a matrix is no rectangle of it, so every parameter and every state of it is saved as a one-dimensional tensor in
-one-dimensional chunks (torch.distributed.checkpoint), its shape beside it. A checkpoint is a folder ``step-00000100``:
+A stripe of a matrix is no rectangle of it, so every parameter and every state of it is saved as a one-dimensional
+tensor in one-dimensional chunks (torch.distributed.checkpoint), its shape beside it. A checkpoint is a folder
+``step-00000100``:
 
 * the chunks and their index, written by all ranks into ``step-00000100.incomplete``;
-* ``tawpipe.json``, written last by rank 0: step, position in the data, seed, shapes. Its presence, under the final name that
-  the folder is renamed to, is what makes a checkpoint complete.
+* ``tawpipe.json``, written last by rank 0: step, position in the data, seed, shapes. Its presence, under the final name
+  that the folder is renamed to, is what makes a checkpoint complete.
 
 Random numbers derive from (seed, step, micro-batch, block), so seed and step are the whole random state.
 """
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import Pipeline
@@ -101,7 +104,9 @@ def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) 
             for key, value in optimizer.state[piece.value].items():
                 name = f"optimizer.{key}.{piece.name}"
                 if not isinstance(value, Tensor):
-                    raise RunError(f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved")
+                    raise RunError(
+                        f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved"
+                    )
                 if value.numel() == piece.value.numel() and value.ndim == 1:
                     yield StatePiece(name, piece.numel, piece.start, value)
                 elif value.numel() == 1:
@@ -149,9 +154,7 @@ class _LoadPlanner(DefaultLoadPlanner):
             self._groups.setdefault(piece.name, []).append(piece)
         self._pieces = {piece.index: piece for piece in pieces}
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -190,7 +193,9 @@ class Checkpoints:
         return sorted(path for path in found if path.name.removeprefix("step-").isdecimal())
 
     def save(self, pipeline: Pipeline, state: RunState) -> Path:
-        """Write a checkpoint; call on all ranks, which have no step under way. Older ones beyond ``keep`` go afterwards."""
+        """Write a checkpoint; call on all ranks, which have no step under way. Older ones beyond ``keep`` go
+        afterwards.
+        """
         pipeline.drain()
         final = self.folder / f"step-{state.step:08d}"
         partial = final.with_name(final.name + ".incomplete")
@@ -201,7 +206,7 @@ class Checkpoints:
         pieces = list(state_pieces(pipeline.storage, pipeline.optimizers, saving=True))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a single process, and torch's own deprecations
-            dcp.save({}, checkpoint_id=partial, planner=_SavePlanner(pieces), no_dist=self.world.group is None)
+            save_distributed({}, checkpoint_id=partial, planner=_SavePlanner(pieces), no_dist=self.world.group is None)
         if self.world.rank == 0:
             marker = partial / MARKER
             with marker.open("w", encoding="utf-8") as file:
@@ -267,8 +272,8 @@ def load(path: Path, pipeline: Pipeline) -> RunState:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.load({}, checkpoint_id=path, planner=_LoadPlanner(pieces), no_dist=pipeline.world.group is None)
-        except dcp.api.CheckpointException as error:
+            load_distributed({}, checkpoint_id=path, planner=_LoadPlanner(pieces), no_dist=pipeline.world.group is None)
+        except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
             mine = next((cause for cause in causes if isinstance(cause, UserError)), None)
             raise mine or UserError("--resume", str(path), f"a readable checkpoint ({causes[0]!r})") from error

@@ -1,7 +1,7 @@
 """A short text from the model in training, its weights still spread over all processes. Imports pipeline.
 
-For a glance at the end of a run, not for serving: every token is a forward pass over the text so far, and each pass brings all
-weights here once.
+For a glance at the end of a run, not for serving: every token is a forward pass over the text so far, and each pass
+brings all weights here once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.pipeline import LocalBatch, Pipeline
-
 
 CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""

@@ -93,7 +93,8 @@ def gib(number: float) -> str:
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
-    """What the highest learning rate is multiplied with in step 0, 1, ...: linear warm-up, then a cosine down to ``least``.
+    """What the highest learning rate is multiplied with in step 0, 1, ...: linear warm-up, then a cosine down to
+    ``least``.
 
     >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]
     [0.5, 1.0, 1.0, 0.13]
@@ -194,7 +195,10 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
     said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
         ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
-        ("batch", f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}"),
+        (
+            "batch",
+            f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}",
+        ),
         ("strategy", said.strategy),
         ("schedule", said.schedule),
     ]
@@ -204,7 +208,10 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
     rows += [
         ("homes", f"{gib(said.home_bytes)} per process: weights, gradients, optimizer state"),
         ("buffers", f"{gib(said.buffer_bytes)} per process: units on their way"),
-        ("activations", f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted"),
+        (
+            "activations",
+            f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted",
+        ),
     ]
     return rows
 
@@ -382,7 +389,9 @@ class _Training:
         """Of this rank, whose documents stand for those of all."""
         chain = self.pipeline.chain
         text = chain.config.get_text_config()
-        width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        width = text.num_attention_heads * (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
         embedding = sum(chain.units[u].numel for u in chain.blocks[0].units if chain.units[u].blocks == (0,))
         flops = training_flops(
             matmul_parameters=sum(unit.numel for unit in chain.units) - embedding,
