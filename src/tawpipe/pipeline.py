@@ -260,9 +260,8 @@ class Pipeline:
     def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
         schedule = self.schedule(local.rows, training=training)
         expected = [share.index for share in self.shares(local.rows)]
-        batches = {m: b.to(self.world.device) for m, b in zip(expected, local.micro_batches, strict=True)}
         given = StepInput(
-            batches,
+            dict(zip(expected, local.micro_batches, strict=True)),
             scale=1.0 / (local.rows * local.sequence_length),
             seed=self.seed if training else None,
             step=self.step_number,

@@ -25,7 +25,7 @@ class StepInput:
     """What one step works on.
 
     Args:
-        micro_batches: this rank's, by their global index, on the device.
+        micro_batches: this rank's, by their global index, on the CPU.
         scale: every token's loss is multiplied by it in the backward pass.
         seed, step: what random numbers derive from; ``seed`` None leaves the generators alone (evaluation).
     """
@@ -65,8 +65,9 @@ class Compute:
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             with torch.set_grad_enabled(keep):
-                hidden, context = self.chain.embed(given.micro_batches[m])
-            entry = _Entry(given.micro_batches[m], context, hidden if keep else None)
+                batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
+                hidden, context = self.chain.embed(batch)
+            entry = _Entry(batch, context, hidden if keep else None)
             self._held[f"ctx.{m}"] = entry
             self._held[f"x.{m}.1"] = hidden.detach()
         else:
@@ -136,8 +137,12 @@ class Compute:
         return total
 
     def losses(self, action: Action) -> list[Tensor]:
-        """The losses that NORM reads; they are dropped here."""
-        return [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
+        """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
+        found = [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
+        if self.chain.device.type == "cuda":
+            for loss in found:  # or its memory would be given away before that lane has read it
+                loss.record_stream(torch.cuda.current_stream())
+        return found
 
     def clear(self) -> None:
         """Drop every activation, after a step that did not end."""

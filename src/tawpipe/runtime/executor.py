@@ -136,6 +136,8 @@ class Executor:
         """Issue one step. Returns before it has ended; the result's values arrive with its NORM."""
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         ended: Event | None = None
+        for lane in self._lanes.values():
+            lane.begin_step()
         for action in schedule.programs[self.rank]:
             if action.op is Op.NORM:
 

@@ -28,6 +28,10 @@ class Event(Protocol):
 class LaneProtocol(Protocol):
     """What the executor needs of a lane."""
 
+    def begin_step(self) -> None:
+        """What the caller has put into its own stream so far comes before what is submitted from now on."""
+        ...
+
     def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
 
     def close(self) -> None: ...
@@ -87,6 +91,9 @@ class CpuLane:
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
 
+    def begin_step(self) -> None:
+        """Nothing to do: the caller's work is done when its call returns."""
+
     def submit(self, run: Callable[[], None], after: Iterable[CpuEvent], label: str) -> CpuEvent:
         event = CpuEvent(self._failure)
         self._queue.put((run, tuple(after), event, label))
@@ -144,6 +151,9 @@ class CudaLane:
     ) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
+
+    def begin_step(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
         event = CudaEvent()

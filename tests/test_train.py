@@ -1,0 +1,176 @@
+"""The command from end to end, in processes of its own: what a user does, and what a user does wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
+
+WORDS = "def return import self None True class for in if else while with as try except raise yield lambda".split()
+TIMEOUT_S = 180
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A small corpus and a small model's config."""
+    folder = tmp_path_factory.mktemp("train")
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for i in range(60):
+        lines = [" ".join(WORDS[(i * 7 + j * j + k) % len(WORDS)] for k in range(9)) for j in range(5 + i % 11)]
+        (corpus / f"{i}.txt").write_text("\n".join(lines))
+    LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    ).save_pretrained(folder / "model")
+    return folder
+
+
+def command(home: Path, output: str, *words: str) -> list[str]:
+    return [
+        *("-m", "tawpipe", "train", "--data", str(home / "corpus" / "*.txt"), "--model", str(home / "model")),
+        *("--vocab-size", "400", "--sequence-length", "64", "--global-batch", "6", "--steps", "4", "--log.every", "1"),
+        *("--checkpoint.every", "2", "--evaluation.every", "2", "--sample.tokens", "4", "--validation-fraction", "0.2"),
+        *("--cache-dir", str(home / "cache"), "--output", str(home / output), *words),
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+
+
+def run(home: Path, output: str, *words: str, program: tuple[str, ...] = (sys.executable,)):
+    return subprocess.run(
+        [*program, *command(home, output, *words)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def rows(home: Path, output: str) -> list[dict]:
+    return [json.loads(line) for line in (home / output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> Path:
+    """Four steps on two nodes of two."""
+    done = run(home, "first")
+    assert done.returncode == 0, done.stderr
+    assert "4 processes = 2 nodes x 2" in done.stdout
+    assert "link of a node" in done.stdout and "sample" in done.stdout
+    return home
+
+
+def test_the_output_folder_holds_the_run(trained):
+    output = trained / "first"
+    found = rows(trained, "first")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert all({"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= row.keys() for row in found)
+    assert [row["step"] for row in found if "validation_loss" in row] == [2, 4]
+    assert yaml.safe_load((output / "config.yaml").read_text())["sequence_length"] == 64
+    assert list((output / "tensorboard").iterdir())
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_the_export_opens_and_gives_the_validation_loss(trained):
+    """The exported model, run plainly by transformers, has the loss that the run printed for its last step's weights."""
+    folder = trained / "first" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("def return import self", return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert 3 < loss < 8
+    assert model.config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("words", [("--nproc", "1"), ("--nodes", "1", "--nproc", "3", "--schedule.placement", "whole")])
+def test_other_processes_see_the_same_losses(trained, words):
+    name = "same" + words[-1]
+    done = run(trained, name, *words, "--export.enabled", "false", "--sample.tokens", "0")
+    assert done.returncode == 0, done.stderr
+    for mine, other in zip(rows(trained, name), rows(trained, "first"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_resume_goes_on_with_the_identical_losses(trained):
+    shutil.copytree(trained / "first", trained / "again")
+    shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
+    done = run(trained, "again", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "step 2, 12 samples consumed" in done.stdout
+    before, after = rows(trained, "first"), rows(trained, "again")
+    assert [row["loss"] for row in after] == [row["loss"] for row in before]
+
+
+def test_under_torchrun(trained):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = run(trained, "torchrun", "--steps", "2", program=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes = 1 node x 2" in done.stdout
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(trained):
+    words = [sys.executable, *command(trained, "killed", "--steps", "100000", "--evaluation.every", "0")]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        victim = next(pid for pid in children if b"RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(victim), signal.SIGKILL)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=30)
+        assert time.monotonic() - begin < 20
+        assert process.returncode == 1
+        assert "rank 2" in stderr and "SIGKILL" in stderr
+        assert not any(Path(f"/proc/{pid}/environ").exists() for pid in children)
+    finally:
+        process.kill()
+
+
+def expect_refusal(done, *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_refusals_that_only_workers_can_find(home):
+    expect_refusal(run(home, "r1", "--data", "nothing/*.txt"), "--data", "nothing/*.txt")
+    T5Config(vocab_size=512).save_pretrained(home / "t5")
+    expect_refusal(run(home, "r2", "--model", str(home / "t5"), "--nproc", "1"), "--model", "t5")
+    small = LlamaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    small.save_pretrained(home / "small")
+    expect_refusal(run(home, "r3", "--model", str(home / "small"), "--nproc", "1"), "--tokenizer", "300")
+
+
+def test_a_folder_that_cannot_be_written(home):
+    (home / "file").write_text("in the way")
+    expect_refusal(run(home, "file/output"), "--output")
+
+
+def test_unreadable_files_are_named_and_skipped(home):
+    mixed = home / "mixed"
+    mixed.mkdir()
+    for path in list((home / "corpus").iterdir())[:30]:
+        shutil.copy(path, mixed)
+    (mixed / "latin.txt").write_bytes("Grüße aus Köln".encode("latin-1") * 10)
+    done = run(home, "mixed-run", "--data", str(mixed / "*.txt"), "--nproc", "1", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "latin.txt" in done.stdout + done.stderr
