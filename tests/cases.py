@@ -24,8 +24,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
-from tawpipe.train.checkpoint import Checkpoints, RunState, parameter_shapes
-from tawpipe.train.checkpoint import load as load_checkpoint
+from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
 STEPS = 5
@@ -280,8 +279,7 @@ def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: An
     for batch in given[:steps]:
         pipeline.step(batch)
     pipeline.drain()
-    state = RunState(step=steps, samples=5 * steps, seed=0, parameters=parameter_shapes(pipeline))
-    Checkpoints(Path(folder), world, keep=2).save(pipeline, state)
+    Checkpoints(Path(folder), world, keep=2).save(pipeline, RunState(step=steps, samples=5 * steps, seed=0))
     losses = [result.loss for result in [pipeline.step(batch) for batch in given[steps:]]]
     pipeline.close()
     return losses
@@ -292,7 +290,8 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     pipeline = _checkpointed(world, seed=99, **knobs)
     path = Checkpoints(Path(folder), world).find("auto")
     assert path is not None
-    state = load_checkpoint(path, pipeline)
+    pipeline.load(path)
+    state = read_run(path)
     pipeline.seed = 0  # random numbers go on from the run's seed
     losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[state.step :]]]
     pipeline.close()
@@ -307,7 +306,7 @@ def load_into_another_model(world: World, *, folder: str) -> str:
     path = Checkpoints(Path(folder), world).find("auto")
     assert path is not None
     try:
-        load_checkpoint(path, pipeline)
+        pipeline.load(path)
     except UserError as error:
         return str(error)
     finally:

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from tawpipe.errors import UserError
+from tawpipe.runtime.state import MARKER, read_record
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
-from tawpipe.train.checkpoint import MARKER, Checkpoints, read_state
+from tawpipe.train.checkpoint import Checkpoints, read_run
 
 TOTAL = 5
 
@@ -70,13 +71,14 @@ def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
 def test_a_damaged_marker_is_named(tmp_path):
     (tmp_path / MARKER).write_text("{")
     with pytest.raises(UserError, match="readable"):
-        read_state(tmp_path)
+        read_record(tmp_path)
     (tmp_path / MARKER).write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="format"):
-        read_state(tmp_path)
+        read_record(tmp_path)
 
 
 def test_shapes_are_kept_beside_the_flat_tensors(saved):
-    state = read_state(saved[0] / "step-00000003")
-    assert state.parameters["model.layers.0.self_attn.q_proj.weight"] == [24, 24]
+    state = read_run(saved[0] / "step-00000003")
+    record = read_record(saved[0] / "step-00000003")
+    assert record["parameters"]["model.layers.0.self_attn.q_proj.weight"] == [24, 24]
     assert (state.step, state.samples) == (3, 15)

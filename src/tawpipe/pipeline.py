@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,13 @@ from tawpipe.costs import Costs, Widths, costs
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Loss
+from tawpipe.model.export import export_hugging_face
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
+from tawpipe.runtime.state import load_state, save_state
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
@@ -284,6 +288,52 @@ class Pipeline:
             cut = slice(share.rows.start, share.rows.stop)
             parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
         return LocalBatch(rows, length, parts)
+
+    # state
+
+    def save(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> None:
+        """Write weights, optimizer state and step number; call on all ranks, which must see the same folder.
+
+        Args:
+            folder: replaced when the new one is complete.
+            run: JSON values of the caller, which ``load`` returns.
+        """
+        self.drain()
+        record = {"step": self.step_number, "run": dict(run or {})}
+        save_state(Path(folder), self.storage, self.optimizers, self.world, record=record)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.
+
+        Raises:
+            UserError: no complete state, or one of another model or optimizer.
+        """
+        self.drain()
+        record = load_state(Path(folder), self.storage, self.optimizers, self.world)
+        self.step_number = record["step"]
+        return record["run"]
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_shard_bytes: int = 4 * 2**30,
+        tokenizer: Any = None,
+    ) -> Path:
+        """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
+        ranks.
+        """
+        self.drain()
+        return export_hugging_face(
+            self.chain,
+            folder,
+            self.parameter,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            is_writer=self.world.rank == 0,
+            tokenizer=tokenizer,
+        )
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
         """Bytes over the links and memory of one step, from the schedule alone."""

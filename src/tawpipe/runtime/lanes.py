@@ -111,7 +111,7 @@ class CpuLane:
                 for other in after:
                     other.wait()
                 if self._failure.error is not None:
-                    # Nothing runs after a failure: an action that is left out would put a group's operations out of order.
+                    # An action that is left out would put a group's operations out of order: nothing runs any more.
                     raise self._failure.error
                 if self._delay is not None:
                     time.sleep(self._delay())

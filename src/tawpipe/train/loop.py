@@ -24,13 +24,11 @@ from tawpipe.data.tokenizer import check_vocabulary
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import PRESETS, build_model
-from tawpipe.model.export import export_hugging_face
 from tawpipe.pipeline import LocalBatch, Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
-from tawpipe.train import checkpoint
-from tawpipe.train.checkpoint import Checkpoints, RunState
+from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.console import Console, duration
 from tawpipe.train.generate import generate
@@ -66,13 +64,10 @@ def run(config: TrainConfig) -> int:
     if config.sample.tokens:
         results.append(("sample", _sample(config, pipeline, data)))
     if config.export.enabled:
-        folder = export_hugging_face(
-            pipeline.chain,
+        folder = pipeline.export(
             config.output_path / "model",
-            pipeline.parameter,
             dtype=DTYPES[config.export.dtype],
             max_shard_bytes=config.export.max_shard_mib * 2**20,
-            is_writer=world.rank == 0,
             tokenizer=data.tokenizer,
         )
         results.append(("model", str(folder)))
@@ -176,10 +171,10 @@ def _resume(
         if config.resume == "auto":
             console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
         return None
-    state = checkpoint.read_state(path)
+    state = read_run(path)
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {path}")
-    checkpoint.load(path, pipeline)
+    pipeline.load(path)
     console.notice(f"resumed from {path}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
@@ -378,7 +373,6 @@ class _Training:
             step=step,
             samples=self.samples,
             seed=self.config.seed,
-            parameters=checkpoint.parameter_shapes(self.pipeline),
             fingerprint=self.data.fingerprint,
             data_state=self.data.train.state_dict(self.samples),
             topology=str(self.world.topology),
