@@ -75,8 +75,16 @@ def _train_here(config: TrainConfig, *, rank: int) -> int:
     return run(config)
 
 
+def lab(argv: Sequence[str]) -> int:
+    """``tawpipe lab``: clusters emulated on one machine, and what is measured in them."""
+    from tawpipe.lab.commands import lab as run
+
+    return run(argv)
+
+
 COMMANDS = {
     "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
+    "lab": Command("make a cluster with unequal links out of one machine, and measure in it", lab),
 }
 
 

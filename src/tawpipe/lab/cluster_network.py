@@ -1,0 +1,284 @@
+"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2. Imports errors only.
+
+A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1`` and ``NAME-switch``, and nothing else:
+
+    NAME0 [ lab0 ]====[ port0 ]-+
+    NAME1 [ lab0 ]====[ port1 ]-+ bridge     (NAME-switch)
+    ...
+
+The bridge has a namespace of its own, so the machine's own interfaces, routes and packet filters are neither touched
+nor met: addresses cannot collide, interface names need no prefix, and a firewall made for containers drops nothing.
+Each end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Traffic to an
+address of the own node never reaches the link: the kernel routes it over the node's loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tawpipe.errors import RunError, UserError
+
+INTERFACE = "lab0"
+"""A node's link, inside its namespace."""
+
+MAX_NODES = 250
+"""So many addresses has the cluster's network, with some to spare."""
+
+_NAMESPACES = Path("/var/run/netns")
+_BURST_BYTES = 256 * 1024
+_BURST_S = 0.2e-3
+_QUEUE_S = 0.2
+_NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
+_NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an interface has carried since it was made, in bytes, with the packets' headers.
+
+    The kernel counts a run of segments that it handles as one with the headers of one, so this is close to the payload.
+    """
+
+    sent: int
+    received: int
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(self.sent - earlier.sent, self.received - earlier.received)
+
+
+def address(node: int) -> str:
+    """The address of a node's link. It means something inside the cluster only."""
+    return f"10.77.0.{node + 1}"
+
+
+def switch_of(name: str) -> str:
+    return f"{name}-switch"
+
+
+def program(name: str) -> str:
+    """Where ``ip`` or ``tc`` is; the folders of root's programs count even if they are not in PATH.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise UserError(
+            "tawpipe lab", f"no program {name}", "iproute2 installed (Debian, Ubuntu: apt-get install iproute2)"
+        )
+    return found
+
+
+def require() -> None:
+    """Checks what can be checked before anything is made.
+
+    Raises:
+        UserError: not Linux, not root, or iproute2 is missing.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UserError("tawpipe lab", platform.system(), "Linux, because nodes are network namespaces")
+    if os.geteuid() != 0:
+        raise UserError("tawpipe lab", f"user id {os.geteuid()}", "root, who may make network namespaces (try sudo)")
+    for name in ("ip", "tc"):
+        program(name)
+
+
+def call(*words: str) -> str:
+    """Runs ``ip`` or ``tc`` and returns what it says.
+
+    Raises:
+        UserError: this machine or its kernel does not allow it.
+        RunError: it failed for another reason.
+    """
+    # A process group of its own: Ctrl-C must not cut a clean-up short.
+    done = subprocess.run([program(words[0]), *words[1:]], capture_output=True, text=True, process_group=0)
+    if done.returncode == 0:
+        return done.stdout
+    command, said = f"`{' '.join(words)}`", " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if _NOT_ALLOWED.search(said):
+        raise UserError("tawpipe lab", said, f"root with the right to make networks, which {command} needs")
+    if _NOT_IN_KERNEL.search(said):
+        raise UserError("tawpipe lab", said, f"a kernel with veth, bridge and tbf, which {command} needs")
+    raise RunError(f"{command} failed: {said}")
+
+
+def namespaces(name: str) -> list[str]:
+    """The namespaces that exist of the cluster ``name``: nodes in their order, then the switch."""
+    own = re.compile(rf"{re.escape(name)}(\d+|-switch)")
+    found = [entry for entry in _listed() if own.fullmatch(entry)]
+    return sorted(found, key=lambda entry: (entry == switch_of(name), len(entry), entry))
+
+
+def _listed() -> list[str]:
+    try:
+        return [entry.name for entry in _NAMESPACES.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) -> None:
+    """Makes the cluster ``name``, of which nothing may exist. What was made before an error stays for :func:`remove`.
+
+    Args:
+        rates: of each node's link, in bits per second for each direction; None is unshaped.
+        loopback_rate: of all traffic inside a node together, in bits per second.
+    """
+    switch = switch_of(name)
+    call("ip", "netns", "add", switch)
+    # Without generated IPv6 addresses and multicast snooping an idle link carries no byte.
+    call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+    call("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none")
+    for node, rate in enumerate(rates):
+        inside, port = f"{name}{node}", f"port{node}"
+        call("ip", "netns", "add", inside)
+        call("ip", "-n", inside, "link", "set", "lo", "up")
+        if loopback_rate is not None:
+            _shape(inside, "lo", loopback_rate)
+        call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
+        if rate is not None:
+            _shape(inside, INTERFACE, rate)
+            _shape(switch, port, rate)
+        call("ip", "-n", inside, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
+        call("ip", "-n", inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
+        call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+    # Last, because a bridge that is up says that the cluster is whole.
+    call("ip", "-n", switch, "link", "set", "bridge", "up")
+
+
+def _shape(namespace: str, interface: str, rate: int) -> None:
+    """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
+
+    The burst lets the largest packets of the kernel (64 KiB) pass whole and outlasts the delay of a timer. Queues hold
+    200 ms, as a switch with ample buffers does; beyond that packets are dropped.
+    """
+    burst = max(_BURST_BYTES, round(rate / 8 * _BURST_S))
+    limit = burst + round(rate / 8 * _QUEUE_S)
+    shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
+    call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
+
+
+def is_whole(name: str) -> bool:
+    """Whether the cluster was built to its end and nothing of it has been taken away."""
+    found = namespaces(name)
+    if found != [*(f"{name}{node}" for node in range(len(found) - 1)), switch_of(name)]:
+        return False
+    with contextlib.suppress(RunError, IndexError):
+        return "UP" in json.loads(call("ip", "-j", "-n", switch_of(name), "link", "show", "dev", "bridge"))[0]["flags"]
+    return False
+
+
+def remove(name: str) -> None:
+    """Ends every process in the namespaces of the cluster ``name`` and removes these, however much of it exists.
+
+    Links and shapers go with the namespaces that hold them.
+
+    Raises:
+        RunError: a process does not end.
+    """
+    found = namespaces(name)
+    try:
+        end_processes(found)
+    finally:
+        for namespace in found:
+            # Another `down` may have been faster.
+            if namespace in _listed():
+                call("ip", "netns", "delete", namespace)
+
+
+def traffic(namespace: str) -> Traffic:
+    """What the link of a node has carried, by the counters of its namespace."""
+    stats = json.loads(call("ip", "-j", "-s", "-n", namespace, "link", "show", "dev", INTERFACE))[0]["stats64"]
+    return Traffic(sent=stats["tx"]["bytes"], received=stats["rx"]["bytes"])
+
+
+def own_traffic() -> Traffic:
+    """What the link of the node has carried in which this process runs; cheap enough to be read around every step.
+
+    Raises:
+        RunError: this process runs in no node.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        interface, _, numbers = line.partition(":")
+        if interface.strip() == INTERFACE:
+            values = numbers.split()
+            return Traffic(sent=int(values[8]), received=int(values[0]))
+    raise RunError(f"there is no interface {INTERFACE}: this process runs in no node of a lab cluster")
+
+
+def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: float = 10.0) -> None:
+    """Ends all processes in the namespaces ``inside`` but this one: SIGTERM, after the grace SIGKILL.
+
+    Signals go through process descriptors, so a process number that is given out anew meanwhile cannot be hit.
+
+    Raises:
+        RunError: some are left after ``grace_s + patience_s`` seconds.
+    """
+    kill_at = time.monotonic() + grace_s
+    give_up_at = kill_at + patience_s
+    while members := list(_processes(inside)):
+        now = time.monotonic()
+        try:
+            if now > give_up_at:
+                raise RunError(f"processes {', '.join(str(pid) for pid, _ in members)} do not end")
+            number = signal.SIGTERM if now < kill_at else signal.SIGKILL
+            for _, descriptor in members:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            _wait_for([descriptor for _, descriptor in members], until=kill_at if now < kill_at else now + 0.5)
+        finally:
+            for _, descriptor in members:
+                os.close(descriptor)
+
+
+def _processes(inside: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Number and descriptor of each process in the namespaces; the caller closes the descriptors."""
+    wanted = set()
+    for namespace in inside:
+        with contextlib.suppress(FileNotFoundError):
+            wanted.add(_identity(_NAMESPACES / namespace))
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if _identity(entry / "ns/net") in wanted:
+                descriptor = os.pidfd_open(int(entry.name))
+                try:
+                    # Asked again, now that the number cannot change its meaning unnoticed.
+                    still_there = _identity(entry / "ns/net") in wanted
+                except OSError:
+                    still_there = False
+                if still_there:
+                    yield int(entry.name), descriptor
+                else:
+                    os.close(descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _wait_for(descriptors: Sequence[int], *, until: float) -> None:
+    """Until the processes have ended, or the time has come by the monotonic clock."""
+    waiting = set(descriptors)
+    poll = select.poll()
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    while waiting and (left := until - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(left * 1000):
+            poll.unregister(descriptor)
+            waiting.discard(descriptor)

@@ -1,0 +1,56 @@
+"""Link rates as users write them: ``400mbit`` for all nodes, ``400mbit,200mbit,none`` for each. Imports errors only."""
+
+from __future__ import annotations
+
+import re
+
+from tawpipe.errors import UserError
+
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SLOWEST, FASTEST = 10**6, 10**11
+"""Bits per second. Below, one packet of the kernel's largest size takes half a second; above, a queue overflows tc."""
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", re.IGNORECASE)
+_EXPECTED = (
+    "a number with kbit, mbit or gbit (per second), from 1mbit to 100gbit, or none for an unshaped link, "
+    "for example 400mbit"
+)
+
+
+def parse_rate(text: str | None, *, setting: str) -> int | None:
+    """Bits per second, or None where the link is not shaped.
+
+    Raises:
+        UserError: no rate, or one that cannot be shaped.
+    """
+    words = "none" if text is None else text.strip().lower()
+    if words == "none":
+        return None
+    match = _RATE.fullmatch(words)
+    rate = round(float(match[1]) * UNITS[match[2].lower()]) if match else 0
+    if not SLOWEST <= rate <= FASTEST:
+        raise UserError(setting, text, _EXPECTED)
+    return rate
+
+
+def parse_rates(text: str | None, *, nodes: int, setting: str = "--rate") -> tuple[int | None, ...]:
+    """Bits per second of every node's link: one rate for all, or as many as there are nodes, with commas between.
+
+    Raises:
+        UserError: no rates, or another number of them.
+    """
+    parts = ["none"] if text is None else text.split(",")
+    rates = tuple(parse_rate(part, setting=setting) for part in parts)
+    if len(rates) not in (1, nodes):
+        raise UserError(setting, text, f"one rate for all nodes, or {nodes} with commas between, one for each node")
+    return rates * nodes if len(rates) == 1 else rates
+
+
+def format_rate(rate: int | None) -> str:
+    """
+    >>> format_rate(400_000_000), format_rate(2_500_000_000), format_rate(None)
+    ('400 Mbit/s', '2.5 Gbit/s', 'unshaped')
+    """
+    if rate is None:
+        return "unshaped"
+    return f"{rate / 10**9:g} Gbit/s" if rate >= 10**9 else f"{rate / 10**6:g} Mbit/s"
