@@ -47,7 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--sequence-length 1", "--sequence-length", "1", "at least 2"),
         ("--learning-rate nan", "--learning-rate", "nan", "above 0"),
         ("--learning-rate inf", "--learning-rate", "inf", "above 0"),
-        ("--optimizer.beta2 1.5", "--optimizer.beta2", "1.5", "at most 1"),
+        ("--optimizer.beta2 1.5", "--optimizer.beta2", "1.5", "below 1"),
         ("--optimizer.clip-norm -1", "--optimizer.clip-norm", "-1", "at least 0 or null"),
         ("--dtype float16", "--dtype", "float16", "float32, bfloat16, float64"),
         ("--strict maybe", "--strict", "maybe", "true or false"),

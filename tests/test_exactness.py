@@ -8,7 +8,7 @@ import pytest
 import torch
 
 TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (4, 1), (3, 2)]
-PLACEMENTS = ["spread", "striped", "whole", "flat"]
+PLACEMENTS = ["spread", "striped", "whole", "flat", "hybrid"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
 
 
@@ -43,6 +43,27 @@ def test_same_numbers_as_one_process(pool, nodes, local):
         ("flat", 1, 2, True, "float64"),
     ]
     check(pool, nodes, local, [setting(nodes, local, *row) for row in covering])
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)], ids=lambda n: str(n))
+def test_scopes_keep_the_numbers(pool, nodes, local):
+    settings = [
+        setting(nodes, local, placement, 3, 1, True, "float64")
+        | {"weights_scope": weights, "gradients_scope": gradients}
+        for placement, weights, gradients in [
+            ("spread", "step", "visit"),
+            ("spread", "step", "step"),
+            ("striped", "step", "step"),
+            ("hybrid", "visit", "step"),
+        ]
+    ]
+    check(pool, nodes, local, settings)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (4, 1)], ids=lambda n: str(n))
+def test_a_ring_keeps_the_numbers(pool, nodes, local):
+    """WeiPipe needs a layer for every process."""
+    check(pool, nodes, local, [setting(nodes, local, "ring", *row, "float64") for row in [(1, 2, True), (3, 1, False)]])
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def train(argv: Sequence[str]) -> int:
     from tawpipe.gpus import find_gpus
     from tawpipe.launch import in_this_process, launch, local_shape, started_by_local_launcher
     from tawpipe.topology import LaunchEnvironment
-    from tawpipe.train.checks import check_output, validate
+    from tawpipe.train.checks import check_output, check_output_name, validate
     from tawpipe.train.config import load_config, with_output_named
 
     config = load_config(argv)
@@ -43,33 +43,29 @@ def train(argv: Sequence[str]) -> int:
     if started_by_local_launcher():
         # The launcher has checked everything; rank 0 may be writing into the output folder already.
         assert launched is not None
-        return _train_here(config, rank=launched.rank)
+        return _train_here(config)
 
     gpus = find_gpus() if config.device != "cpu" else ()
     validate(config, gpus=gpus)
     if launched is not None:
+        check_output_name(config)
         if launched.rank == 0:
             check_output(config)
-        return _train_here(config, rank=launched.rank)
+        return _train_here(config)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
     check_output(config)
     if shape.nproc == 1:
         with in_this_process(gpus=gpus):
-            return _train_here(config, rank=0)
+            return _train_here(config)
     # The word that names the folder comes last and so beats one given before.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
     return launch(command, shape, gpus=gpus)
 
 
-def _train_here(config: TrainConfig, *, rank: int) -> int:
+def _train_here(config: TrainConfig) -> int:
     """One process of the run, under the variables of a launcher."""
-    from tawpipe.train.config import save_config
-
-    if rank == 0:
-        save_config(config, config.output_path / "config.yaml")
-
     from tawpipe.train.loop import run
 
     return run(config)

@@ -1,13 +1,16 @@
 """The library's front door: a model, its schedule and its homes as one object. Imports topology, model, schedule and
 runtime.
 
-pipeline = tawpipe.Pipeline(model)          # on every process that torchrun started, or on one
-for batch in batches:                       # the global batch, the same on all processes
-    print(pipeline.step(batch).loss)
+Usage:
+
+    pipeline = tawpipe.Pipeline(model)  # on every process that torchrun started, or on one
+    for batch in batches:  # the global batch, the same on all processes
+        print(pipeline.step(batch).loss)
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +40,9 @@ from tawpipe.schedule.build import build_evaluation, build_training, place_units
 from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
 from tawpipe.schedule.verify import verify
 
+logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 50_000
-"""Schedules up to this many actions over all ranks are proved before they run; larger ones have the same shape and take
-long.
-"""
+"""Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ class Pipeline:
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
-            device.
-            Its parameters are emptied: the values live here from now on.
+            device. Its parameters are emptied: the values live here from now on.
         weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
             default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: a factory that is given the pieces of parameters that live on this process, see ``adamw``.
@@ -80,16 +81,23 @@ class Pipeline:
         micro_batch: rows computed at once.
         micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes
             and more activation memory.
-        placement: ``spread``, ``striped``, ``whole`` or ``flat``; docs/placement.md.
+        placement: ``spread``, ``striped``, ``whole``; for comparison ``flat``, ``hybrid`` (HSDP), ``ring`` (WeiPipe);
+            docs/placement.md.
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
+        weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
+        gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
         clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
         chunk_tokens: tokens for which logits exist at one time.
+        seed: of initial weights and of dropout. With dropout, torch's default generators are seeded in every block, so
+            that numbers depend on (seed, step, micro-batch, block) alone: draw yours from generators of your own.
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
+        timeout: after which a communication fails.
+        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
 
     Raises:
         UserError: a model, optimizer or knob that cannot work.
@@ -107,6 +115,8 @@ class Pipeline:
         placement: str = "spread",
         look_ahead: int = 2,
         gradient_buffers: int = 2,
+        weights_scope: str = "visit",
+        gradients_scope: str = "visit",
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
@@ -117,8 +127,7 @@ class Pipeline:
         timeout: timedelta = timedelta(minutes=10),
         delay: Callable[[str], Callable[[], float]] | None = None,
     ) -> None:
-        if micro_batch < 1:
-            raise UserError("micro_batch", micro_batch, "at least 1")
+        _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.dtype = dtype
@@ -129,6 +138,8 @@ class Pipeline:
             "micro_batches_per_visit": micro_batches_per_visit,
             "look_ahead": look_ahead,
             "gradient_buffers": gradient_buffers,
+            "weights_scope": weights_scope,
+            "gradients_scope": gradients_scope,
         }
         self.chain = Chain(model, loss=loss)
         on_meta = all(parameter.is_meta for parameter in model.parameters())
@@ -139,6 +150,8 @@ class Pipeline:
         self.spec = model_spec(self.chain)
         self.step_number = 0
         self._training: bool | None = None
+        self._generation = 0  # changes whenever weights may have
+        self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._recent: deque[StepResult] = deque()
 
@@ -187,6 +200,8 @@ class Pipeline:
             schedule = self._build(count, training=training)
             if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
                 verify(schedule, steps=2 if training else 1)
+            elif self.world.rank == 0:
+                logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
             self.executor.adopt(schedule)
             self._schedules[count, training] = schedule
         return self._schedules[count, training]
@@ -212,10 +227,11 @@ class Pipeline:
             batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
                 convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
                 only this rank's part of it.
-            rate: multiplies the optimizer's learning rates.
+            rate: multiplies the learning rates that the optimizer was made with; what else sets them is overwritten.
 
         Raises:
-            RunError: an earlier step had a loss or gradient norm that was not finite. The weights are those before it.
+            RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
+                has changed the weights; ``load`` goes on from a good state.
         """
         while len(self._recent) > 1:  # at most one step ahead of the results
             self._check(self._recent.popleft())
@@ -224,6 +240,7 @@ class Pipeline:
         result = self._play(local, training=True, rate=rate)
         self._recent.append(result)
         self.step_number += 1
+        self._generation += 1
         return result
 
     def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch) -> StepResult:
@@ -246,9 +263,12 @@ class Pipeline:
             self._check(self._recent.popleft())
 
     def close(self) -> None:
-        """Drain, and end the lanes. The pipeline cannot be used afterwards."""
-        self.drain()
-        self.executor.close()
+        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards."""
+        try:
+            self.drain()
+        finally:
+            self.executor.close()
+        self.transport.close()
 
     def _set_training(self, mode: bool) -> None:
         if mode != self._training:  # it walks over all modules
@@ -264,6 +284,9 @@ class Pipeline:
     def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
         schedule = self.schedule(local.rows, training=training)
         expected = [share.index for share in self.shares(local.rows)]
+        if len(expected) != len(local.micro_batches):
+            found = f"{len(local.micro_batches)} micro-batches"
+            raise UserError("batch", found, f"{len(expected)} on rank {self.world.rank}, as Pipeline.shares says")
         given = StepInput(
             dict(zip(expected, local.micro_batches, strict=True)),
             scale=1.0 / (local.rows * local.sequence_length),
@@ -282,7 +305,10 @@ class Pipeline:
             raise UserError(
                 "batch", sorted(unknown), "input_ids, labels, position_ids, attention_mask and nothing else"
             )
-        rows, length = batch["input_ids"].shape
+        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+        if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
+            raise UserError("batch", shapes, "tensors of one shape [rows, tokens]")
+        rows, length = shapes["input_ids"]
         parts = []
         for share in self.shares(rows):
             cut = slice(share.rows.start, share.rows.stop)
@@ -311,6 +337,8 @@ class Pipeline:
         self.drain()
         record = load_state(Path(folder), self.storage, self.optimizers, self.world)
         self.step_number = record["step"]
+        self._generation += 1
+        self.executor.forgive()
         return record["run"]
 
     def export(
@@ -368,8 +396,28 @@ class Pipeline:
 
     def _collect(self, name: str, *, gradient: bool) -> Tensor | None:
         unit, slot = self._slots[name]
-        flat = self.storage.collect(unit, self.world.group, gradient=gradient)
+        key = (unit.index, gradient, self._generation)
+        if self._collected is None or self._collected[0] != key:  # parameters of a unit are asked for one after another
+            self._collected = None
+            self._collected = (key, self.storage.collect(unit, self.world.group, gradient=gradient))
+        flat = self._collected[1]
         return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def _check_settings(
+    *, micro_batch: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, clip_norm: float | None, seed: int
+) -> None:
+    if micro_batch < 1:
+        raise UserError("micro_batch", micro_batch, "at least 1")
+    # fp16 would need loss scaling: gradients of single tokens are below its range.
+    known = (torch.float32, torch.bfloat16, torch.float64)
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype or torch.float32)):
+        if value not in known:
+            raise UserError(name, value, "torch.float32, torch.bfloat16 or torch.float64")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
+    if seed < 0:
+        raise UserError("seed", seed, "0 or more")
 
 
 def model_spec(chain: Chain) -> ModelSpec:

@@ -44,11 +44,19 @@ class Topology:
 
     @classmethod
     def from_group_ranks(cls, group_ranks: list[tuple[int, int]]) -> Topology:
-        """From the (node number, local rank) of every global rank, as the launcher gave them."""
+        """From the (node number, local rank) of every global rank, as the launcher gave them.
+
+        Raises:
+            UserError: ranks do not follow nodes and local ranks: groups of torch number their members by rank.
+        """
         nodes: dict[int, list[tuple[int, int]]] = {}
         for rank, (node, local) in enumerate(group_ranks):
             nodes.setdefault(node, []).append((local, rank))
-        return cls(tuple(tuple(rank for _, rank in sorted(nodes[node])) for node in sorted(nodes)))
+        found = tuple(tuple(rank for _, rank in sorted(nodes[node])) for node in sorted(nodes))
+        flat = [rank for node in found for rank in node]
+        if flat != sorted(flat):
+            raise UserError("RANK", found, "ranks that count up through the local ranks of node after node")
+        return cls(found)
 
     @property
     def num_nodes(self) -> int:

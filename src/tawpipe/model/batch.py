@@ -86,6 +86,15 @@ class MicroBatch:
             index=index,
         )
 
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, from which ``to`` does not block."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+        )
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``; copies from pinned memory do not block."""
         return replace(

@@ -100,14 +100,13 @@ def build_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-    folder: Path | None = None
-    if spec in PRESETS:
+    folder = resolve_model(spec)
+    if folder is None:
         shape = PRESETS[spec] if vocab_size is None else {**PRESETS[spec], "vocab_size": vocab_size}
         config: Any = LlamaConfig(
             **shape, max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None, pad_token_id=None
         )
     else:
-        folder = _folder(spec)
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
@@ -125,8 +124,14 @@ def build_model(
     return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None)
 
 
-def _folder(spec: str) -> Path:
-    """The local folder of a model; files from the Hub are fetched into its cache."""
+def resolve_model(spec: str) -> Path | None:
+    """The local folder of a model, None for a preset; files from the Hub are fetched into its cache.
+
+    Raises:
+        UserError: ``spec`` is no preset, no folder with a config.json and no model on the Hub that can be had.
+    """
+    if spec in PRESETS:
+        return None
     path = Path(spec).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,6 +129,17 @@ class Chain:
             if unit.trainable:
                 for index, parameter in enumerate(self._parameters[unit.index]):
                     parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
+
+    @cached_property
+    def draws_random_numbers(self) -> bool:
+        """Whether the model has dropout or noise, by its modules or by its config."""
+        config = self.config.get_text_config().to_dict()
+        words = ("drop", "jitter", "noise")
+        named = any(
+            any(word in key for word in words) and isinstance(value, float) and value > 0
+            for key, value in config.items()
+        )
+        return named or any(getattr(m, "p", 0) for m in self.model.modules() if "Dropout" in type(m).__name__)
 
     @property
     def name(self) -> str:

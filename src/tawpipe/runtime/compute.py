@@ -144,10 +144,6 @@ class Compute:
                 loss.record_stream(torch.cuda.current_stream())
         return found
 
-    def clear(self) -> None:
-        """Drop every activation, after a step that did not end."""
-        self._held.clear()
-
     def _bind(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
         names = action.weights
         if names:
@@ -160,7 +156,7 @@ class Compute:
 
     def _seed(self, action: Action, given: StepInput) -> None:
         """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
-        if given.seed is None:
+        if given.seed is None or not self.chain.draws_random_numbers:
             return
         words = np.random.SeedSequence([given.seed, given.step, action.micro_batch, action.block]).generate_state(2)
         torch.manual_seed(int(words[0]) << 32 | int(words[1]))

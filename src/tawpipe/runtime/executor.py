@@ -8,21 +8,38 @@ strategy is a schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.errors import RunError
+from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
-from tawpipe.runtime.optimizer import UnitOptimizers
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.spec import Schedule
+
+
+class BlockCompute(Protocol):
+    """What computes: ``Compute``, or something that stands for it in a measurement."""
+
+    def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
+
+    def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
+
+    def losses(self, action: Action) -> list[Tensor]: ...
+
+
+class Optimizers(Protocol):
+    """What updates: ``UnitOptimizers``, or something that stands for it in a measurement."""
+
+    def step(self, unit: int, finite: Tensor, rate: float) -> None: ...
 
 
 class StepResult:
@@ -82,10 +99,10 @@ class Executor:
         self,
         rank: int,
         *,
-        compute: Compute,
+        compute: BlockCompute,
         storage: Storage,
         transport: Transport,
-        optimizers: UnitOptimizers | None,
+        optimizers: Optimizers | None,
         reduce_dtype: torch.dtype,
         delay: Callable[[str], Callable[[], float]] | None = None,
     ) -> None:
@@ -96,7 +113,7 @@ class Executor:
             self._buffers[f"home.w.{unit}"] = storage.wire[unit]
             if unit in storage.gradient:
                 self._buffers[f"home.g.{unit}"] = storage.gradient[unit]
-        failure = Failure()
+        self._failure = failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
             for lane in Lane
@@ -134,23 +151,29 @@ class Executor:
 
     def play(self, schedule: Schedule, given: StepInput, rule: UpdateRule) -> StepResult:
         """Issue one step. Returns before it has ended; the result's values arrive with its NORM."""
+        if self._failure.error is not None:
+            raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         ended: Event | None = None
         for lane in self._lanes.values():
             lane.begin_step()
-        for action in schedule.programs[self.rank]:
-            if action.op is Op.NORM:
+        try:
+            for action in schedule.programs[self.rank]:
+                if action.op is Op.NORM:
 
-                def run(action: Action = action) -> None:
-                    self._norm(action, given, rule, values)
-            else:
+                    def run(action: Action = action) -> None:
+                        self._norm(action, given, rule, values, training=schedule.training)
+                else:
 
-                def run(action: Action = action) -> None:
-                    self._run[action.op](action, given, rule)
+                    def run(action: Action = action) -> None:
+                        self._run[action.op](action, given, rule)
 
-            event = self._submit(action, run)
-            if action.op is Op.NORM:
-                ended = event
+                event = self._submit(action, run)
+                if action.op is Op.NORM:
+                    ended = event
+        except BaseException as error:  # on CUDA actions run here
+            self._failure.note(error)
+            raise
         assert ended is not None
         return StepResult(ended, values)
 
@@ -160,15 +183,19 @@ class Executor:
             event.wait()
 
     def close(self) -> None:
-        """Drain, and end the lanes."""
+        """Drain, and end the lanes. After a failure they are left alone: they may wait for peers that are gone."""
         self.drain()
         for lane in self._lanes.values():
             lane.close()
 
+    def forgive(self) -> None:
+        """Updates happen again after a number that was not finite, because the weights have been replaced."""
+        self._finite.fill_(1)
+
     def _submit(self, action: Action, run: Callable[[], None]) -> Event:
         after = self._hazards.before(reads=action.reads, writes=action.writes)
         event = self._lanes[action.lane].submit(run, after, str(action))
-        self._hazards.record(event, reads=action.reads, writes=action.writes, frees=action.frees)
+        self._hazards.record(event, reads=action.reads, writes=action.writes, frees=action.frees, lane=action.lane)
         return event
 
     # actions
@@ -187,10 +214,11 @@ class Executor:
             target.add_(self._buffers[name])
 
     @torch.no_grad()
-    def _norm(self, action: Action, given: StepInput, rule: UpdateRule, result: Tensor) -> None:
+    def _norm(self, action: Action, given: StepInput, rule: UpdateRule, result: Tensor, *, training: bool) -> None:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
         units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
-        gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
+        counted = [unit for unit in units if self.storage.is_first_copy(unit)]
+        gradients = [piece.gradient for unit in counted for piece in self.storage.pieces[unit]]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if gradients:
             sums[0] = get_total_norm(gradients, foreach=True).double().square()
@@ -205,8 +233,10 @@ class Executor:
         clip = math.inf if rule.clip_norm is None else rule.clip_norm
         # As torch.nn.utils.clip_grad_norm_ does it.
         self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
-        self._finite.copy_((norm + loss).isfinite())
-        result.copy_(torch.stack([loss, norm, sums[2], self._finite]), non_blocking=True)
+        finite = (norm + loss).isfinite().to(torch.float64)
+        if training:  # once not finite, no later step may change the weights either
+            self._finite.mul_(finite)
+        result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
 
     @torch.no_grad()
     def _update(self, action: Action, rule: UpdateRule) -> None:

@@ -66,9 +66,12 @@ def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) 
     """Everything on this rank that a checkpoint holds, as views.
 
     Args:
-        saving: give the one-element states (the step count) of a parameter only where its first element lives.
+        saving: leave out what another rank saves: further copies of a home, and the one-element states (the step count)
+            of a parameter but where its first element lives.
     """
     for unit, pieces in storage.pieces.items():
+        if saving and not storage.is_first_copy(unit):
+            continue
         optimizer = optimizers.optimizers.get(unit)
         for piece in pieces:
             yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
@@ -166,6 +169,7 @@ def save_state(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     world.barrier()
+    world.require(partial.is_dir(), "--output", str(folder.parent), "a folder that all machines share")
     pieces = list(state_pieces(storage, optimizers, saving=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a single process, and torch's own deprecations
@@ -176,8 +180,12 @@ def save_state(
             json.dump({"format": FORMAT, "parameters": shapes, **record}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
+        replaced = folder.with_name(folder.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
         partial.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     world.barrier()
 
 

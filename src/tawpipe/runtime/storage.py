@@ -101,10 +101,9 @@ class Storage:
                 value.grad = self.gradient[unit.index][cut]
             yield HomePiece(slot.name, slot.shape, first - slot.offset, value)
 
-    def buffer(self, name: str) -> Tensor:
-        """The tensor behind ``home.w.UNIT`` or ``home.g.UNIT``."""
-        _, kind, unit = name.split(".")
-        return (self.wire if kind == "w" else self.gradient)[int(unit)]
+    def is_first_copy(self, unit: int) -> bool:
+        """Whether the stripe here counts: of several copies only the first is saved and summed in the norm."""
+        return self.rank in self.homes[unit].ranks
 
     def refresh(self, unit: int) -> None:
         """Bring the travelling copy up to date with the master."""
@@ -128,11 +127,12 @@ class Storage:
                 flat = torch.zeros(home.padded, dtype=self.master_dtype)
                 flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
                 works = []
-                for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
-                    if rank == self.rank:
-                        self.master[unit.index].copy_(stripe)
-                    else:
-                        works.append(dist.isend(stripe, rank, group=world))
+                for ranks in home.copies:
+                    for stripe, rank in zip(flat.view(-1, home.stripe), ranks, strict=True):
+                        if rank == self.rank:
+                            self.master[unit.index].copy_(stripe)
+                        else:
+                            works.append(dist.isend(stripe, rank, group=world))
                 for work in works:
                     assert work is not None
                     work.wait()
@@ -153,7 +153,7 @@ class Storage:
             gradient: its home gradient instead of its weights.
         """
         home = self.homes[unit.index]
-        index = home.index(self.rank)
+        index = home.ranks.index(self.rank) if self.rank in home.ranks else None
         held = self.gradient if gradient else self.master
         mine = None if index is None else held[unit.index].to("cpu", self.master_dtype)
         if self.rank != to:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.spec import Schedule
 from tawpipe.topology import Topology
 
@@ -38,9 +38,7 @@ def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
     for schedule in schedules:
         for program in schedule.programs:
             for action in program:
-                if action.op is Op.EXCHANGE:
-                    found.add((action.lane, "rail"))
-                elif action.group:
+                if action.group:
                     found.add((action.lane, action.group))
     return sorted(found)
 
@@ -78,6 +76,7 @@ class Transport:
     def _make(self, key: tuple[Lane, str], timeout: timedelta) -> dist.ProcessGroup:
         lane, name = key
         mine = self.topology.group(name, self.rank)
+        assert list(mine) == sorted(mine), "torch numbers the members of a group in the order of their ranks"
         if name == "world":
             every = [mine]
         elif name == "node":
@@ -99,6 +98,12 @@ class Transport:
         warm = torch.zeros(1, device=self.device)
         dist.all_reduce(warm, group=made)
         return made
+
+    def close(self) -> None:
+        """Leave every group. Call on all ranks, with nothing under way."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of every group: long for the first step, short after it."""
@@ -122,15 +127,20 @@ class Transport:
             if self._nccl:
                 self._wait(_reduce_scatter(target, source, group=group, async_op=True))
             else:
-                self._pairwise_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
+                self._ring_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
         else:
-            names = action.writes or action.reads
-            operation = dist.broadcast if action.collective == "broadcast" else dist.reduce
-            self._wait(operation(buffers[names[0]], action.root, group=group, async_op=True))
+            buffer = buffers[(action.writes or action.reads)[0]]
+            if action.collective == "all_reduce":
+                self._wait(dist.all_reduce(buffer, group=group, async_op=True))
+            elif action.collective == "reduce":
+                self._wait(dist.reduce(buffer, action.root, group=group, async_op=True))
+            else:
+                assert action.collective == "broadcast", action
+                self._wait(dist.broadcast(buffer, action.root, group=group, async_op=True))
 
     def exchange(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
         """Run an EXCHANGE: all its parts at once; it ends with the slowest."""
-        key = (action.lane, "rail")
+        key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
             self._check_exchange(key, action)
@@ -149,24 +159,25 @@ class Transport:
             self._check_collective(key, action)
         self._wait(dist.all_reduce(values, group=self._groups[key], async_op=True))
 
-    def _pairwise_reduce_scatter(
+    def _ring_reduce_scatter(
         self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
     ) -> None:
-        """Each rank sends every other its piece and adds what arrives in the order of distance: the least bytes there
-        are, one order of additions, one piece of extra memory. (gloo's own reduce_scatter moves twice as much: an
-        all-reduce and a cut.)
+        """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every
+        link between neighbours, in one order of additions.
+
+        gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
         """
         size, here = len(members), members.index(self.rank)
+        right, left = members[(here + 1) % size], members[here - 1]
         pieces = source.view(size, -1)
-        target.copy_(pieces[here])
-        arriving = torch.empty_like(target)
-        for distance in range(1, size):
-            to, origin = (here + distance) % size, (here - distance) % size
-            receive = dist.irecv(arriving, members[origin], group=group)
-            send = dist.isend(pieces[to], members[to], group=group)
-            self._wait(receive)
-            target.add_(arriving)
+        leaving: Tensor = pieces[here - 1]
+        for hop in range(2, size + 1):
+            arriving = target if hop == size else torch.empty_like(target)
+            send = dist.isend(leaving, right, group=group)
+            self._wait(dist.irecv(arriving, left, group=group))
+            arriving.add_(pieces[(here - hop) % size])
             self._wait(send)
+            leaving = arriving
 
     @staticmethod
     def _wait(work: dist.Work | None) -> None:

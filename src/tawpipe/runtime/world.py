@@ -22,12 +22,14 @@ class World:
 
     Args:
         group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
+        patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
     """
 
     topology: Topology
     rank: int
     device: torch.device
     group: dist.ProcessGroup | None
+    patient: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -47,6 +49,36 @@ class World:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
         return [float(one) for one in everyone]
+
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's ``text`` on all ranks."""
+        if self.group is None:
+            return text
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = self.broadcast(torch.tensor([data.numel()]))
+        if self.rank != 0:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        if int(length):
+            self.broadcast(data)
+        return bytes(data.tolist()).decode()
+
+    def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
+        """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
+        bad = [rank for rank, good in enumerate(self.gather_numbers(float(ok))) if not good]
+        if bad:
+            where = f"; not so on rank {', '.join(map(str, bad))} of {self.size}" if self.size > 1 else ""
+            raise UserError(setting, value, expected + where)
+
+    def require_same(self, text: str, setting: str, expected: str) -> None:
+        """Raise a UserError on all ranks if ``text`` is not that of rank 0 everywhere; call on all ranks."""
+        self.require(
+            self.broadcast_text(text) == text, setting, text if len(text) < 200 else "different ones", expected
+        )
+
+    def wait_patiently(self) -> None:
+        """A barrier without a time limit that anybody would meet."""
+        if self.patient is not None:
+            dist.all_reduce(torch.zeros(1), group=self.patient)
 
     def leave(self) -> None:
         """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
@@ -115,4 +147,6 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         raise UserError("--nodes", nodes, f"a divisor of the {launch.world_size} processes")
     else:
         topology = Topology.grid(nodes, launch.world_size // nodes)
-    return World(topology, launch.rank, picked, dist.group.WORLD)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
+    assert isinstance(patient, dist.ProcessGroup)
+    return World(topology, launch.rank, picked, dist.group.WORLD, patient)

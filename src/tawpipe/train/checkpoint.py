@@ -47,6 +47,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: World, *, keep: int = 0) -> None:
         self.folder, self.world, self.keep = folder, world, keep
+        self._resumed_step = 0
+        self._saved: list[Path] = []
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
@@ -56,11 +58,19 @@ class Checkpoints:
         return sorted(path for path in found if path.name.removeprefix("step-").isdecimal())
 
     def save(self, pipeline: Pipeline, state: RunState) -> Path:
-        """Write a checkpoint; call on all ranks. Older ones beyond ``keep`` go when it is complete."""
+        """Write a checkpoint; call on all ranks. When it is complete, older ones beyond ``keep`` go.
+
+        So do those that an earlier run has left behind the step from which this one went on: they are of another
+        history, and ``auto`` would choose them.
+        """
         path = self.folder / f"step-{state.step:08d}"
         pipeline.save(path, run=asdict(state))
-        if self.world.rank == 0 and self.keep:
-            for old in self.complete()[: -self.keep]:
+        self._saved.append(path)
+        if self.world.rank == 0:
+            complete = self.complete()
+            abandoned = [p for p in complete if _step_of(p) > self._resumed_step and p not in self._saved]
+            mine = [p for p in complete if p not in abandoned]
+            for old in abandoned + (mine[: -self.keep] if self.keep else []):
                 # The marker goes first: a folder that is half removed is not complete.
                 (old / MARKER).unlink(missing_ok=True)
                 shutil.rmtree(old, ignore_errors=True)
@@ -69,16 +79,26 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that ``--resume`` means: none, auto (the newest complete one, or None) or a path.
 
+        Call on all ranks; rank 0 chooses, and all of them must see what it has chosen.
+
         Raises:
-            UserError: the path holds no complete checkpoint.
+            UserError: the path holds no complete checkpoint, or not all machines see it.
         """
-        if resume == "none":
-            return None
-        if resume == "auto":
+        chosen = ""
+        if self.world.rank == 0 and resume != "none":
             complete = self.complete()
-            return complete[-1] if complete else None
-        read_record(Path(resume))
-        return Path(resume)
+            chosen = (str(complete[-1]) if complete else "") if resume == "auto" else resume
+        chosen = self.world.broadcast_text(chosen)
+        if not chosen:
+            return None
+        path = Path(chosen)
+        self.world.require(is_complete(path), "--resume", chosen, "a complete checkpoint that every process can read")
+        self._resumed_step = read_run(path).step
+        return path
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def read_run(path: Path) -> RunState:

@@ -49,6 +49,7 @@ def _check_bounds(config: TrainConfig) -> None:
             and value >= bounds.get("minimum", -math.inf)
             and value > bounds.get("above", -math.inf)
             and value <= bounds.get("maximum", math.inf)
+            and value < bounds.get("below", math.inf)
         )
         if not fits:
             raise UserError(leaf.option, value, leaf.expected)
@@ -65,7 +66,10 @@ def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
 
 def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
     launched = LaunchEnvironment.read(environ)
-    if launched is None or started_by_local_launcher(environ):
+    by_torchrun = launched is not None and not started_by_local_launcher(environ)
+    if config.virtual_nodes and not by_torchrun:
+        raise UserError("--virtual-nodes", True, "used under torchrun only; here --nodes alone groups the processes")
+    if launched is None or not by_torchrun:
         return
     if not config.virtual_nodes:
         for option, value in (("--nodes", config.nodes), ("--nproc", config.nproc)):
@@ -84,6 +88,16 @@ def _check_resume(config: TrainConfig) -> None:
         raise UserError("--resume", config.resume, "none, auto, or the folder of a checkpoint, which this is not")
 
 
+def check_output_name(config: TrainConfig) -> None:
+    """Every process may call this.
+
+    Raises:
+        UserError: the folder's name still holds ``{time}``.
+    """
+    if "{time}" in config.output:
+        raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
+
+
 def check_output(config: TrainConfig) -> None:
     """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
 
@@ -91,8 +105,7 @@ def check_output(config: TrainConfig) -> None:
         UserError: it is not so, or the folder's name still holds ``{time}``.
     """
     folder = config.output_path
-    if "{time}" in config.output:
-        raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
+    check_output_name(config)
     held = [name for name in RUN_FILES if (folder / name).exists()]
     if held and not _goes_on_in(config, folder):
         expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"

@@ -23,11 +23,17 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 class ScheduleConfig:
     """How weights travel."""
 
-    builder: Literal["tawpipe", "flat"] = "tawpipe"
-    """Strategy: tawpipe pulls weights once per node and shares them inside it, flat shards over all processes alike."""
+    builder: Literal["tawpipe", "flat", "hsdp", "weipipe"] = "tawpipe"
+    """Strategy: tawpipe pulls weights once per node and shares them inside it, flat shards over all processes alike,
+    hsdp keeps a copy of everything in every node, weipipe passes weights round a ring of all processes."""
     placement: Literal["spread", "striped", "whole"] = "spread"
     """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
-    node, or whole on one process."""
+    node, or whole on one process. Of no effect with a builder other than tawpipe."""
+    weights_scope: Literal["visit", "step"] = "visit"
+    """How long a node keeps the weights that it has pulled: for a visit, or for the whole step, which costs memory and
+    saves traffic."""
+    gradients_scope: Literal["visit", "step"] = "visit"
+    """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""
@@ -47,9 +53,9 @@ class OptimizerConfig:
 
     weight_decay: float = bounded(0.1, minimum=0)
     """Decay of matrices. Vectors (norms, biases) are not decayed."""
-    beta1: float = bounded(0.9, minimum=0, maximum=1)
+    beta1: float = bounded(0.9, minimum=0, below=1)
     """Decay rate of the first moment."""
-    beta2: float = bounded(0.95, minimum=0, maximum=1)
+    beta2: float = bounded(0.95, minimum=0, below=1)
     """Decay rate of the second moment."""
     eps: float = bounded(1e-8, above=0)
     """Term in the denominator against division by zero."""
@@ -159,7 +165,7 @@ class TrainConfig(DataSettings):
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model or tokenizer from the Hub."""
+    """Run Python code that comes with a model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto takes GPUs if there are any."""
     strict: bool = False

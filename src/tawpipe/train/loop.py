@@ -9,10 +9,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
@@ -20,20 +19,22 @@ from tawpipe.data.collate import collate
 from tawpipe.data.prefetch import prefetch
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.rows import RowSource
-from tawpipe.data.tokenizer import check_vocabulary
+from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch import started_by_local_launcher
-from tawpipe.model.build import PRESETS, build_model
+from tawpipe.model.build import build_model, resolve_model
 from tawpipe.pipeline import LocalBatch, Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.config import TrainConfig, save_config
 from tawpipe.train.console import Console, duration
 from tawpipe.train.generate import generate
 from tawpipe.train.metrics import MetricsWriter, mfu, peak_flops, peak_memory_bytes, training_flops
 
+BUILDERS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
+"""Builders that fix the placement."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -51,12 +52,15 @@ def run(config: TrainConfig) -> int:
     pipeline = _make_pipeline(config, world, data)
     checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
     state = _resume(config, world, console, pipeline, checkpoints, data)
+    if world.rank == 0:
+        save_config(config, config.output_path / "config.yaml")
     console.plan(_plan_rows(config, pipeline))
 
     training = _Training(config, world, console, pipeline, data, checkpoints, state)
     seconds = training.run()
 
-    results = [("steps", f"{config.steps} in {duration(seconds)}")]
+    done = max(0, config.steps - training.first)
+    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {config.steps}" if training.first else ""))]
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
     memory = world.gather_numbers(peak_memory_bytes(world.device.type))
@@ -105,17 +109,17 @@ def _device_name(world: World) -> str:
 
 
 def _prepare_data(config: TrainConfig, world: World, console: Console) -> PreparedData:
-    settings = config
-    if config.tokenizer is None and config.model not in PRESETS and not Path(config.model).is_dir():
-        settings = replace(config, tokenizer=config.model)  # a name on the Hub brings its tokenizer
+    world.require_same(repr(config), "settings", "the same on every machine")
+    folder = resolve_model(config.model)
     data = prepare_data(
-        settings,
+        config,
         sequence_length=config.sequence_length,
         seed=config.seed,
-        model=config.model,
+        model=None if folder is None else str(folder),
         leader=world.topology.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
-        barrier=world.barrier,
+        barrier=world.wait_patiently,
     )
+    world.require_same(data.fingerprint, "--data", "the same files and tokenizer on every machine")
     for line in data.report.lines():
         console.line(line)
     return data
@@ -124,7 +128,7 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
 def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pipeline:
     built = build_model(
         config.model,
-        vocab_size=len(data.tokenizer),
+        vocab_size=vocabulary_size(data.tokenizer),
         max_positions=config.sequence_length,
         trust_remote_code=config.trust_remote_code,
     )
@@ -142,9 +146,11 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         ),
         micro_batch=config.micro_batch,
         micro_batches_per_visit=chosen.micro_batches_per_visit,
-        placement="flat" if chosen.builder == "flat" else chosen.placement,
+        placement=BUILDERS.get(chosen.builder, chosen.placement),
         look_ahead=chosen.look_ahead,
         gradient_buffers=chosen.gradient_buffers,
+        weights_scope=chosen.weights_scope,
+        gradients_scope=chosen.gradients_scope,
         dtype=dtype,
         reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
         clip_norm=settings.clip_norm or None,
@@ -291,14 +297,14 @@ class _Training:
         self.samples += config.global_batch
         lengths = [length for one in batch.micro_batches for length in one.lengths]
         self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, lengths))
-        if step == self.first:
-            pipeline.drain()
-            pipeline.transport.set_timeout(timedelta(seconds=config.timeouts.step_s))
         last = step + 1 == config.steps
         evaluate = self.data.validation is not None and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
         # One step stays unread, so that the next one is issued before this one has ended.
-        self._report(keep=0 if evaluate or save or last else 1, evaluate=evaluate)
+        self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
+        if step == self.first:
+            pipeline.drain()
+            pipeline.transport.set_timeout(timedelta(seconds=config.timeouts.step_s))
         if save:
             self.checkpoints.save(pipeline, self._state(step + 1))
             self._last = time.perf_counter()
@@ -366,6 +372,8 @@ class _Training:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
         shares = self.pipeline.shares(rows)
         parts = [collate([source.sample(begin + row) for row in share.rows], share.index) for share in shares]
+        if self.world.device.type == "cuda":
+            parts = [part.pin_memory() for part in parts]
         return LocalBatch(rows, self.config.sequence_length, parts)
 
     def _state(self, step: int) -> RunState:
@@ -380,9 +388,12 @@ class _Training:
         )
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
-        """Of this rank, whose documents stand for those of all."""
+        """Of this rank, whose documents stand for those of all; None for models whose FLOPs are not known here."""
         chain = self.pipeline.chain
         text = chain.config.get_text_config()
+        uneven = ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window")
+        if not done.lengths or any(getattr(text, name, None) for name in uneven):
+            return None
         width = text.num_attention_heads * (
             getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         )

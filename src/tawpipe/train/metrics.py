@@ -69,9 +69,7 @@ class MetricsWriter:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(
-                str(output / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None
-            )
+            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
         """Adds the row of a step. None and numbers that are not finite become null, and no scalar.

@@ -71,15 +71,20 @@ class Group:
 
 
 def bounded(
-    default: Any, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+    default: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A dataclass field whose number must lie within bounds. ``None`` passes where the type allows it."""
-    bounds = {"minimum": minimum, "above": above, "maximum": maximum}
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
 
 
 def describe_bounds(metadata: Mapping[str, Any]) -> str:
-    words = {"minimum": "at least", "above": "above", "maximum": "at most"}
+    words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
     return " and ".join(f"{words[name]} {metadata[name]:g}" for name in words if name in metadata)
 
 

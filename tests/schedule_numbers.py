@@ -1,0 +1,334 @@
+"""A second opinion on schedules: plays one with numbers, in a random order that lanes and buffers allow.
+
+It shares nothing with the proof but ``Hazards``, which the runtime uses as well, and takes from every action what the
+runtime takes from it. Numbers are integers modulo a prime, so that sums are exact in every order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, is_gradient
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.spec import ModelSpec, Schedule
+
+PRIME = 2**31 - 1
+
+
+class WrongNumbers(Exception):
+    """A schedule that hangs, asks for what is not there, or computes something else than one process does."""
+
+
+class Model:
+    """What blocks compute: a boundary activation is one number, weights are vectors."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def initial(self, unit: int, elements: int) -> np.ndarray:
+        values = (np.arange(elements, dtype=np.int64) * 7919 + 104729 * (unit + 1)) % PRIME
+        values[self.spec.units[unit].numel :] = 0
+        return values
+
+    def product(self, block: int, weights: list[np.ndarray]) -> int:
+        total = block + 1
+        for unit, values in zip(self.spec.blocks[block].units, weights, strict=True):
+            numel = self.spec.units[unit].numel
+            total += int((values[:numel] * (np.arange(numel) + unit + 2) % PRIME).sum())
+        return total % PRIME
+
+    def forward(self, block: int, m: int, x: int, weights: list[np.ndarray]) -> int:
+        """The block's output, or the head's loss."""
+        return (x * self.product(block, weights) + 31 * m + 1) % PRIME
+
+    def backward(self, block: int, m: int, dx: int, weights: list[np.ndarray]) -> int:
+        """The gradient of the block's input."""
+        return (dx * (self.product(block, weights) if weights else 1) + m) % PRIME
+
+    def gradient(self, unit: int, elements: int, m: int, x: int, dx: int) -> np.ndarray:
+        values = (np.arange(elements, dtype=np.int64) + x % 1009 + 3 * m) * (dx % 65521) % PRIME
+        values[self.spec.units[unit].numel :] = 0
+        return values
+
+
+def update(weights: np.ndarray, gradient: np.ndarray, norm: int) -> np.ndarray:
+    return (weights * 5 + gradient * (norm % 65521 + 1)) % PRIME
+
+
+def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[int]]:
+    """What one process computes: the weights after all steps, and loss and norm in one number for every step."""
+    spec, model = schedule.model, Model(schedule.model)
+    weights = [model.initial(u, home.padded) for u, home in enumerate(schedule.homes)]
+    norms = []
+    for _ in range(steps):
+        gradients = [np.zeros_like(values) for values in weights]
+        losses = 0
+        for m in schedule.micro_batches:
+            xs = [0]
+            for b in range(len(spec.blocks)):
+                xs.append(model.forward(b, m, xs[b], [weights[u] for u in spec.blocks[b].units]))
+            losses += xs[-1]
+            dx = 1
+            for b in reversed(range(len(spec.blocks))):
+                if not schedule.training or not (spec.blocks[b].needs_backward or spec.blocks[b].kind == "head"):
+                    break
+                for u in spec.trainable_units(b):
+                    gradients[u] = (gradients[u] + model.gradient(u, len(gradients[u]), m, xs[b], dx)) % PRIME
+                reads = spec.blocks[b].backward_reads_weights or spec.blocks[b].kind == "head"
+                dx = model.backward(b, m, dx, [weights[u] for u in spec.blocks[b].units] if reads else [])
+        norms.append((losses + sum(int(g.sum()) for g in gradients)) % PRIME)
+        for u, unit in enumerate(spec.units):
+            if unit.trainable and schedule.training:
+                weights[u] = update(weights[u], gradients[u], norms[-1])
+    return weights, norms
+
+
+@dataclass(eq=False)
+class Issued:
+    """An action that has been issued."""
+
+    rank: int
+    action: Action
+    after: list[Issued]
+    done: bool = False
+    started: bool = False
+    open: list[Transfer] = field(default_factory=list)
+
+
+class Numbers:
+    """One play of all ranks."""
+
+    def __init__(self, schedule: Schedule, *, steps: int, seed: int) -> None:
+        self.schedule, self.model, self.random = schedule, Model(schedule.model), random.Random(seed)
+        self.buffers: list[dict[str, np.ndarray]] = []
+        self.held: list[dict[str, int]] = []
+        self.norms: list[list[int]] = []
+        self.lanes: dict[tuple[int, Lane], deque[Issued]] = {}
+        for rank, program in enumerate(schedule.programs):
+            pools = schedule.pools[rank]
+            own = {f"{p.name}.{i}": np.full(p.elements, 12345 + rank) for p in pools for i in range(p.count)}
+            for unit, home in enumerate(schedule.homes):
+                if (i := home.index(rank)) is not None:
+                    whole = self.model.initial(unit, home.padded)
+                    own[f"home.w.{unit}"] = whole[i * home.stripe : (i + 1) * home.stripe].copy()
+                    own[f"home.g.{unit}"] = np.full(home.stripe, 999)
+            self.buffers.append(own)
+            self.held.append({})
+            self.norms.append([])
+            hazards: Hazards[Issued] = Hazards()
+            for _ in range(steps):
+                for action in program:
+                    issued = Issued(rank, action, hazards.before(reads=action.reads, writes=action.writes))
+                    hazards.record(issued, reads=action.reads, writes=action.writes, frees=action.frees)
+                    self.lanes.setdefault((rank, action.lane), deque()).append(issued)
+        self.posted: dict[tuple, deque[tuple[Issued, Transfer]]] = {}
+        self.priority = {key: self.random.random() for key in self.lanes}
+
+    def play(self) -> None:
+        while any(self.lanes.values()):
+            moves = list(self._moves())
+            if not moves:
+                raise WrongNumbers("hangs")
+            moves.sort(key=lambda move: self.priority[move[0]])
+            chosen = moves[0] if self.random.random() < 0.7 else self.random.choice(moves)
+            try:
+                chosen[1]()
+            except (KeyError, IndexError, ValueError) as error:
+                raise WrongNumbers(repr(error)) from error
+
+    def _moves(self) -> Iterator[tuple]:
+        for key, queue in self.lanes.items():
+            if not queue or any(not other.done for other in queue[0].after):
+                continue
+            head = queue[0]
+            if head.action.op is Op.EXCHANGE:
+                if not head.started:
+                    yield key, lambda head=head: self._post(head)
+            elif not head.action.group:
+                yield key, lambda head=head: self._local(head)
+            elif members := self._together(head):
+                yield key, lambda members=members: self._collective(members)
+        for way, waiting in self.posted.items():
+            lane, group, sender, receiver, send = way
+            if send and waiting and self.posted.get((lane, group, sender, receiver, False)):
+                yield (sender, lane), lambda way=way: self._copy(way)
+
+    def _end(self, *ended: Issued) -> None:
+        for issued in ended:
+            issued.done = True
+            assert self.lanes[issued.rank, issued.action.lane].popleft() is issued
+
+    # transfers
+
+    def _post(self, head: Issued) -> None:
+        head.started = True
+        head.open = list(head.action.transfers)
+        for t in head.action.transfers:
+            sender, receiver = (head.rank, t.peer) if t.send else (t.peer, head.rank)
+            way = (head.action.lane, head.action.group, sender, receiver, t.send)
+            self.posted.setdefault(way, deque()).append((head, t))
+        if not head.open:
+            self._end(head)
+
+    def _copy(self, way: tuple) -> None:
+        (source, give), (target, take) = self.posted[way].popleft(), self.posted[(*way[:4], False)].popleft()
+        self._fill(self.buffers[way[3]], take.buffer, self.buffers[way[2]][give.buffer])
+        for issued, transfer in ((source, give), (target, take)):
+            issued.open.remove(transfer)
+            if not issued.open:
+                self._end(issued)
+
+    @staticmethod
+    def _fill(buffers: dict[str, np.ndarray], name: str, values: np.ndarray) -> None:
+        if len(buffers[name]) != len(values):
+            raise WrongNumbers(f"{len(values)} elements for {name}")
+        buffers[name][:] = values
+
+    def _together(self, head: Issued) -> list[Issued] | None:
+        action, topology = head.action, self.schedule.topology
+        try:
+            members = topology.group(action.group, head.rank)
+        except AssertionError as error:
+            raise WrongNumbers(repr(error)) from error
+        found = []
+        for member in members:
+            queue = self.lanes.get((member, action.lane))
+            if not queue or queue[0].action.group != action.group or any(not other.done for other in queue[0].after):
+                return None
+            theirs = queue[0].action
+            if theirs.op is Op.EXCHANGE or (theirs.op, theirs.collective) != (action.op, action.collective):
+                return None
+            found.append(queue[0])
+        return found
+
+    def _collective(self, members: list[Issued]) -> None:
+        action, buffers = members[0].action, self.buffers
+        if action.op is Op.NORM:
+            total = 0
+            for one in members:
+                total += sum(int(buffers[one.rank][n].sum()) for n in one.action.reads if is_gradient(n))
+                total += sum(self.held[one.rank].pop(n) for n in one.action.frees)
+            for one in members:
+                self.norms[one.rank].append(total % PRIME)
+        elif action.collective == "all_gather":
+            whole = np.concatenate([buffers[one.rank][one.action.reads[0]] for one in members])
+            for one in members:
+                self._fill(buffers[one.rank], one.action.writes[0], whole)
+        elif action.collective == "broadcast":
+            roots = [one for one in members if one.rank == action.root]
+            values = buffers[roots[0].rank][(roots[0].action.writes or roots[0].action.reads)[0]]
+            for one in members:
+                self._fill(buffers[one.rank], (one.action.writes or one.action.reads)[0], values)
+        else:
+            total = np.sum([buffers[one.rank][one.action.reads[0]] for one in members], axis=0) % PRIME
+            for i, one in enumerate(members):
+                if action.collective == "reduce_scatter":
+                    size = len(total) // len(members)
+                    self._fill(buffers[one.rank], one.action.writes[0], total[i * size : (i + 1) * size])
+                elif action.collective == "all_reduce" or one.rank == one.action.root:
+                    self._fill(buffers[one.rank], one.action.writes[0], total)
+                else:
+                    buffers[one.rank][one.action.writes[0]][:] = 55  # whatever a reduction leaves there
+        self._end(*members)
+
+    # on one rank
+
+    def _local(self, head: Issued) -> None:
+        action, buffers = head.action, self.buffers[head.rank]
+        if action.op is Op.FORWARD:
+            self._forward(head)
+        elif action.op is Op.BACKWARD:
+            self._backward(head)
+        elif action.op is Op.ZERO:
+            buffers[action.writes[0]][:] = 0
+        elif action.op is Op.ADD:
+            sources = [buffers[name] for name in action.reads if name != action.writes[0]]
+            total = np.sum(sources, axis=0)
+            if action.writes[0] in action.reads:
+                total = total + buffers[action.writes[0]]
+            self._fill(buffers, action.writes[0], total % PRIME)
+        elif action.op is Op.UPDATE:
+            weights, gradient = buffers[f"home.w.{action.unit}"], buffers[f"home.g.{action.unit}"]
+            weights[:] = update(weights, gradient, self.norms[head.rank][-1])
+            gradient[:] = gradient * 3 % PRIME
+        else:
+            raise WrongNumbers(f"nobody runs {action}")
+        self._end(head)
+
+    def _weights(self, head: Issued) -> list[np.ndarray]:
+        found = [self.buffers[head.rank][name] for name in head.action.weights]
+        units = self.schedule.model.blocks[head.action.block].units
+        for unit, values in zip(units, found, strict=bool(found)):
+            if len(values) < self.schedule.model.units[unit].numel:
+                raise WrongNumbers(f"{len(values)} elements for unit {unit}")
+        return found
+
+    def _own(self, head: Issued) -> int:
+        if head.action.micro_batch not in self.schedule.knobs.micro_batches[head.rank]:
+            raise WrongNumbers("a micro-batch of another rank")
+        return head.action.micro_batch
+
+    def _forward(self, head: Issued) -> None:
+        held, b, m = self.held[head.rank], head.action.block, self._own(head)
+        kind = self.schedule.model.blocks[b].kind
+        x = 0 if kind == "embedding" else held[f"x.{m}.{b}"]
+        if kind == "embedding":
+            held[f"ctx.{m}"] = m
+        result = self.model.forward(b, held[f"ctx.{m}"], x, self._weights(head))
+        held[f"loss.{m}" if kind == "head" else f"x.{m}.{b + 1}"] = result
+        self._free(head)
+
+    def _backward(self, head: Issued) -> None:
+        held, b, m = self.held[head.rank], head.action.block, self._own(head)
+        spec = self.schedule.model.blocks[b]
+        x = 0 if spec.kind == "embedding" else held[f"x.{m}.{b}"]
+        weights = self._weights(head)
+        dx = 1
+        if spec.kind == "head":
+            held[f"loss.{m}"] = self.model.forward(b, held[f"ctx.{m}"], x, weights)
+        else:
+            dx = held[f"dx.{m}.{b + 1}"]
+        for unit, name in zip(self.schedule.model.trainable_units(b), head.action.gradients, strict=True):
+            buffer = self.buffers[head.rank][name]
+            mine = self.model.gradient(unit, self.schedule.homes[unit].padded, held[f"ctx.{m}"], x, dx)
+            self._fill(self.buffers[head.rank], name, (buffer + mine) % PRIME if name in head.action.reads else mine)
+        if f"dx.{m}.{b}" in head.action.writes:
+            held[f"dx.{m}.{b}"] = self.model.backward(b, held[f"ctx.{m}"], dx, weights)
+        self._free(head)
+
+    def _free(self, head: Issued) -> None:
+        for name in head.action.frees:
+            del self.held[head.rank][name]
+
+
+def check_numbers(schedule: Schedule, *, seed: int, steps: int | None = None) -> None:
+    """Play a schedule once.
+
+    Raises:
+        WrongNumbers: it hangs, or weights, losses or norms are not those of one process, or activations are left.
+    """
+    steps = steps or (2 if schedule.training else 1)
+    numbers = Numbers(schedule, steps=steps, seed=seed)
+    numbers.play()
+    weights, norms = reference(schedule, steps)
+    for rank in range(schedule.topology.world_size):
+        if numbers.norms[rank] != norms:
+            raise WrongNumbers(f"rank {rank} has the norms {numbers.norms[rank]}, not {norms}")
+        if numbers.held[rank]:
+            raise WrongNumbers(f"rank {rank} still holds {sorted(numbers.held[rank])}")
+    for unit, home in enumerate(schedule.homes):
+        for copy in home.copies:
+            parts = [numbers.buffers[rank][f"home.w.{unit}"] for rank in copy]
+            if not np.array_equal(
+                np.concatenate(parts)[: schedule.model.units[unit].numel], _cut(schedule, weights, unit)
+            ):
+                raise WrongNumbers(f"unit {unit} differs")
+
+
+def _cut(schedule: Schedule, weights: list[np.ndarray], unit: int) -> np.ndarray:
+    return weights[unit][: schedule.model.units[unit].numel]
