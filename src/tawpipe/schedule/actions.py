@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """What runs in order: a CUDA stream, a worker thread on the CPU, a resource of the simulator, a row of the picture."""
+    """What runs in order: a CUDA stream, a CPU worker thread, a resource of the simulator, a row of the picture."""
 
     COMPUTE = "COMPUTE"
     """Forward, backward and update."""
@@ -42,17 +42,25 @@ class Op(StrEnum):
     """The optimizer on the home stripe of one unit."""
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduce")
+"""What a COLLECTIVE may be. ``reduce`` and ``all_reduce`` work in place, the others from one buffer into another."""
 
 
 def is_weight(name: str) -> bool:
-    """Homes ``home.w.UNIT``, full units ``W..`` and slices ``S..`` on their way."""
-    return name.startswith(("home.w.", "W", "S"))
+    """Homes ``home.w.UNIT``, full units ``W..``, slices on their way ``S..``, slices kept in the node ``K..``."""
+    return name.startswith(("home.w.", "W", "S", "K"))
 
 
 def is_gradient(name: str) -> bool:
-    """Homes ``home.g.UNIT``, full units ``G..``, slices ``H..`` on their way, ``R..`` arriving at home."""
-    return name.startswith(("home.g.", "G", "H", "R"))
+    """Homes ``home.g.UNIT``, full units ``G..``, slices on their way ``H..``, slices that add up in the node ``A..``,
+    and ``R..`` received on the way home.
+    """
+    return name.startswith(("home.g.", "G", "H", "A", "R"))
+
+
+def is_activation(name: str) -> bool:
+    """What blocks hand to one another on one rank, ``x.. dx.. ctx..``, and the losses ``loss..``."""
+    return name.startswith(("x.", "dx.", "ctx.", "loss."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +97,15 @@ class Action:
         reads, writes: names of buffers. A buffer that is both is updated in place.
         frees: those of ``reads`` that nobody reads afterwards (activations).
         block, micro_batch, unit: what it is about, -1 where that does not apply.
-        collective, group, root: of a COLLECTIVE (root: global rank, for broadcast and reduce). NORM has group ``world``.
+        collective: what a COLLECTIVE does.
+        group: of a COLLECTIVE, of NORM (``world``), and of an EXCHANGE: all its peers are in it, and it is the
+            communicator whose order its transfers share.
+        root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
 
-    BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The weights that
-    FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes in the order of its
-    trainable units.
+    BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
+    weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes
+    in the order of its trainable units. A broadcast reads on its root and writes on the others.
 
     >>> action = Action(Op.FORWARD, Lane.COMPUTE, ("W0.1", "x.3.2"), ("x.3.3",), block=2, micro_batch=3)
     >>> str(action)
@@ -130,7 +141,7 @@ class Action:
         words = [self.lane.value, self.op.value]
         if self.collective:
             words.append(self.collective)
-        if self.group:
+        if self.group and not (self.op is Op.EXCHANGE and self.group == "rail"):
             words.append(f"@{self.group}")
         for letter, number in (("b", self.block), ("m", self.micro_batch), ("u", self.unit), ("r", self.root)):
             if number >= 0:
@@ -167,7 +178,8 @@ class Action:
                 else:
                     fields[names[word[0]]] = int(word[1:])
             if fields["op"] is Op.EXCHANGE:
-                return exchange(fields["lane"], tuple(Transfer.parse(word) for word in tail.split(" ")))
+                transfers = tuple(Transfer.parse(word) for word in tail.split(" "))
+                return exchange(fields["lane"], transfers, fields.get("group", "rail"))
             buffers, _, frees = tail.partition(" free ")
             reads, _, writes = f" {buffers} ".partition(" -> ")
             return cls(reads=tuple(reads.split()), writes=tuple(writes.split()), frees=tuple(frees.split()), **fields)
@@ -175,8 +187,8 @@ class Action:
             raise ValueError(f"not an action: {text!r}") from error
 
 
-def exchange(lane: Lane, transfers: tuple[Transfer, ...]) -> Action:
-    """An EXCHANGE whose reads and writes are those of its transfers."""
+def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail") -> Action:
+    """An EXCHANGE whose reads and writes are those of its transfers. The text form leaves out ``rail``."""
     reads = tuple(dict.fromkeys(t.buffer for t in transfers if t.send))
     writes = tuple(t.buffer for t in transfers if not t.send)
-    return Action(Op.EXCHANGE, lane, reads, writes, transfers=transfers)
+    return Action(Op.EXCHANGE, lane, reads, writes, group=group, transfers=transfers)

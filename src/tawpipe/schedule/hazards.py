@@ -1,8 +1,8 @@
-"""Which earlier actions an action waits for, from the buffers alone. Used by every player of a schedule. Imports nothing."""
+"""Which earlier actions an action waits for, from its buffers alone; for all players of a schedule. Imports nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 Event = TypeVar("Event")
@@ -22,7 +22,8 @@ class Hazards(Generic[Event]):
 
     def __init__(self) -> None:
         self._writer: dict[str, Event] = {}
-        self._readers: dict[str, list[Event]] = {}
+        self._readers: dict[str, dict[object, Event]] = {}
+        """Buffer -> lane -> its last reader there; readers without a lane stand for themselves."""
 
     def before(self, *, reads: Iterable[str], writes: Iterable[str]) -> list[Event]:
         """The events that an action must wait for: writers of what it reads, writers and readers of what it writes."""
@@ -33,16 +34,30 @@ class Hazards(Generic[Event]):
         for name in writes:
             if name in self._writer:
                 found.append(self._writer[name])
-            found.extend(self._readers.get(name, ()))
+            found.extend(self._readers.get(name, {}).values())
         return list(dict.fromkeys(found))
 
-    def record(self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()) -> None:
-        """Note an action's event. ``frees`` are forgotten: activations have names of their own and are never reused."""
+    def record(
+        self,
+        event: Event,
+        *,
+        reads: Iterable[str],
+        writes: Iterable[str],
+        frees: Iterable[str] = (),
+        lane: Hashable | None = None,
+    ) -> None:
+        """Note an action's event.
+
+        Args:
+            frees: forgotten; activations have names of their own and are never reused.
+            lane: what the action runs on, if actions end there in the order in which they are recorded: then its last
+                reader of a buffer stands for all, and what is read in every step but never written piles up no events.
+        """
         for name in reads:
-            self._readers.setdefault(name, []).append(event)
+            self._readers.setdefault(name, {})[event if lane is None else lane] = event
         for name in writes:
             self._writer[name] = event
-            self._readers[name] = []
+            self._readers[name] = {}
         for name in frees:
             self._writer.pop(name, None)
             self._readers.pop(name, None)
@@ -59,5 +74,5 @@ class Hazards(Generic[Event]):
         """Every event that something could still wait for."""
         found = list(self._writer.values())
         for readers in self._readers.values():
-            found.extend(readers)
+            found.extend(readers.values())
         return list(dict.fromkeys(found))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tawpipe.topology import Topology
 
 PLACEMENTS = ("spread", "striped", "whole", "flat")
+"""Those that keep one copy of everything and fit every model and cluster; see ``place``."""
+ALL_PLACEMENTS = (*PLACEMENTS, "hybrid", "ring")
+"""And one copy per node, and WeiPipe's ring, see ``ring.place_on_ring``."""
 STRIPE_ALIGNMENT = 8
 """Elements: stripes start at multiples of 16 bytes in every dtype, which collectives and vector loads want."""
 
@@ -18,19 +21,30 @@ class Home:
     Args:
         ranks: global rank of stripe 0, 1, ...; all stripes are equally long and lie in this order in the unit.
         stripe: elements in a stripe, the padding of the unit's end included.
+        replicas: the ranks, in the same order, of further copies of everything: weights, gradient and optimizer state.
+            Every copy is updated by itself with the same numbers. No rank is in two copies.
     """
 
     ranks: tuple[int, ...]
     stripe: int
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     @property
     def padded(self) -> int:
         """Elements of the whole unit with its padding."""
         return self.stripe * len(self.ranks)
 
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every copy. What is read once (a checkpoint, the gradient's norm) is read from the first."""
+        return (self.ranks, *self.replicas)
+
     def index(self, rank: int) -> int | None:
-        """Which stripe lives on ``rank``, or None."""
-        return self.ranks.index(rank) if rank in self.ranks else None
+        """Which stripe lives on ``rank``, in whichever copy, or None."""
+        for ranks in self.copies:
+            if rank in ranks:
+                return ranks.index(rank)
+        return None
 
 
 def home_node(block: int, topology: Topology) -> int:
@@ -46,24 +60,41 @@ def home_local(block: int, topology: Topology) -> int:
 def place(placement: str, topology: Topology, numel: int, block: int) -> Home:
     """The home of a unit of ``numel`` elements whose first block is ``block``.
 
-    * ``spread``: over all devices. Stripe l * nodes + n is on local rank l of node n, so that gathering over a rail, then
-      inside the node, puts the stripes in order.
+    * ``spread``: over all devices. Stripe l * nodes + n is on local rank l of node n, so that gathering over a rail,
+      then inside the node, puts the stripes in order.
     * ``striped``: over the devices of one node.
     * ``whole``: on one device.
     * ``flat``: over all devices, in the order of their ranks, as flat sharding does.
+    * ``hybrid``: over the devices of every node, one copy a node, as HSDP does. Stripes divide by the number of nodes,
+      so that an all-reduce between these cuts them evenly.
 
     >>> place("spread", Topology.grid(2, 2), 100, 0).ranks
     (0, 2, 1, 3)
+    >>> place("hybrid", Topology.grid(2, 2), 100, 0).copies
+    ((0, 1), (2, 3))
     """
+    replicas: tuple[tuple[int, ...], ...] = ()
+    multiple = STRIPE_ALIGNMENT
     if placement == "spread":
         ranks = tuple(node[i] for i in range(topology.local_size) for node in topology.nodes)
     elif placement == "striped":
         ranks = topology.nodes[home_node(block, topology)]
     elif placement == "whole":
         ranks = (topology.nodes[home_node(block, topology)][home_local(block, topology)],)
-    else:
-        assert placement == "flat", placement
+    elif placement == "flat":
         ranks = topology.group("world", 0)
-    stripe = -(-numel // len(ranks))
-    stripe = -(-stripe // STRIPE_ALIGNMENT) * STRIPE_ALIGNMENT
-    return Home(ranks, stripe)
+    else:
+        assert placement == "hybrid", placement
+        ranks, *others = topology.nodes
+        replicas, multiple = tuple(others), STRIPE_ALIGNMENT * topology.num_nodes
+    return Home(ranks, padded_stripe(numel, len(ranks), multiple), replicas)
+
+
+def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> int:
+    """Elements of each of ``parts`` equal stripes that hold ``numel`` elements, a multiple of ``multiple``.
+
+    >>> padded_stripe(100, 3)
+    40
+    """
+    stripe = -(-numel // parts)
+    return -(-stripe // multiple) * multiple

@@ -1,7 +1,11 @@
-"""What a builder is given and what it makes: blocks, units, knobs, pools, the schedule. Imports topology and schedule only."""
+"""What a builder is given and what it makes: blocks, units, knobs, pools, the schedule.
+
+Imports topology and schedule only.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +54,11 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     units: tuple[UnitSpec, ...]
 
+    @cached_property
+    def first_backward(self) -> int:
+        """The first block that gradients reach."""
+        return min(i for i, block in enumerate(self.blocks) if block.needs_backward)
+
     def trainable_units(self, block: int) -> tuple[int, ...]:
         return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
 
@@ -64,6 +73,10 @@ class Knobs:
         micro_batches_per_visit: how many of them share one visit of the weights. Rounds follow.
         look_ahead: how many visits ahead weights are pulled and gathered; one buffer of a unit's size each.
         gradient_buffers: full-size gradient buffers: one being computed, the others being reduced.
+        weights_scope: how long a node keeps the slices of a unit that it has pulled: for a ``visit``, or for the
+            ``step``, until the optimizer changes them; later visits then gather inside the node only.
+        gradients_scope: how often gradients leave a node: after every ``visit``, or once per ``step``, when they have
+            added up (in the reduce dtype) over all its visits.
     """
 
     placement: str
@@ -71,6 +84,8 @@ class Knobs:
     micro_batches_per_visit: int = 1
     look_ahead: int = 2
     gradient_buffers: int = 2
+    weights_scope: str = "visit"
+    gradients_scope: str = "visit"
 
     @property
     def rounds(self) -> int:
@@ -91,7 +106,7 @@ def share_micro_batches(count: int, world_size: int) -> tuple[tuple[int, ...], .
     """
     base, extra = divmod(count, world_size)
     starts = [rank * base + min(rank, extra) for rank in range(world_size + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False))
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,15 @@ class Schedule:
     def home_elements(self, rank: int, *, trainable: bool) -> int:
         """Elements of the stripes that live on ``rank``, of trainable or of frozen units."""
         units = zip(self.homes, self.model.units, strict=True)
-        return sum(home.stripe * home.ranks.count(rank) for home, unit in units if unit.trainable == trainable)
+        return sum(home.stripe for home, unit in units if unit.trainable == trainable and home.index(rank) is not None)
+
+    def buffer_elements(self, rank: int) -> dict[str, int]:
+        """Elements of every pool buffer and home of one rank, by name."""
+        found = {f"{pool.name}.{i}": pool.elements for pool in self.pools[rank] for i in range(pool.count)}
+        for unit, home in enumerate(self.homes):
+            if home.index(rank) is not None:
+                found[f"home.w.{unit}"] = found[f"home.g.{unit}"] = home.stripe
+        return found
 
     def peak_activations(self, rank: int) -> int:
         """The most boundary activations (inputs of blocks, and their gradients) that a program keeps at one time."""

@@ -1,6 +1,6 @@
 """How much crosses which link: counted from a schedule's actions, and from a closed formula that knows no actions.
 
-Imports schedule only. Elements, not bytes: weights and gradients may travel in different dtypes.
+Imports topology and schedule only. Elements, not bytes: weights and gradients may travel in different dtypes.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Op, is_weight
+from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule
 from tawpipe.schedule.visits import forward_visits, training_visits
+from tawpipe.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -33,63 +35,109 @@ class LinkTraffic:
         return self.weights_received * weight_bytes + self.gradients_received * gradient_bytes
 
 
-def link_elements(schedule: Schedule) -> tuple[LinkTraffic, ...]:
-    """What every node's link carries, from the actions. A collective over the world is a ring in the order of the ranks."""
-    counts = [[0, 0, 0, 0] for _ in range(schedule.topology.num_nodes)]
+def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tuple[LinkTraffic, ...]:
+    """What every node's link carries, from the actions.
+
+    A collective is counted as a ring in the order of its members, broadcast and reduce as a chain from or to the root.
+
+    Args:
+        physical: the nodes that the ranks really are on, where the schedule was built for others (without grouping: for
+            nodes of one rank each).
+    """
+    topology = physical or schedule.topology
+    assert topology.world_size == schedule.topology.world_size
+    counts = [[0, 0, 0, 0] for _ in range(topology.num_nodes)]
     for rank, program in enumerate(schedule.programs):
-        node = schedule.topology.node_of(rank)
+        node, sizes = topology.node_of(rank), schedule.buffer_elements(rank)
         for action in program:
-            sent, received, weights = _crossing(schedule, rank, action)
-            offset = 0 if weights else 2
+            if action.op is Op.EXCHANGE:
+                for transfer in action.transfers:
+                    if topology.node_of(transfer.peer) != node:
+                        offset = (0 if is_weight(transfer.buffer) else 2) + (0 if transfer.send else 1)
+                        counts[node][offset] += sizes[transfer.buffer]
+            elif action.op is Op.COLLECTIVE:
+                sent, received = _round_the_ring(schedule, topology, rank, action, sizes)
+                offset = 0 if is_weight((*action.reads, *action.writes)[0]) else 2
+                counts[node][offset] += sent
+                counts[node][offset + 1] += received
+    return tuple(LinkTraffic(*four) for four in counts)
+
+
+def _round_the_ring(
+    schedule: Schedule, topology: Topology, rank: int, action: Action, sizes: dict[str, int]
+) -> tuple[int, int]:
+    """Elements that one member of a collective sends to the next one and receives from the one before, over slow
+    links.
+    """
+    members = schedule.topology.group(action.group, rank)
+    steps, at = len(members) - 1, members.index(rank)
+    before, after = (topology.node_of(members[(at + d) % len(members)]) != topology.node_of(rank) for d in (-1, 1))
+    if action.collective in ("broadcast", "reduce"):
+        whole = sizes[(*action.reads, *action.writes)[0]]
+        place = (at - members.index(action.root)) % len(members)
+        away, towards = whole * (place < steps), whole * (place > 0)
+        return (
+            (away * after, towards * before) if action.collective == "broadcast" else (towards * before, away * after)
+        )
+    if action.collective == "all_gather":
+        moved = steps * sizes[action.reads[0]]
+    elif action.collective == "reduce_scatter":
+        moved = steps * sizes[action.writes[0]]
+    else:
+        moved = 2 * steps * sizes[action.reads[0]] // len(members)
+    return moved * after, moved * before
+
+
+def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
+    """The same from sizes alone, for a schedule on the nodes that it was built for, D of L ranks.
+
+    Every time that a unit's weights come into a node, and every time that its gradient leaves it, which is once a
+    visit or
+    once a step: (1 - 1/D) of the unit over each node's link in and out (``spread``); all of it into every node but its
+    home (``striped``, ``whole``); (P - 1)/P of it past each node (``flat``, a ring of P = DL ranks); no weights and
+    2(1 - 1/D) of the gradient (``hybrid``). On WeiPipe's ring all of it at every hop from a node's last rank, see
+    ``Ring``.
+    """
+    topology, model, knobs = schedule.topology, schedule.model, schedule.knobs
+    if topology.num_nodes == 1:
+        return (LinkTraffic(),)
+    if knobs.placement == "ring":
+        return _ring_formula(schedule)
+    nodes, world = topology.num_nodes, topology.world_size
+    visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
+    weights = [u for v in visits if v.weights is not None for u in model.blocks[v.block].units]
+    gradients = [u for v in visits if v.gradients is not None for u in model.trainable_units(v.block)]
+    if knobs.weights_scope == "step":
+        weights = sorted(set(weights))
+    if knobs.gradients_scope == "step":
+        gradients = sorted(set(gradients))
+    counts = [[0, 0, 0, 0] for _ in range(nodes)]
+    for unit, offset in [(unit, 0) for unit in weights] + [(unit, 2) for unit in gradients]:
+        home = schedule.homes[unit]
+        for node in range(nodes):
+            at_home = topology.node_of(home.ranks[0]) == node
+            if knobs.placement == "spread":
+                sent = received = home.padded * (nodes - 1) // nodes
+            elif knobs.placement == "flat":
+                sent = received = home.padded * (world - 1) // world
+            elif knobs.placement == "hybrid":
+                sent = received = 0 if offset == 0 else 2 * home.padded * (nodes - 1) // nodes
+            else:
+                there, here = (home.padded * (nodes - 1), 0) if at_home else (0, home.padded)
+                sent, received = (there, here) if offset == 0 else (here, there)
             counts[node][offset] += sent
             counts[node][offset + 1] += received
     return tuple(LinkTraffic(*four) for four in counts)
 
 
-def _crossing(schedule: Schedule, rank: int, action: Action) -> tuple[int, int, bool]:
-    """Elements that one rank's action sends over and receives from the slow link, and whether they are weights."""
-    topology = schedule.topology
-    if action.op is Op.EXCHANGE:
-        sizes = [(t.send, schedule.homes[t.unit].stripe) for t in action.transfers]
-        weights = is_weight(action.transfers[0].buffer)
-        return sum(n for send, n in sizes if send), sum(n for send, n in sizes if not send), weights
-    if action.op is not Op.COLLECTIVE or action.group == "node":
-        return 0, 0, True
-    members = topology.group(action.group, rank)
-    home = schedule.homes[action.unit]
-    piece = home.padded // topology.local_size // topology.num_nodes
-    moved = (len(members) - 1) * piece
-    i = members.index(rank)
-    before, after = members[i - 1], members[(i + 1) % len(members)]
-    here = topology.node_of(rank)
-    sends, receives = topology.node_of(after) != here, topology.node_of(before) != here
-    return moved * sends, moved * receives, action.collective == "all_gather"
-
-
-def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
-    """The same from sizes alone: every visit of a unit brings (1 - 1/D) of it into each of the D nodes (``spread``), or all of it
-    into every node but its home (``striped``, ``whole``), or (P - 1)/P of it past each node (``flat``, a ring of P ranks)."""
-    topology, model, knobs = schedule.topology, schedule.model, schedule.knobs
-    nodes, world = topology.num_nodes, topology.world_size
-    visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
-    counts = [[0, 0, 0, 0] for _ in range(nodes)]
-    for visit in visits:
-        moves = [(unit, 0) for unit in model.blocks[visit.block].units if visit.weights is not None]
-        moves += [(unit, 2) for unit in model.trainable_units(visit.block) if visit.gradients is not None]
-        for unit, offset in moves:
-            home = schedule.homes[unit]
-            for node in range(nodes):
-                outward, inward = offset, offset + 1
-                if knobs.placement == "spread":
-                    share = home.padded * (nodes - 1) // nodes
-                    counts[node][outward] += share
-                    counts[node][inward] += share
-                elif knobs.placement == "flat":
-                    share = home.padded * (world - 1) // world if nodes > 1 else 0
-                    counts[node][outward] += share
-                    counts[node][inward] += share
-                elif topology.node_of(home.ranks[0]) == node:
-                    counts[node][outward if offset == 0 else inward] += home.padded * (nodes - 1)
-                else:
-                    counts[node][inward if offset == 0 else outward] += home.padded
-    return tuple(LinkTraffic(*four) for four in counts)
+def _ring_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
+    topology, homes = schedule.topology, schedule.homes
+    ring = Ring(schedule.model, topology, schedule.knobs, homes, schedule.training)
+    out = [[0, 0] for _ in range(topology.num_nodes)]
+    for journey in ring.journeys:
+        for node, counts in enumerate(out):
+            last = (node + 1) * topology.local_size - 1
+            elements = homes[journey.unit].padded * journey.passes(last, ring.size)
+            counts[journey.stream is Stream.GRADIENT] += elements
+    # What leaves a node enters the next one.
+    return tuple(LinkTraffic(w, out[n - 1][0], g, out[n - 1][1]) for n, (w, g) in enumerate(out))

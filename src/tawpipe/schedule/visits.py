@@ -13,7 +13,8 @@ class Visit:
 
     Args:
         block, round: which block, in which round of the step.
-        backward: False for a forward visit. The head of a training step has only a backward visit: loss and gradient at once.
+        backward: False for a forward visit. The head of a training step has only a backward visit: loss and gradient at
+            once.
         weights: the how-manieth visit with weights this is in the step, or None where none are needed.
         gradients: the how-manieth visit that makes gradients, or None.
     """

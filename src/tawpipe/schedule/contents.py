@@ -1,0 +1,251 @@
+"""What every buffer holds while the proof plays a schedule, and what every action makes of it. Imports schedule only.
+
+Contents are symbolic: weights know their unit, stripes and version, gradients the contributions that are summed in
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tawpipe.schedule.actions import Action, Op, is_activation, is_gradient, is_weight
+from tawpipe.schedule.spec import Schedule
+
+
+class ScheduleError(AssertionError):
+    """A schedule that must not run, with the action at which the proof failed."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a buffer of weights or gradients holds.
+
+    Args:
+        kind: ``w`` weights, ``g`` gradients.
+        stripes: which stripes of the unit, in order.
+        version: of weights: the number of updates before it; of gradients: the step.
+        parts: of gradients: the (block, micro-batch) pairs summed in it.
+    """
+
+    kind: str
+    unit: int
+    stripes: tuple[int, ...]
+    version: int = 0
+    parts: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass
+class Running:
+    """An action of one rank in one step, in the play.
+
+    Args:
+        waits: how many actions it still waits for.
+        open_parts: transfers of an exchange that have not met their other side.
+    """
+
+    rank: int
+    step: int
+    index: int
+    action: Action
+    waits: int = 0
+    started: bool = False
+    open_parts: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} step {self.step} #{self.index}: {self.action}"
+
+
+class Contents:
+    """The buffers and activations of all ranks.
+
+    Every method takes the running action, reads what it reads and writes what it writes.
+
+    Raises:
+        ScheduleError: the action does not find what it needs, or writes what does not fit.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.held: list[dict[str, Content]] = []
+        self.alive: list[set[str]] = []
+        """Activations and losses of every rank."""
+        self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
+        self._normed = [-1] * schedule.topology.world_size
+        """The step of every rank's last NORM."""
+        for rank in range(schedule.topology.world_size):
+            homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
+            self.held.append({f"home.w.{unit}": Content("w", unit, (i,)) for unit, i in homes if i is not None})
+            self.alive.append(set())
+        self._everything = {
+            unit: frozenset(
+                (block, m)
+                for block in spec.blocks
+                if schedule.model.blocks[block].needs_backward or schedule.model.blocks[block].kind == "head"
+                for m in schedule.micro_batches
+            )
+            for unit, spec in enumerate(schedule.model.units)
+        }
+
+    def _read(self, name: str, running: Running) -> Content:
+        content = self.held[running.rank].get(name)
+        if content is None:
+            raise ScheduleError(f"reads {name}, which holds nothing yet: {running}")
+        return content
+
+    def _write(self, name: str, content: Content, running: Running) -> None:
+        elements = len(content.stripes) * self.schedule.homes[content.unit].stripe
+        if self._sizes[running.rank][name] != elements:
+            found = self._sizes[running.rank][name]
+            raise ScheduleError(f"writes {elements} elements into {name}, which has {found}: {running}")
+        if is_weight(name) != (content.kind == "w"):
+            raise ScheduleError(f"writes {content} into {name}: {running}")
+        self.held[running.rank][name] = content
+
+    def _sum(self, found: Sequence[Content], running: Running) -> Content:
+        together: set[tuple[int, int]] = set()
+        first = found[0]
+        for content in found:
+            if content.kind != "g" or (content.unit, content.stripes, content.version) != (
+                first.unit,
+                first.stripes,
+                first.version,
+            ):
+                raise ScheduleError(f"adds {content} to {first}: {running}")
+            if together & content.parts:
+                raise ScheduleError(f"counts {min(together & content.parts)} (block, micro-batch) twice: {running}")
+            together |= content.parts
+        return Content("g", first.unit, first.stripes, first.version, frozenset(together))
+
+    # between ranks
+
+    def transfer(self, sender: Running, source: str, receiver: Running, target: str, unit: int) -> None:
+        """One part of an exchange."""
+        content = self._read(source, sender)
+        if content.unit != unit:
+            raise ScheduleError(f"sends {content} as unit {unit}: {sender}")
+        self._write(target, content, receiver)
+
+    def collective(self, parts: Sequence[Running]) -> None:
+        """A COLLECTIVE, with all members in the order of the group."""
+        action = parts[0].action
+        brings = [p for p in parts if action.collective != "broadcast" or p.rank == action.root]
+        found = [self._read(p.action.reads[0], p) for p in brings]
+        kind = "w" if action.collective in ("all_gather", "broadcast") else "g"
+        for content, part in zip(found, brings, strict=True):
+            if (content.kind, content.unit, content.version) != (kind, action.unit, found[0].version):
+                raise ScheduleError(f"a member brings {content}: {part}")
+        if action.collective == "all_gather":
+            stripes = tuple(stripe for content in found for stripe in content.stripes)
+            outputs = [Content("w", action.unit, stripes, found[0].version)] * len(parts)
+        elif action.collective == "broadcast":
+            outputs = found * len(parts)
+        else:
+            total = self._sum(found, parts[0])
+            outputs = [total] * len(parts)
+            if action.collective == "reduce_scatter":
+                size, rest = divmod(len(total.stripes), len(parts))
+                if rest:
+                    raise ScheduleError(f"{len(total.stripes)} stripes do not divide: {parts[0]}")
+                cuts = [total.stripes[i * size : (i + 1) * size] for i in range(len(parts))]
+                outputs = [Content("g", total.unit, cut, total.version, total.parts) for cut in cuts]
+        for part, output in zip(parts, outputs, strict=True):
+            for name in part.action.writes:
+                if action.collective == "reduce" and part.rank != action.root:
+                    del self.held[part.rank][name]  # what a reduction leaves there is nothing
+                else:
+                    self._write(name, output, part)
+
+    def norm(self, running: Running) -> None:
+        """NORM on one of the ranks."""
+        for name in running.action.reads:
+            if is_gradient(name):
+                self._expect_complete(running, name)
+        self._activations(running)
+        self._normed[running.rank] = running.step
+
+    # on one rank
+
+    def local(self, running: Running) -> None:
+        """An action that concerns nobody else."""
+        action = running.action
+        if action.op in (Op.FORWARD, Op.BACKWARD):
+            self._compute(running)
+        elif action.op is Op.ZERO:
+            self._write(action.writes[0], self._gradient(action.unit, running), running)
+        elif action.op is Op.ADD:
+            total = self._sum([self._read(name, running) for name in action.reads], running)
+            if total.unit != action.unit:
+                raise ScheduleError(f"adds up unit {total.unit}: {running}")
+            self._write(action.writes[0], total, running)
+        else:
+            self._update(running)
+
+    def _gradient(self, unit: int, running: Running, *parts: tuple[int, int]) -> Content:
+        return Content("g", unit, self._stripes(unit), running.step, frozenset(parts))
+
+    def _stripes(self, unit: int) -> tuple[int, ...]:
+        return tuple(range(len(self.schedule.homes[unit].ranks)))
+
+    def _version(self, unit: int, step: int) -> int:
+        return step if self.schedule.training and self.schedule.model.units[unit].trainable else 0
+
+    def _compute(self, running: Running) -> None:
+        action, block = running.action, self.schedule.model.blocks[running.action.block]
+        for unit, name in zip(block.units, action.weights, strict=False):
+            whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
+            if (content := self._read(name, running)) != whole:
+                raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
+        if action.op is Op.BACKWARD:
+            units = self.schedule.model.trainable_units(action.block)
+            for unit, name in zip(units, action.gradients, strict=True):
+                mine = self._gradient(unit, running, (action.block, action.micro_batch))
+                before = [self._read(name, running)] if name in action.reads else []
+                self._write(name, self._sum([*before, mine], running), running)
+        self._activations(running)
+
+    def _activations(self, running: Running) -> None:
+        """Activations and losses must be there when they are read, and be freed before they are made anew."""
+        action, alive = running.action, self.alive[running.rank]
+        for name in filter(is_activation, action.reads):
+            if name not in alive:
+                raise ScheduleError(f"reads {name}, which holds nothing: {running}")
+        for name in filter(is_activation, action.writes):
+            if name in alive:
+                raise ScheduleError(f"writes {name} over something that nobody freed: {running}")
+            alive.add(name)
+        alive.difference_update(action.frees)
+
+    def _expect_complete(self, running: Running, name: str) -> None:
+        content = self._read(name, running)
+        unit = int(name.rpartition(".")[2])
+        expected = Content(
+            "g", unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
+        )
+        if content != expected:
+            if missing := sorted(expected.parts - content.parts):
+                lacks = f"{len(missing)} of {len(expected.parts)} (block, micro-batch) pairs, the first {missing[0]}"
+                raise ScheduleError(f"{name} lacks {lacks}: {running}")
+            raise ScheduleError(f"{name} holds {content}: {running}")
+
+    def _update(self, running: Running) -> None:
+        rank, unit = running.rank, running.action.unit
+        weights, gradient = f"home.w.{unit}", f"home.g.{unit}"
+        if self._normed[rank] != running.step:
+            raise ScheduleError(f"updates before the NORM of its step: {running}")
+        self._expect_complete(running, gradient)
+        content = self._read(weights, running)
+        self._write(weights, Content("w", unit, content.stripes, content.version + 1), running)
+        del self.held[rank][gradient]  # scaled by the clipping factor: no longer a sum of contributions
+
+    def expect_end(self, steps: int) -> None:
+        """After all steps every home has its updates, and no activation is left behind."""
+        for rank, (held, alive) in enumerate(zip(self.held, self.alive, strict=True)):
+            if alive:
+                raise ScheduleError(f"rank {rank} never frees {sorted(alive)[:3]}")
+            for unit, home in enumerate(self.schedule.homes):
+                index = home.index(rank)
+                if index is not None:
+                    expected = Content("w", unit, (index,), self._version(unit, steps))
+                    if held[f"home.w.{unit}"] != expected:
+                        raise ScheduleError(f"rank {rank} ends with {held[f'home.w.{unit}']} at home, not {expected}")

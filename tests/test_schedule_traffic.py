@@ -1,0 +1,94 @@
+"""Elements over the slow links: what the actions move is what the formulas and the papers say."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+
+from schedules import SCOPED, make, schedules
+from tawpipe.schedule.build import build_evaluation
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
+from tawpipe.schedule.traffic import LinkTraffic, link_elements, link_elements_formula
+from tawpipe.topology import Topology
+
+
+def even(layers: int, elements: int = 5040) -> ModelSpec:
+    """Layers of one size that every cluster here divides, between an embedding and a head of nothing."""
+    units = [UnitSpec(elements, True, (layer,)) for layer in range(1, layers + 1)]
+    blocks = [BlockSpec((layer,), "layer") for layer in range(layers)]
+    ends = (BlockSpec((), "embedding", False, False), BlockSpec((), "head"))
+    return ModelSpec((ends[0], *blocks, ends[1]), tuple(units))
+
+
+def total(schedule: Schedule) -> Fraction:
+    """Elements that a node sends in a step over elements of the model, averaged over the nodes."""
+    links = link_elements(schedule)
+    sent = sum(link.weights_sent + link.gradients_sent for link in links)
+    return Fraction(sent, len(links) * sum(unit.numel for unit in schedule.model.units))
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=schedules())
+def test_actions_move_what_the_formula_says(schedule):
+    links = link_elements(schedule)
+    assert links == link_elements_formula(schedule)
+    assert sum(link.weights_sent for link in links) == sum(link.weights_received for link in links)
+    assert sum(link.gradients_sent for link in links) == sum(link.gradients_received for link in links)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("placement", SCOPED)
+def test_a_node_moves_each_unit_twice_and_its_gradient_once_a_round(placement, rounds):
+    assert total(make(even(6), 3, 2, 6 * rounds, placement=placement)) == 3 * rounds * Fraction(2, 3)
+
+
+@pytest.mark.parametrize("placement", SCOPED)
+def test_at_scope_step_a_node_moves_each_unit_once_and_its_gradient_once(placement):
+    schedule = make(even(6), 3, 2, 24, placement=placement, weights_scope="step", gradients_scope="step")
+    assert total(schedule) == 2 * Fraction(2, 3)
+
+
+def test_replicas_move_gradients_alone():
+    once, often = (make(even(6), 3, 2, 24, placement="hybrid", gradients_scope=s) for s in ("step", "visit"))
+    assert total(once) == 2 * Fraction(2, 3)
+    assert total(often) == 4 * 2 * Fraction(2, 3)
+    assert all(link.weights_sent == 0 for link in link_elements(once))
+
+
+def test_weights_cross_the_slow_link_a_third_less_than_in_a_ring():
+    """(1-1/D) of every visited unit enters a node; flat sharding passes (P-1)/P of it: at 3 x 2 a ratio of 1.25."""
+    spread, flat = (total(make(even(6), 3, 2, 6, placement=p)) for p in ("spread", "flat"))
+    assert flat / spread == Fraction(5, 4)
+
+
+def test_weipipe_moves_three_units_a_layer_and_round_where_tawpipe_moves_two():
+    """36 H^2 against 24 H^2 at D = 3, once filling and draining are outweighed by many rounds."""
+    rounds = 40
+    ring, spread = (total(make(even(6), 3, 2, 6 * rounds, placement=p)) for p in ("ring", "spread"))
+    assert float(ring / rounds) == pytest.approx(3, rel=0.03)
+    assert float(ring / spread) == pytest.approx(1.5, rel=0.03)
+
+
+def test_without_grouping_the_slow_link_is_crossed_as_by_a_flat_ring():
+    grouped, alone = (make(even(6), nodes, local, 6, placement="spread") for nodes, local in ((3, 2), (6, 1)))
+    flat = make(even(6), 3, 2, 6, placement="flat")
+    assert link_elements(alone, physical=grouped.topology) == link_elements(flat)
+
+
+def test_without_grouping_a_home_sends_to_every_rank_by_itself():
+    alone = make(even(6), 4, 1, 4, placement="whole")
+    physical = Topology.grid(2, 2)
+    for node, link in enumerate(link_elements(alone, physical=physical)):
+        # From each of its homes to the two ranks elsewhere, and to each of its ranks from the homes elsewhere; twice.
+        homes = sum(home.ranks[0] in physical.nodes[node] for home in alone.homes)
+        assert link.weights_sent == 2 * 2 * homes * 5040
+        assert link.weights_received == 2 * 2 * (6 - homes) * 5040
+
+
+def test_one_node_has_no_slow_link():
+    for placement in ("spread", "flat", "hybrid", "ring", "whole"):
+        for build in (None, build_evaluation):
+            schedule = make(even(6), 1, 4, 8, *([build] if build else []), placement=placement)
+            assert link_elements(schedule) == link_elements_formula(schedule) == (LinkTraffic(),)
