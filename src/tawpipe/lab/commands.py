@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.lab.cluster import DEFAULT_NAME, Cluster
@@ -54,6 +56,22 @@ def _exec(arguments: argparse.Namespace) -> int:
     return Cluster.find(arguments.name).become(arguments.node, arguments.words)
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    from tawpipe.lab.compare import compare
+    from tawpipe.lab.suite import load_suite
+
+    suite = load_suite(arguments.suite)
+    if arguments.only:
+        suite = suite.only([name.strip() for name in arguments.only.split(",")])
+    if arguments.samples is not None:
+        if arguments.samples < 1:
+            raise UserError("--samples", arguments.samples, "at least 1")
+        suite = replace(suite, samples=arguments.samples)
+    rows = compare(suite, Path(arguments.out), tell=lambda line: print(line, flush=True))
+    print(f"{len(rows)} rows in {arguments.out}: results.json, table.md, chart.png")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "A cluster with unequal links out of one Linux machine. Needs root and iproute2."
     parser = argparse.ArgumentParser(prog="tawpipe lab", description=description)
@@ -81,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     execute.add_argument("node", type=int, metavar="NODE", help="its number, from 0")
     execute.set_defaults(run=_exec)
+
+    compare = commands.add_parser("compare", help="measure a suite: strategies side by side, with their bounds")
+    compare.add_argument("--suite", required=True, help="a name (smoke, base-6, link-bound, ...) or a YAML file")
+    compare.add_argument("--only", metavar="NAMES", help="strategies or cells, separated by commas")
+    compare.add_argument("--samples", type=int, metavar="N", help="measured steps, instead of the suite's")
+    compare.add_argument("--out", required=True, metavar="DIR", help="folder for results.json, table.md and chart.png")
+    compare.set_defaults(run=_compare)
 
     for command in (up, down, execute):
         command.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster (default: {DEFAULT_NAME})")

@@ -1,4 +1,5 @@
-"""The timed workload: real transfers of real bytes, computation as sleeps of given seconds. Imports nothing of the project.
+"""The timed workload: real transfers of real bytes, computation as sleeps of given seconds. Imports nothing of the
+project.
 
 Scheduling and network are what is measured then, and many ranks run on few cores.
 """

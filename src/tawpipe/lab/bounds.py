@@ -1,0 +1,287 @@
+"""How fast a setting could be at best. Imports topology, schedule, simulate and lab.
+
+Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
+and ends with nothing under way:
+
+* physical: a device must do its share of the computing, and a node's link must carry what the strategy cannot avoid
+  sending. ``max(compute seconds per device, least bytes into or out of a node / rate)``; W is the bytes of all weights,
+  D the nodes, P the devices. What is wasted (gloo's reduce-scatter is an all-reduce) does not count.
+* dependencies: besides, nothing can begin before what it needs exists. For schedules of this project
+  ``simulate.critical`` follows the schedule's own order; for the rivals the few waits that none of their orders avoids
+  are counted, which the docstrings name.
+
+Latencies are left out of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+from tawpipe.errors import UserError
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
+from tawpipe.schedule.traffic import link_elements
+from tawpipe.simulate import CostModel, LinkModel, dependency_bound
+from tawpipe.topology import Topology
+
+WeightsScope = Literal["visit", "step", "replica"]
+GradientsScope = Literal["visit", "step"]
+SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "hsdp")
+PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of one strategy in one setting.
+
+    Args:
+        compute_s: of the device that computes most.
+        link_s: of the node's link that is busy longest.
+        dependency_s: by dependencies; at least the physical bound.
+        sent_bytes, received_bytes: least bytes of every node's link.
+    """
+
+    compute_s: float
+    link_s: float
+    dependency_s: float
+    sent_bytes: tuple[float, ...]
+    received_bytes: tuple[float, ...]
+
+    @property
+    def physical_s(self) -> float:
+        return max(self.compute_s, self.link_s)
+
+
+def workload_model(workload: TimedWorkload) -> ModelSpec:
+    """The workload as builders see it: equal layers, an embedding and a head without weights."""
+    layers = range(workload.layers)
+    blocks = (
+        BlockSpec((), "embedding", backward_reads_weights=False, needs_backward=False),
+        *(BlockSpec((i,), "layer") for i in layers),
+        BlockSpec((), "head"),
+    )
+    return ModelSpec(blocks, tuple(UnitSpec(workload.layer_elements, True, (i + 1,)) for i in layers))
+
+
+def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
+    """The workload as the clock sees it; ``settings`` are other fields of ``CostModel``. Elements are fp32."""
+    return CostModel.timed(
+        layers=workload.layers,
+        forward_s=workload.forward_s,
+        backward_s=workload.backward_input_s + workload.backward_weight_s,
+        between=between,
+        inside=inside,
+        **settings,
+    )
+
+
+def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology | None = None) -> Bounds:
+    """Of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
+
+    Reductions count as rings, which send least, whatever the cost model says.
+
+    Args:
+        physical: the nodes that the ranks really are on, where the schedule was built for others.
+    """
+    topology = physical or schedule.topology
+    traffic = link_elements(schedule, physical=topology)
+    sent = [link.bytes_sent(costs.weight_bytes, costs.gradient_bytes) for link in traffic]
+    received = [link.bytes_received(costs.weight_bytes, costs.gradient_bytes) for link in traffic]
+    compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
+    pairs = enumerate(zip(sent, received, strict=True))
+    links = [_link_seconds(costs.node_link(node), topology, out, back) for node, (out, back) in pairs]
+    needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
+    return Bounds(compute, max(links), needed, tuple(sent), tuple(received))
+
+
+def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
+    total = 0.0
+    for action in schedule.programs[rank]:
+        if action.op is Op.FORWARD:
+            total += costs.forward_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD:
+            total += costs.backward_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
+            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
+    return total
+
+
+def _link_seconds(link: LinkModel, topology: Topology, sent: float, received: float) -> float:
+    rate = link.bytes_per_s * (1 if link.shared else topology.local_size)
+    return max(sent, received) / rate if link.full_duplex else (sent + received) / rate
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """What crosses a node's link per round, in each direction, as shares of W.
+
+    Args:
+        rounds: gathers of a step's micro-batches.
+        forward, backward: weights in the forward and in the backward pass of every round.
+        gradients: in the backward pass of every round, or of the last one only (``reduce_last``).
+        once: weights cross in the first round only.
+    """
+
+    rounds: int
+    forward: float
+    backward: float
+    gradients: float
+    reduce_last: bool = False
+    once: bool = False
+
+
+def scope_bounds(
+    workload: TimedWorkload,
+    topology: Topology,
+    between: LinkModel,
+    *,
+    weights: WeightsScope = "visit",
+    gradients: GradientsScope = "visit",
+    micro_batches_per_visit: int = 1,
+) -> Bounds:
+    """The least that any schedule needs whose nodes keep copies for so long, whatever its placement.
+
+    With one copy of everything in the cluster a node is home to 1/D of the weights on average, so that (1 - 1/D) W must
+    enter it whenever its other weights are gone, and as many gradients must leave it. Per direction and step, R rounds:
+
+    * weights for a ``visit``: once forward and once backward in every round, 2 R (1 - 1/D) W; for the ``step``: (1 -
+      1/D) W.
+    * gradients per ``visit``: once in every round, R (1 - 1/D) W; per ``step``: (1 - 1/D) W.
+    * weights of a ``replica``: every node is home to all of them, with optimizer state of its own (HSDP), and no
+      weights cross. Its gradients are all-reduced over the nodes: twice the above.
+    """
+    if weights not in ("visit", "step", "replica"):
+        raise UserError("scope of weights", weights, "one of visit, step, replica")
+    if gradients not in ("visit", "step"):
+        raise UserError("scope of gradients", gradients, "one of visit, step")
+    per_device = -(-workload.micro_batches // topology.world_size)
+    share = 1 - 1 / topology.num_nodes
+    kind = _Sharded(
+        rounds=max(1, -(-per_device // micro_batches_per_visit)),
+        forward=0.0 if weights == "replica" else share,
+        backward=share if weights == "visit" else 0.0,
+        gradients=2 * share if weights == "replica" else share,
+        reduce_last=gradients == "step",
+        once=weights == "step",
+    )
+    return _sharded_bounds(workload, topology, between, kind)
+
+
+def shipped_bounds(
+    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
+) -> Bounds:
+    """Of a rival as shipped by torch, with the knobs of its contender.
+
+    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): torch gathers and reduces over all
+    ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
+    its forward to its backward pass, all layers are where they are not resharded after forward, and over the whole step
+    with ``keep_weights``.
+
+    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round.
+    * ``fsdp2-node`` (integer ``reshard_after_forward``): no weights between nodes in the backward pass.
+    * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
+    * ``hsdp``: weights of a ``replica``, gradients per ``step``, see ``scope_bounds``.
+
+    Pipelines: see ``_pipeline_bounds``.
+
+    Raises:
+        UserError: no such rival.
+    """
+    knobs = dict(knobs or {})
+    if name in PIPELINES:
+        usual = 1 if name == "1f1b" else 2
+        return _pipeline_bounds(name, workload, topology, between, int(knobs.get("stages_per_rank", usual)))
+    if name not in SHARDED:
+        raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
+    per_gather = int(knobs.get("micro_batches_per_gather", 1))
+    if name == "hsdp":
+        return scope_bounds(
+            workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
+        )
+    nodes, devices = topology.num_nodes, topology.world_size
+    # Over which ranks weights are gathered and gradients reduced, each by itself: either may be replaced by ours.
+    ring, tree = (1 - 1 / devices if nodes > 1 else 0.0), 1 - 1 / nodes
+    hierarchical = name == "fsdp2-hierarchical"
+    gathered = tree if hierarchical else ring
+    reduction = knobs.get("reduction", "hierarchical" if hierarchical else "gloo")
+    reduced = tree if reduction == "hierarchical" else ring
+    keep = bool(knobs.get("keep_weights", False))
+    inside = name == "fsdp2-node" or keep or not knobs.get("reshard_after_forward", True)
+    kind = _Sharded(
+        rounds=max(1, -(-workload.micro_batches // (devices * per_gather))),
+        forward=gathered,
+        backward=0.0 if inside else gathered * (1 - 1 / workload.layers),
+        gradients=reduced,
+        reduce_last=not knobs.get("reduce_every_round", True),
+        once=keep,
+    )
+    return _sharded_bounds(workload, topology, between, kind)
+
+
+def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkModel, kind: _Sharded) -> Bounds:
+    """Bounds of data parallelism with sharded weights.
+
+    By dependencies, whatever is overlapped: before all computing come the weights of the first layer; or, before all of
+    it but the other layers' forward passes of the first round, all weights. Likewise backward: after all computing the
+    gradients of the layer that is done last leave; after all of it but the other layers' backward passes of the last
+    round, all gradients of that round, because none exists before.
+    """
+    weight, layers = workload.layers * workload.layer_bytes, workload.layers
+    backward_s = workload.backward_input_s + workload.backward_weight_s
+    per_device = -(-workload.micro_batches // topology.world_size)
+    compute = layers * per_device * (workload.forward_s + backward_s)
+    size = -(-per_device // kind.rounds)
+    first = min(size, per_device)
+    last = per_device - (kind.rounds - 1) * size
+    moved = weight * (
+        (1 if kind.once else kind.rounds) * (kind.forward + kind.backward)
+        + (1 if kind.reduce_last else kind.rounds) * kind.gradients
+    )
+    rate = between.bytes_per_s * (1 if between.shared else topology.local_size)
+    weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
+    before = max(weights_in / layers, weights_in - (layers - 1) * first * workload.forward_s)
+    after = max(gradients_out / layers, gradients_out - (layers - 1) * last * backward_s)
+    link = _link_seconds(between, topology, moved, moved)
+    each = (moved,) * topology.num_nodes
+    return Bounds(compute, link, max(link, before + compute + after), each, each)
+
+
+def _pipeline_bounds(
+    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, stages_per_rank: int
+) -> Bounds:
+    """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank, all equally long.
+
+    Physical: every device does 1/P of the computing. Where stage s and s + 1 are on different nodes, M activations
+    cross forward and M gradients of the same size backward. 1F1B passes every border between neighbouring nodes once;
+    interleaving passes it v times and goes from the last rank to the first v - 1 times; ZBV goes down and back up.
+
+    By dependencies: the last rank's first pass comes after P - 1 stages forward (and an activation over every border),
+    and where weight gradients are not split off, P - 1 stages backward come after its last one: the bubble (P-1)/v of a
+    micro-batch's time, so that a step takes at least (M + (P-1)/v) / M of its computing. ZBV fills the end with weight
+    gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them.
+    """
+    devices, micro_batches = topology.world_size, workload.micro_batches
+    stages = devices * stages_per_rank
+    at = [s % devices if name != "zbv" or s < devices else stages - 1 - s for s in range(stages)]
+    node = [topology.node_of(rank) for rank in at]
+    sent, received = [0.0] * topology.num_nodes, [0.0] * topology.num_nodes
+    amount = float(micro_batches * workload.activation_bytes)
+    for here, there in pairwise(node):
+        if here != there:
+            for source, target in ((here, there), (there, here)):
+                sent[source] += amount
+                received[target] += amount
+    layers_per_stage = workload.layers / stages
+    backward_s = workload.backward_input_s + workload.backward_weight_s
+    compute = workload.compute_s / devices
+    borders = sum(a != b for a, b in pairwise(node[:devices]))
+    crossing = borders * workload.activation_bytes / between.bytes_per_s
+    needed = (devices - 1) * layers_per_stage * workload.forward_s + crossing + compute
+    if name != "zbv":
+        needed += (devices - 1) * layers_per_stage * backward_s + crossing
+    links = [_link_seconds(between, topology, s, r) for s, r in zip(sent, received, strict=True)]
+    return Bounds(compute, max(links), max(compute, *links, needed), tuple(sent), tuple(received))

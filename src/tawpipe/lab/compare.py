@@ -1,0 +1,201 @@
+"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds. Imports lab and simulate.
+
+``compare`` writes ``results.json`` (the contract that others read), a Markdown table and a chart.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.lab import ours
+from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload_costs
+from tawpipe.lab.cluster import Cluster
+from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.suite import Cell, Entry, Suite
+from tawpipe.lab.table import write_chart, write_table
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+
+CLUSTER = "tawpipe-compare"
+BUSIEST = 0.6
+"""Share of the machine's processors above which a cell measures the machine and not the network."""
+INSIDE = LinkModel(2e9)
+"""A node's loopback, for the bounds; what is lost on it is nearly nothing."""
+FRAMES = 1448 / 1514
+"""Share of an Ethernet link's bytes that is payload: TCP with timestamps in full frames, as the interfaces count
+them.
+"""
+
+
+def compare(suite: Suite, out: Path, *, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Run a suite and write its results; the rows.
+
+    Args:
+        out: a folder; what it holds of an earlier run is replaced.
+        tell: is given a line for every launch and row.
+
+    Raises:
+        UserError: no root or tools, or a cell that cannot be built.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for cell in suite.cells:
+        tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}")
+        for row in _measure_cell(suite, cell, tell):
+            rows.append(row)
+            tell(_line(row))
+        write_results(suite, rows, out)
+    return rows
+
+
+def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
+    """``results.json``, ``table.md`` and ``chart.png``."""
+    environment = {
+        "versions": {name: version(name) for name in ("tawpipe", "torch")} | {"python": platform.python_version()},
+        "machine": f"{platform.machine()}, {_processors()}, Linux {platform.release()}",
+        "command": shlex.join(["tawpipe", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    content = {"environment": environment, "rows": rows}
+    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_table(suite.name, environment, rows, out / "table.md")
+    write_chart(suite.name, rows, out / "chart.png")
+
+
+def _processors() -> str:
+    import os
+
+    return f"{os.cpu_count()} processors"
+
+
+def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
+    topology = Topology.grid(cell.nodes, cell.local)
+    failed: dict[int, str] = {}
+    found: dict[int, dict[str, Any]] = {}
+    with (
+        Cluster.create(cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, name=CLUSTER) as cluster,
+        tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
+    ):
+        while len(failed) < len(suite.strategies):
+            tried = [i for i in range(len(suite.strategies)) if i not in failed]
+            ended = _launch(cluster, Path(folder), suite, cell, tried, warmup=suite.warmup, samples=suite.samples)
+            if isinstance(ended, list):
+                found = dict(zip(tried, ended, strict=True))
+                break
+            number, reason = ended
+            tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
+            failed[number] = reason
+        if suite.memory:
+            for i in list(found):
+                alone = _launch(cluster, Path(folder), suite, cell, [i], warmup=0, samples=2)
+                found[i]["peak_bytes"] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
+    rows = []
+    for i, entry in enumerate(suite.strategies):
+        reading = found.get(i, {"failed": failed.get(i, "not run")})
+        rows.append(_row(suite, cell, topology, entry, reading))
+    return rows
+
+
+def _launch(
+    cluster: Cluster, folder: Path, suite: Suite, cell: Cell, tried: list[int], *, warmup: int, samples: int
+) -> list[dict[str, Any]] | tuple[int, str]:
+    """Readings of the strategies, or which of them ended the launch, and why."""
+    job, result = folder / "job.json", folder / "result.json"
+    running = Path(f"{result}.running")
+    result.unlink(missing_ok=True)
+    running.unlink(missing_ok=True)
+    entries = [asdict(suite.strategies[i]) for i in tried]
+    content = {"workload": asdict(cell.workload), "entries": entries, "warmup": warmup, "samples": samples}
+    job.write_text(json.dumps(content), encoding="utf-8")
+    command = [sys.executable, "-m", "tawpipe.lab.worker", str(job), str(result)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # there is no name service in a node, which torch would say once per rank
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # or freed blocks stay with the process, and memory creeps
+    }
+    try:
+        cluster.launch(command, local=cell.local, env=environment)
+    except RunError as error:
+        if not running.exists():
+            raise
+        return tried[int(running.read_text())], str(error)
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def bounds_of(cell: Cell, entry: Entry) -> Bounds:
+    """The bounds of a strategy in a cell, from the setting alone.
+
+    Raises:
+        UserError: a strategy that is not known, or cannot run there.
+    """
+    topology = Topology.grid(cell.nodes, cell.local)
+    rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
+    between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
+    if entry.strategy in ours.NAMES:
+        schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
+        costs = workload_costs(cell.workload, between=between, inside=INSIDE, reduce_scatter="ring")
+        return schedule_bounds(schedule, costs, physical=topology)
+    return shipped_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
+
+
+def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "suite": suite.name,
+        "cell": cell.spelled_out(),
+        "strategy": entry.strategy,
+        "origin": "ours" if entry.strategy in ours.NAMES else "shipped",
+        "knobs": reading.get("knobs") or entry.knobs,
+        "label": entry.label,
+        "status": "ok",
+        "reason": "",
+    }
+    try:
+        bounds = bounds_of(cell, entry)
+        row["physical_bound_s"], row["dependency_bound_s"] = bounds.physical_s, bounds.dependency_s
+        row["link_bytes_predicted"] = [round(number) for number in bounds.sent_bytes]
+    except UserError as error:
+        reading = reading if reading.get("failed") else {"failed": str(error)}
+    if reason := reading.get("failed"):
+        memory = "MemoryError" in reason or "SIGKILL" in reason
+        return row | {"status": "out-of-memory" if memory else "failed", "reason": reason}
+    seconds = reading["seconds"]
+    busy = statistics.median(reading["cpu_busy"])
+    row |= {
+        "seconds_per_step": {
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+            "samples": seconds,
+        },
+        "link_bytes_sent": [statistics.median(column) for column in zip(*reading["sent"], strict=True)],
+        "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
+        "exposed_communication_s": statistics.median(reading["exposed"]),
+        "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
+        "cpu_busy": busy,
+        "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
+    }
+    if busy > BUSIEST:
+        row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "seconds_per_step" not in row:
+        return f"  {row['label']}: {row['status']}, {row['reason']}"
+    median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
+    note = f", {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
+    return f"  {row['label']}: {median:.2f} s, {bound / median:.2f} of the physical bound{note}"

@@ -1,0 +1,113 @@
+"""What the lab measures: something that runs complete training steps. Imports the timed workload, topology and errors.
+
+Every worker process of a launch makes its own contender of every strategy, after the ranks have joined, and the harness
+alternates single steps of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, Protocol, TypeVar
+
+from tawpipe.errors import UserError
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.topology import Topology
+
+Settings = TypeVar("Settings")
+
+
+class Contender(Protocol):
+    """One strategy on one rank.
+
+    Attributes:
+        name: as in the tables, for example ``fsdp2``.
+        origin: ``shipped`` by others, called through its public interface, or ``ours``: a schedule in this project's
+            runtime.
+        knobs: every setting it runs with, those left at their default included.
+    """
+
+    name: str
+    origin: str
+    knobs: dict[str, object]
+
+    def step(self) -> None:
+        """One complete training step on this rank. None of its communication is under way when it returns."""
+        ...
+
+    def busy(self) -> dict[str, float]:
+        """Seconds since the last call that a lane was busy, for the lanes of which that is known.
+
+        COMPUTE is the sleeping that stands for computation. A lane of transfers is also busy while it waits for the
+        other side.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back threads, groups and memory. No step may follow."""
+        ...
+
+
+class Maker(Protocol):
+    """Makes a contender on this rank. All ranks call it in the same order, because it may create process groups.
+
+    Raises:
+        UserError: the strategy cannot run this workload on this topology, or does not know a knob.
+    """
+
+    def __call__(
+        self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any
+    ) -> Contender: ...
+
+
+class BusyTime:
+    """Seconds that lanes were busy. Each lane is written by one thread."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, lane: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """What has gathered since the last call. Only between steps, when no lane runs."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+def makers() -> dict[str, Maker]:
+    """Every strategy that is shipped by others, by its name."""
+    from tawpipe.lab import shipped, shipped_pipeline
+
+    return {
+        **dict.fromkeys(shipped.NAMES, shipped.make),
+        **dict.fromkeys(shipped_pipeline.NAMES, shipped_pipeline.make),
+    }
+
+
+def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """The contender called ``name`` on this rank; see `Maker`."""
+    known = makers()
+    if name not in known:
+        raise UserError("strategy", name, f"one of {', '.join(known)}")
+    return known[name](name, workload, topology, rank, **knobs)
+
+
+def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, object]) -> Settings:
+    """``knobs`` as the settings dataclass ``cls`` of the strategy ``name``.
+
+    Raises:
+        UserError: a knob that the strategy does not have.
+    """
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for knob in knobs:
+        if knob not in known:
+            raise UserError(f"knob of {name}", knob, f"one of {', '.join(known)}")
+    return cls(**knobs)

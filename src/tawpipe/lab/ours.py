@@ -1,0 +1,216 @@
+"""Contenders in this project's runtime: the real schedule, storage, transport and optimizer, computation as sleeps.
+
+Imports topology, model.units, schedule, runtime and lab. A strategy here is a placement and knobs, nothing else:
+
+* ``tawpipe-whole``: as its paper has it, units on one device, staggered; ``tawpipe-striped``;
+* ``tawpipe-spread``: every unit over all devices, which is hierarchical flat sharding under another name;
+* ``tawpipe-step``: ``spread`` with weights kept in the node for the step and gradients sent home once;
+* ``flat``: ring collectives over the whole cluster, fully overlapped;
+* ``hsdp-ours``: one copy of everything per node;
+* ``weipipe``: weights and gradients round a ring of all devices;
+* ``no-grouping``: ``tawpipe-spread`` as if every device were a node; ``no-overlap``: everything in one lane.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.lab.bounds import workload_model
+from tawpipe.lab.contender import BusyTime, read_settings
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.runtime.compute import StepInput
+from tawpipe.runtime.executor import Executor, UpdateRule
+from tawpipe.runtime.optimizer import UnitOptimizers, adamw
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.build import build_training
+from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
+from tawpipe.schedule.transform import without_overlap
+from tawpipe.schedule.verify import verify
+from tawpipe.topology import Topology
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "tawpipe-whole": {"placement": "whole"},
+    "tawpipe-striped": {"placement": "striped"},
+    "tawpipe-spread": {"placement": "spread"},
+    "tawpipe-step": {"placement": "spread", "weights_scope": "step", "gradients_scope": "step"},
+    "flat": {"placement": "flat"},
+    "hsdp-ours": {"placement": "hybrid", "gradients_scope": "step"},
+    "weipipe": {"placement": "ring"},
+    "no-grouping": {"placement": "spread"},
+    "no-overlap": {"placement": "spread", "look_ahead": 0},
+}
+NAMES = tuple(STRATEGIES)
+
+
+@dataclass(frozen=True)
+class OurSettings:
+    """Knobs of a contender in our runtime; see ``schedule.spec.Knobs``.
+
+    Args:
+        clip_norm: largest global gradient norm; None for no clipping.
+        strict: check sequence number and action of every message.
+    """
+
+    placement: str = "spread"
+    micro_batches_per_visit: int = 1
+    look_ahead: int = 3
+    gradient_buffers: int = 3
+    weights_scope: str = "visit"
+    gradients_scope: str = "visit"
+    clip_norm: float | None = 1.0
+    strict: bool = True
+
+
+def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
+    """The settings of a strategy; ``knobs`` beat what its name stands for.
+
+    Raises:
+        UserError: no such strategy or knob.
+    """
+    if name not in STRATEGIES:
+        raise UserError("strategy", name, f"one of {', '.join(STRATEGIES)}")
+    return read_settings(OurSettings, name, {**STRATEGIES[name], **knobs})
+
+
+def schedule_of(name: str, workload: TimedWorkload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
+    """The schedule that a strategy runs.
+
+    Raises:
+        UserError: the strategy cannot run this workload on this topology.
+    """
+    settings = settings_of(name, knobs)
+    logical = Topology.grid(topology.world_size, 1) if name == "no-grouping" else topology
+    schedule = build_training(
+        workload_model(workload),
+        logical,
+        Knobs(
+            placement=settings.placement,
+            micro_batches=share_micro_batches(workload.micro_batches, topology.world_size),
+            micro_batches_per_visit=settings.micro_batches_per_visit,
+            look_ahead=settings.look_ahead,
+            gradient_buffers=settings.gradient_buffers,
+            weights_scope=settings.weights_scope,
+            gradients_scope=settings.gradients_scope,
+        ),
+    )
+    return without_overlap(schedule) if name == "no-overlap" else schedule
+
+
+def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> OurContender:
+    """The contender on this rank; see ``contender.Maker``."""
+    return OurContender(name, workload, topology, rank, settings_of(name, knobs), knobs)
+
+
+class OurContender:
+    """A schedule, run step by step."""
+
+    origin = "ours"
+
+    def __init__(
+        self,
+        name: str,
+        workload: TimedWorkload,
+        topology: Topology,
+        rank: int,
+        settings: OurSettings,
+        knobs: Mapping[str, Any],
+    ) -> None:
+        self.name, self.knobs = name, asdict(settings)
+        self._rule = UpdateRule(clip_norm=settings.clip_norm)
+        self.schedule = schedule_of(name, workload, topology, knobs)
+        verify(self.schedule)
+        self._busy = BusyTime()
+        units = []
+        for i, spec in enumerate(self.schedule.model.units):
+            slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
+            units.append(Unit(i, slot.name, True, (slot,), spec.blocks, spec.numel))
+        device = torch.device("cpu")
+        storage = Storage(
+            units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
+        )
+        transport = _MeasuredTransport(
+            self.schedule.topology, rank, [self.schedule], device=device, strict=settings.strict
+        )
+        transport.busy = self._busy
+        self._executor = Executor(
+            rank,
+            compute=_SleepingCompute(workload, self.schedule, self._busy),
+            storage=storage,
+            transport=transport,
+            optimizers=UnitOptimizers(storage.pieces, adamw()) if workload.optimizer else _NoOptimizer(),
+            reduce_dtype=torch.float32,
+        )
+        self._executor.adopt(self.schedule)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        mine = self.schedule.knobs.micro_batches[rank]
+        batches = {m: MicroBatch(token, token, token, (1,), index=m) for m in mine}
+        self._given = StepInput(batches, scale=1.0, seed=None, step=0)
+
+    def step(self) -> None:
+        self._executor.play(self.schedule, self._given, self._rule)
+        self._executor.drain()
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _SleepingCompute:
+    """Takes the seconds of the workload and leaves buffers as they are: what travels is what was there."""
+
+    def __init__(self, workload: TimedWorkload, schedule: Schedule, busy: BusyTime) -> None:
+        self._workload, self._model, self._busy = workload, schedule.model, busy
+
+    def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+        if self._model.blocks[action.block].kind == "layer":
+            self._sleep(self._workload.forward_s)
+
+    def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+        if self._model.blocks[action.block].kind == "layer":
+            self._sleep(self._workload.backward_input_s)
+            self._sleep(self._workload.backward_weight_s)
+
+    def losses(self, action: Action) -> list[Tensor]:
+        return []
+
+    def _sleep(self, seconds: float) -> None:
+        with self._busy("COMPUTE"):
+            time.sleep(seconds)
+
+
+class _MeasuredTransport(Transport):
+    """Notes how long every lane was in its operations."""
+
+    busy: BusyTime
+
+    def collective(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+        with self.busy(action.lane.value):
+            super().collective(action, buffers)
+
+    def exchange(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+        with self.busy(action.lane.value):
+            super().exchange(action, buffers)
+
+    def all_reduce(self, action: Action, values: Tensor) -> None:
+        with self.busy(action.lane.value):
+            super().all_reduce(action, values)
+
+
+class _NoOptimizer:
+    """For workloads that leave the optimizer's arithmetic out."""
+
+    def step(self, unit: int, finite: Tensor, rate: float) -> None:
+        pass

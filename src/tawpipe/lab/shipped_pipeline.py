@@ -1,0 +1,160 @@
+"""Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
+
+Imports the timed modules, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
+neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
+are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
+take them as arguments, and then refuses middle stages whose example needs no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from tawpipe.errors import UserError
+from tawpipe.lab.contender import BusyTime, Contender, read_settings
+from tawpipe.lab.timed_modules import Sleeper, TimedChain, TimedLayer, timed_loss
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.topology import Topology
+
+NAMES = ("1f1b", "interleaved-1f1b", "zbv")
+LEARNING_RATE = 1e-4
+LARGEST_NORM = 1.0
+ZBV_NEEDS = "2.13"
+"""The torch whose zbv runs with gloo; 2.11's begins with a message from a rank to itself, which gloo refuses."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Knobs of the pipelines.
+
+    Args:
+        stages_per_rank: 1 for 1f1b, 2 for zbv; for interleaved-1f1b at least 2.
+        parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
+            stands for several.
+        clip: clip the gradients to their global norm, as pipelines do: the norms of all ranks in one all-reduce.
+    """
+
+    stages_per_rank: int
+    parts_per_layer: int = 1
+    clip: bool = True
+
+
+def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
+    usual = 1 if name == "1f1b" else 2
+    settings = read_settings(PipelineSettings, name, {"stages_per_rank": usual, **knobs})
+    _check(name, settings, workload, topology.world_size)
+    return _Pipeline(name, workload, topology, rank, settings)
+
+
+def _check(name: str, settings: PipelineSettings, workload: TimedWorkload, ranks: int) -> None:
+    if name == "zbv" and torch.__version__ < ZBV_NEEDS:
+        raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
+    each = settings.stages_per_rank
+    if name == "interleaved-1f1b":
+        if not isinstance(each, int) or each < 2:
+            raise UserError("stages_per_rank", each, "a whole number of at least 2")
+    elif each != (1 if name == "1f1b" else 2):
+        raise UserError("stages_per_rank", each, f"{name} has {1 if name == '1f1b' else 2}")
+    parts = settings.parts_per_layer
+    if not isinstance(parts, int) or parts < 1:
+        raise UserError("parts_per_layer", parts, "a whole number of at least 1")
+    stages = each * ranks
+    if workload.layers * parts % stages:
+        needed = stages // gcd(stages, workload.layers)
+        raise UserError(
+            "layers", workload.layers, f"{name} needs a multiple of its {stages} stages, or {needed} parts_per_layer"
+        )
+    micro_batches = workload.micro_batches
+    if name == "1f1b" and micro_batches < stages:
+        raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {stages} stages")
+    rounds = max(1, micro_batches // ranks)
+    if name == "interleaved-1f1b" and micro_batches % rounds:
+        raise UserError("micro_batches", micro_batches, f"{name} needs a multiple of {rounds} here")
+
+
+class _Pipeline:
+    origin = "shipped"
+
+    def __init__(
+        self, name: str, workload: TimedWorkload, topology: Topology, rank: int, settings: PipelineSettings
+    ) -> None:
+        self.name, self.workload = name, workload
+        self.knobs: dict[str, object] = asdict(settings)
+        self._clip = settings.clip
+        self.gradient_norm: Tensor | None = None
+        self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
+        indices = stages_of(name, rank, topology.world_size, settings.stages_per_rank)
+        stages = self._stages(indices, topology.world_size * settings.stages_per_rank, settings.parts_per_layer)
+        self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
+        self.model = nn.ModuleList(stage.submod for stage in stages)
+        self._schedule = self._make_schedule(stages)
+        self._optimizer = (
+            torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True) if workload.optimizer else None
+        )
+
+    def _stages(self, indices: Sequence[int], num_stages: int, parts: int) -> list[PipelineStage]:
+        each = self.workload.layers * parts // num_stages
+        stages = []
+        for index in indices:
+            layers = [TimedLayer(self.workload, self.sleeper, parts=parts) for _ in range(each)]
+            chain = TimedChain(layers, self.workload, embeds=index == 0)
+            stages.append(PipelineStage(chain, index, num_stages, torch.device("cpu")))
+        return stages
+
+    def _make_schedule(
+        self, stages: list[PipelineStage]
+    ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
+        count = self.workload.micro_batches
+        # The loss is a sum over micro-batches, so gradients need no scaling.
+        if self.name == "1f1b":
+            return Schedule1F1B(stages[0], count, loss_fn=timed_loss, scale_grads=False)
+        kind = ScheduleInterleaved1F1B if self.name == "interleaved-1f1b" else ScheduleZBVZeroBubble
+        return kind(list(stages), count, loss_fn=timed_loss, scale_grads=False)
+
+    def step(self) -> None:
+        rows = torch.zeros(self.workload.micro_batches, 1)
+        self._schedule.step(
+            *((rows,) if self._feeds else ()), target=rows if self._ends else None, return_outputs=False
+        )
+        if self._clip:
+            self._clip_gradients()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+
+    def _clip_gradients(self) -> None:
+        parameters = list(self.model.parameters())
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        self.gradient_norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, self.gradient_norm)
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        del self._schedule, self._optimizer, self.model
+
+
+def stages_of(name: str, rank: int, ranks: int, each: int) -> list[int]:
+    """The stages of a rank in the order of the pipeline: every ``ranks``-th, or for zbv there and back again.
+
+    >>> stages_of("interleaved-1f1b", 1, 3, 2), stages_of("zbv", 1, 3, 2)
+    ([1, 4], [1, 4])
+    >>> stages_of("zbv", 0, 3, 2)
+    [0, 5]
+    """
+    if name == "zbv":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(each)]

@@ -1,0 +1,145 @@
+"""Suites: which strategies are measured in which settings, as small YAML files. Imports lab and errors.
+
+name: smoke
+samples: 5
+cells:
+  - name: 2x2
+    nodes: 2
+    local: 2
+    rate: 400mbit
+    workload: {layers: 4, layer_bytes: 1000000, forward_s: 0.01, ...}
+strategies:
+  - {strategy: fsdp2, knobs: {micro_batches_per_gather: 2}}
+  - {strategy: tawpipe-spread, knobs: {micro_batches_per_visit: 2}}
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tawpipe.errors import UserError
+from tawpipe.lab.workload import TimedWorkload
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting: a cluster and a workload.
+
+    Args:
+        rate: of the links between nodes, as ``tawpipe lab up`` takes it.
+        loopback_rate: inside a node; None for as fast as it is.
+    """
+
+    name: str
+    nodes: int
+    local: int
+    rate: str
+    workload: TimedWorkload
+    loopback_rate: str | None = None
+
+    def spelled_out(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One strategy with its knobs."""
+
+    strategy: str
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        knobs = ", ".join(f"{name} {value}" for name, value in self.knobs.items())
+        return f"{self.strategy} ({knobs})" if knobs else self.strategy
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What ``tawpipe lab compare`` runs.
+
+    Args:
+        samples: measured steps of every strategy in every cell.
+        warmup: steps before them.
+        memory: measure peak memory, every strategy in a launch of its own.
+    """
+
+    name: str
+    cells: tuple[Cell, ...]
+    strategies: tuple[Entry, ...]
+    samples: int = 5
+    warmup: int = 1
+    memory: bool = False
+
+    def only(self, names: list[str]) -> Suite:
+        """The suite with the named strategies or cells alone.
+
+        Raises:
+            UserError: a name that is neither.
+        """
+        known = {entry.strategy for entry in self.strategies} | {cell.name for cell in self.cells}
+        for name in names:
+            if name not in known:
+                raise UserError("--only", name, f"some of {', '.join(sorted(known))}")
+        cells = tuple(cell for cell in self.cells if cell.name in names) or self.cells
+        strategies = tuple(entry for entry in self.strategies if entry.strategy in names) or self.strategies
+        return Suite(self.name, cells, strategies, self.samples, self.warmup, self.memory)
+
+
+def shipped_suites() -> list[str]:
+    """Names of the suites that come with the package."""
+    folder = resources.files("tawpipe.lab") / "suites"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def load_suite(name: str) -> Suite:
+    """A suite by its name or from a file.
+
+    Raises:
+        UserError: there is none, or it is not of the form that the module's head shows.
+    """
+    if name in shipped_suites():
+        text = (resources.files("tawpipe.lab") / "suites" / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise UserError("--suite", name, f"a file, or one of {', '.join(shipped_suites())}")
+        text = path.read_text(encoding="utf-8")
+    try:
+        return read_suite(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise UserError("--suite", name, f"YAML that can be read ({error})") from error
+
+
+def read_suite(values: Any) -> Suite:
+    """From what the YAML holds."""
+    given = _known(Suite, values, "a suite")
+    cells = []
+    for one in given.get("cells", ()):
+        cell = _known(Cell, one, "a cell")
+        workload = _make(TimedWorkload, cell.get("workload"), f"the workload of cell {cell.get('name')}")
+        cells.append(_make(Cell, {**cell, "workload": workload}, f"cell {cell.get('name')}"))
+    entries = tuple(_make(Entry, one, "a strategy") for one in given.get("strategies", ()))
+    if not cells or not entries:
+        raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
+    return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
+
+
+def _known(cls: type, values: Any, what: str) -> dict[str, Any]:
+    names = [item.name for item in fields(cls)]
+    if not isinstance(values, dict) or not set(values) <= set(names):
+        wrong = sorted(set(values) - set(names)) if isinstance(values, dict) else values
+        raise UserError("--suite", wrong, f"{what} has the keys {', '.join(names)}")
+    return values
+
+
+def _make(cls: Any, values: Any, what: str) -> Any:
+    try:
+        return cls(**_known(cls, values, what))
+    except TypeError as error:
+        raise UserError("--suite", values, f"{what} that is complete ({error})") from error

@@ -1,0 +1,100 @@
+"""Rows of a comparison as a Markdown table and as a chart. Imports matplotlib when a chart is drawn, nothing of the
+project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COLORS = {"ours": "#2a6fdb", "shipped": "#b0b4bb"}
+
+
+def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by the name of their cell, in their order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["cell"]["name"], []).append(row)
+    return found
+
+
+def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
+    """A table per cell, the fastest strategy first."""
+    lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
+    for cell, some in cells_of(rows).items():
+        workload = some[0]["cell"]["workload"]
+        backward_s = workload["backward_input_s"] + workload["backward_weight_s"]
+        lines += [
+            f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
+            "",
+            f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each "
+            f"{workload['forward_s']:g} s forward and {backward_s:g} s backward, "
+            f"{workload['micro_batches']} micro-batches.",
+            "",
+            "| strategy | origin | s/step (min-max) | physical bound | of it | dependency bound | of it "
+            "| MB sent per node (predicted) | not computing s | CPU |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [_table_row(row) for row in sorted(some, key=_order)]
+        lines.append("")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _order(row: dict[str, Any]) -> float:
+    return row["seconds_per_step"]["median"] if "seconds_per_step" in row else float("inf")
+
+
+def _table_row(row: dict[str, Any]) -> str:
+    if "seconds_per_step" not in row:
+        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} " + "| " * 7 + "|"
+    seconds = row["seconds_per_step"]
+    median = seconds["median"]
+    sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
+    physical, dependency = row["physical_bound_s"], row["dependency_bound_s"]
+    columns = [
+        row["label"] + ("" if row["status"] == "ok" else f" ({row['status']})"),
+        row["origin"],
+        f"{median:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
+        f"{physical:.2f}",
+        f"{physical / median:.3f}",
+        f"{dependency:.2f}",
+        f"{dependency / median:.3f}",
+        f"{sent:.1f} ({predicted:.1f})",
+        f"{row['exposed_communication_s']:.2f}",
+        f"{row['cpu_busy']:.0%}",
+    ]
+    return "| " + " | ".join(columns) + " |"
+
+
+def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds per step as bars, the physical bound as a mark on each; one panel per cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = {cell: [r for r in some if "seconds_per_step" in r] for cell, some in cells_of(rows).items()}
+    cells = {cell: sorted(some, key=_order, reverse=True) for cell, some in cells.items() if some}
+    if not cells:
+        return
+    heights = [len(some) for some in cells.values()]
+    figure, axes = pyplot.subplots(
+        len(cells), 1, figsize=(9, 1.2 + 0.34 * sum(heights) + 0.8 * len(cells)), squeeze=False, height_ratios=heights
+    )
+    for axis, (cell, some) in zip(axes[:, 0], cells.items(), strict=True):
+        medians = [row["seconds_per_step"]["median"] for row in some]
+        bars = axis.barh([row["label"] for row in some], medians, color=[COLORS[row["origin"]] for row in some])
+        for bar, row in zip(bars, some, strict=True):
+            middle = bar.get_y() + bar.get_height() / 2
+            bound = row["physical_bound_s"]
+            axis.plot([bound, bound], [bar.get_y(), bar.get_y() + bar.get_height()], color="#111", linewidth=2)
+            axis.text(bar.get_width(), middle, f" {bar.get_width():.2f} s", va="center", fontsize=8)
+        axis.set_title(f"{name}, {cell}", loc="left", fontsize=10)
+        axis.set_xlim(0, max(medians) * 1.12)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("seconds per step; black: physical bound; blue: in this project's runtime", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -1,0 +1,130 @@
+"""The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
+
+Imports the timed workload and torch.
+
+The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
+
+    x ──▶ input part ──▶ join ──▶ y        backward of the input part sleeps backward_input_s
+    w ──▶ weight part ───┘                 backward of the weight part sleeps backward_weight_s
+
+``torch.distributed.pipelining`` cuts a backward pass at the nodes where the paths from weights meet the paths from
+inputs (the joins, which cost nothing): the pass for the inputs then never runs a weight part, and the later one for the
+weights runs join and weight part only. One node for both would sleep twice. In an undivided backward pass the weight
+part runs first, because autograd takes the node that was made last; FSDP's reduction, which starts when the gradient of
+a layer's input is there, relies on that.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.lab.contender import BusyTime
+from tawpipe.lab.workload import TimedWorkload
+
+INITIAL_WEIGHT = 0.01
+
+
+class Sleeper:
+    """The device that computes by sleeping.
+
+    Attributes:
+        asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
+    """
+
+    def __init__(self, busy: BusyTime) -> None:
+        self.busy, self.asked_s = busy, 0.0
+
+    def compute(self, seconds: float) -> None:
+        self.asked_s += seconds
+        with self.busy("COMPUTE"):
+            time.sleep(seconds)
+
+
+class _InputPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)  # the boundary activation, from which a real layer recomputes: it stays in memory
+        ctx.sleeper, ctx.seconds = sleeper, seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.compute(ctx.seconds)
+        return gradients[0].clone(memory_format=torch.contiguous_format), None, None
+
+
+class _WeightPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.size, ctx.sleeper, ctx.seconds = weight.numel(), sleeper, seconds
+        return weight[:1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.compute(ctx.seconds)
+        return gradients[0].expand(ctx.size).contiguous(), None, None  # dense: it travels
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0][:, :1].sum(0)  # one column stands for all
+
+
+class TimedLayer(nn.Module):
+    """A layer, or one of ``parts`` equal parts of one: a flat fp32 weight and sleeps.
+
+    An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
+    """
+
+    def __init__(self, workload: TimedWorkload, sleeper: Sleeper, *, parts: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((workload.layer_elements // parts,), INITIAL_WEIGHT))
+        self.sleeper = sleeper
+        self.forward_s = workload.forward_s / parts
+        self.backward_input_s = workload.backward_input_s / parts
+        self.backward_weight_s = workload.backward_weight_s / parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        self.sleeper.compute(self.forward_s * count)
+        # In this order: the weight part must be the younger node.
+        hidden = _InputPart.apply(x, self.sleeper, self.backward_input_s * count)
+        weight = _WeightPart.apply(self.weight, self.sleeper, self.backward_weight_s * count)
+        return _Join.apply(hidden, weight)  # type: ignore[return-value]
+
+
+class TimedChain(nn.Module):
+    """Consecutive layers.
+
+    Args:
+        embeds: the input is tokens of shape (k, anything), and the chain begins with what an embedding would give:
+            boundary activations, shape (k, activation_bytes / 4), whose gradient is wanted, so that the first layer
+            costs what the others do.
+    """
+
+    def __init__(self, layers: list[TimedLayer], workload: TimedWorkload, *, embeds: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.embeds = embeds
+        self.activation_elements = max(1, workload.activation_bytes // 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embeds:
+            x = torch.zeros(x.shape[0], self.activation_elements, requires_grad=torch.is_grad_enabled())
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def timed_loss(output: Tensor, target: Tensor | None = None) -> Tensor:
+    """The sum over micro-batches of the mean output."""
+    return output.sum() / output.shape[1]

@@ -1,0 +1,155 @@
+"""One rank of a measurement: makes all contenders of a cell and alternates single steps of them. Imports lab and torch.
+
+Started by ``compare`` inside a node of a cluster: ``python -m tawpipe.lab.worker JOB RESULT``. Single steps alternate,
+A B C A B C, so that drift of the machine hits all alike. Rank 0 writes what it measured; a contender that fails in a
+step ends the launch with a note that says which, and ``compare`` goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tawpipe.errors import UserError
+from tawpipe.lab import ours
+from tawpipe.lab.cluster import own_traffic
+from tawpipe.lab.contender import Contender
+from tawpipe.lab.contender import make as make_shipped
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.topology import Topology
+from tawpipe.train.metrics import peak_memory_bytes
+
+STEP_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass
+class Readings:
+    """Of one contender, on one rank or gathered."""
+
+    seconds: list[float] = field(default_factory=list)
+    sent: list[list[float]] = field(default_factory=list)
+    """For every step, of every node."""
+    received: list[list[float]] = field(default_factory=list)
+    cpu_busy: list[float] = field(default_factory=list)
+    """Share of the machine's processors that were busy, in every step."""
+    exposed: list[float] = field(default_factory=list)
+    """Seconds of every step in which a device did not compute, mean over the ranks."""
+    lanes: dict[str, float] = field(default_factory=dict)
+    """Seconds per step that a lane was busy, mean over the ranks."""
+    peak_bytes: list[float] = field(default_factory=list)
+    """Of every rank, above what it held before the contender was made."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    failed: str = ""
+
+
+def main(job_path: str, result_path: str) -> int:
+    """Measure what the job says; rank 0 writes the result."""
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=STEP_TIMEOUT)
+    rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
+    topology = Topology.grid(dist.get_world_size() // local, local)
+    workload = TimedWorkload(**job["workload"])
+    readings = [Readings() for _ in job["entries"]]
+    contenders: list[Contender | None] = []
+    before = peak_memory_bytes("cpu")
+    for entry, reading in zip(job["entries"], readings, strict=True):
+        contenders.append(_make(entry, workload, topology, rank, reading))
+    for sample in range(-job["warmup"], job["samples"]):
+        for number, (contender, reading) in enumerate(zip(contenders, readings, strict=True)):
+            if contender is not None:
+                _note(result_path, rank, number)
+                _measure(contender, reading, topology, rank, counts=sample >= 0)
+    for contender, reading in zip(contenders, readings, strict=True):
+        if contender is not None:
+            reading.knobs = dict(contender.knobs)
+            reading.peak_bytes = _gather(float(peak_memory_bytes("cpu") - before))
+    if rank == 0:
+        Path(result_path).write_text(json.dumps([vars(reading) for reading in readings]), encoding="utf-8")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # lanes and groups of many contenders need not be taken apart
+
+
+def _make(
+    entry: dict[str, Any], workload: TimedWorkload, topology: Topology, rank: int, reading: Readings
+) -> Contender | None:
+    """A contender, or None with the reason noted, on all ranks alike."""
+    name, knobs = entry["strategy"], entry["knobs"]
+    contender: Contender | None = None
+    try:
+        maker = ours.make if name in ours.NAMES else make_shipped
+        contender = maker(name, workload, topology, rank, **knobs)
+    except (UserError, MemoryError, ValueError) as error:
+        reading.failed = f"{type(error).__name__}: {error}"
+    failures = _gather(float(contender is None))
+    if any(failures):
+        reading.failed = reading.failed or "another rank could not set it up"
+        return None
+    return contender
+
+
+def _note(result_path: str, rank: int, number: int) -> None:
+    """Leave word of what is being measured, for the case that the launch ends in it."""
+    if rank == 0:
+        Path(f"{result_path}.running").write_text(str(number), encoding="utf-8")
+
+
+def _measure(contender: Contender, reading: Readings, topology: Topology, rank: int, *, counts: bool) -> None:
+    contender.busy()
+    dist.barrier()
+    traffic, ticks, begin = own_traffic(), _processor_ticks(), time.perf_counter()
+    contender.step()
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    moved, after = own_traffic() - traffic, _processor_ticks()
+    busy = contender.busy()
+    sent, received = _gather(float(moved.sent)), _gather(float(moved.received))
+    computing = _gather(busy.get("COMPUTE", 0.0))
+    lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
+    if not counts:
+        return
+    reading.seconds.append(seconds)
+    first = [node[0] for node in topology.nodes]
+    reading.sent.append([sent[r] for r in first])
+    reading.received.append([received[r] for r in first])
+    total = after[1] - ticks[1]
+    reading.cpu_busy.append((after[0] - ticks[0]) / total if total else 0.0)
+    reading.exposed.append(seconds - sum(computing) / len(computing))
+    for name, value in lanes.items():
+        reading.lanes[name] = reading.lanes.get(name, 0.0) + value
+
+
+def _all_lanes(busy: dict[str, float]) -> list[str]:
+    """The lanes that any rank was busy in; all ranks must gather the same ones."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(busy))
+    return sorted({name for names in everyone for name in names})
+
+
+def _gather(value: float) -> list[float]:
+    """One number of every rank, on all ranks."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [float(one) for one in everyone]
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """(busy, total) clock ticks of all processors since boot."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    total = sum(fields[:8])
+    return total - fields[3] - fields[4], total
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

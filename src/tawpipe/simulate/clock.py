@@ -1,0 +1,343 @@
+"""Plays a schedule against the clock of a cost model. Imports topology, schedule and simulate only.
+
+The rules are those that ``schedule/verify.py`` proves and the runtime follows:
+
+* a lane runs its actions in their order, one at a time; the lanes of a rank run side by side;
+* an action starts when its lane is free and what it depends on (``Hazards``, from step to step) has ended;
+* a collective begins when it has started on all its members, and ends for all at once;
+* each part of an exchange begins when both sides have started, and the exchange ends with its last part.
+
+Compute takes the cost model's seconds. A transfer takes its latency, then shares the ports on its way with whatever
+else is in flight (``network.py``). Steps follow each other without a barrier, as they do in the runtime.
+
+The play is in proportion to ranks x actions x steps. A step repeats: its dependencies are derived once and shifted, and
+from the second or third step on the times repeat too, so that few steps tell about all. Where units and nodes are even,
+the rails are alike, and so are the rounds in the middle of a step: one rail with its share of every port, and few
+rounds, can then stand for all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.verify import ScheduleError
+from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.network import Flow, Network
+from tawpipe.simulate.timeline import NodeBytes, Record, Timeline
+from tawpipe.simulate.transfers import Load, Transfers
+from tawpipe.topology import Topology
+
+
+def play(schedule: Schedule, costs: CostModel, *, steps: int = 4, physical: Topology | None = None) -> Timeline:
+    """When every action of ``steps`` successive steps starts and ends.
+
+    Args:
+        steps: at least 1. With 4 the third is free of the first one's start and of the last one's end.
+        physical: the nodes that the ranks really are on, where the schedule was built for others (without grouping: for
+            nodes of one rank each). Links are those of these nodes.
+
+    Raises:
+        ScheduleError: something waits for ever, or operations of a group do not match; with what waits for what.
+        UserError: the cost model lacks a block.
+    """
+    assert steps >= 1
+    return Player(schedule, costs, steps, physical).run()
+
+
+def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[list[int]]]:
+    """What each action waits for on other lanes: (in its own step, in the step before), as indices into the program.
+
+    Every step after the first has the same dependencies, because every buffer that is written at all is written in
+    every step.
+    """
+    hazards: Hazards[tuple[int, int]] = Hazards()
+    same: list[list[int]] = []
+    before: list[list[int]] = []
+    for step in range(2):
+        for index, action in enumerate(program):
+            found = hazards.add((step, index), reads=action.reads, writes=action.writes, frees=action.frees)
+            if step == 1:
+                others = [(s, i) for s, i in found if program[i].lane is not action.lane]
+                same.append([i for s, i in others if s == 1])
+                before.append([i for s, i in others if s == 0])
+    return same, before
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One lane of one rank: the actions of a step, and how far it is."""
+
+    rank: int
+    order: list[int]
+    step: int = 0
+    position: int = 0
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """In the log: an instance got its lane."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """In the log: an instance is done."""
+
+    number: int
+
+
+@dataclass(eq=False, slots=True)
+class Journey:
+    """A transfer that has begun: which instances take part, when it began, which of them came last."""
+
+    load: Load
+    members: tuple[int, ...]
+    began: float
+    latest: int
+
+
+class Player:
+    """The play. Instances of actions are numbered: those of a rank one after the other, step by step.
+
+    ``log`` keeps the order of all starts, ends and journeys: one in which nothing comes before what it depends on.
+    """
+
+    def __init__(self, schedule: Schedule, costs: CostModel, steps: int, physical: Topology | None = None) -> None:
+        self.schedule, self.costs, self.steps = schedule, costs, steps
+        self.physical = physical or schedule.topology
+        assert self.physical.world_size == schedule.topology.world_size
+        self.transfers = Transfers(schedule, costs, self.physical)
+        self.network = Network(self.transfers.capacity)
+        self.record = Record(schedule, steps)
+        total = self.record.total
+        self.start, self.begin, self.end = self.record.start, self.record.begin, self.record.end
+        self.open_parts = [0] * total
+        self.waits = [0] * total
+        self.bytes = [[NodeBytes() for _ in range(self.physical.num_nodes)] for _ in range(steps)]
+        self.events: list[tuple[float, int, int, object]] = []
+        self.count = 0
+        self.lanes: list[_Lane] = []
+        self.lane_of: list[list[_Lane]] = []
+        self.same_step: list[list[list[int]]] = []
+        self.next_step: list[list[list[int]]] = []
+        self.gathering: dict[tuple, list[int]] = {}
+        self.open: dict[tuple, deque[tuple[int, Transfer]]] = {}
+        self.log: list[Start | End | Journey] = []
+        for rank, program in enumerate(schedule.programs):
+            self._prepare(rank, program)
+
+    def _prepare(self, rank: int, program: tuple[Action, ...]) -> None:
+        same, before = dependencies(program)
+        followers: tuple[list[list[int]], list[list[int]]] = ([[] for _ in program], [[] for _ in program])
+        for found, sources in zip(followers, (same, before), strict=True):
+            for index, needed in enumerate(sources):
+                for source in needed:
+                    found[source].append(index)
+        self.same_step.append(followers[0])
+        self.next_step.append(followers[1])
+        for step in range(self.steps):
+            for index in range(len(program)):
+                number = self.record.number(rank, step, index)
+                self.waits[number] = len(same[index]) + (len(before[index]) if step else 0)
+        lanes: dict[Lane, _Lane] = {}
+        for index, action in enumerate(program):
+            lanes.setdefault(action.lane, _Lane(rank, [])).order.append(index)
+        self.lane_of.append([lanes[action.lane] for action in program])
+        self.lanes.extend(lanes.values())
+
+    # the loop
+
+    def run(self) -> Timeline:
+        for lane in self.lanes:
+            self._try(lane, 0.0, -1)
+        while self.events:
+            now, _, kind, what = heapq.heappop(self.events)
+            if kind == _ENDED:
+                assert isinstance(what, int)
+                self._ended(what, now)
+            elif kind == _ON_THE_WAY:
+                assert isinstance(what, Journey)
+                self.network.add(Flow(what.load.ports, what))
+            elif isinstance(what, tuple):
+                flow, version = what
+                if flow.version == version:
+                    self.network.remove(flow)
+                    self._arrived(flow.what, now)
+            else:
+                assert isinstance(what, Journey)
+                self._arrived(what, now)
+            if not self.events or self.events[0][0] > now:
+                self._settle(now)  # once for all that happens at one time
+        if any(lane.step < self.steps for lane in self.lanes):
+            raise ScheduleError(self._deadlock())
+        moved = tuple(tuple(nodes) for nodes in self.bytes)
+        return Timeline(self.schedule, self.costs, self.physical, self.record, moved)
+
+    def _settle(self, now: float) -> None:
+        for when, flow in self.network.settle(now):
+            self._at(when, _ARRIVED, (flow, flow.version))
+
+    def _at(self, when: float, kind: int, what: object) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (when, self.count, kind, what))
+
+    # actions
+
+    def _try(self, lane: _Lane, now: float, cause: int) -> None:
+        """Start the head of a lane if nothing holds it back; ``cause`` is what has just ended."""
+        if lane.busy or lane.step == self.steps:
+            return
+        index = lane.order[lane.position]
+        number = self.record.number(lane.rank, lane.step, index)
+        if self.waits[number]:
+            return
+        lane.busy = True
+        self.start[number] = now
+        self.log.append(Start(number))
+        self.record.cause[number] = cause
+        action = self.schedule.programs[lane.rank][index]
+        if action.op is Op.EXCHANGE:
+            self._start_exchange(lane.rank, number, action, now)
+        elif action.group:
+            self._start_collective(lane.rank, number, action, now)
+        else:
+            self.begin[number] = now
+            self._at(now + self.seconds(lane.rank, action), _ENDED, number)
+
+    def seconds(self, rank: int, action: Action) -> float:
+        """Of an action that no other rank takes part in."""
+        costs = self.costs
+        if action.op is Op.FORWARD:
+            work = costs.forward_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD:
+            work = costs.backward_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.UPDATE:
+            work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe)
+        elif action.op is Op.ADD:
+            work = costs.add_s * self.transfers.elements(rank, action.writes[0])
+        elif action.op is Op.ZERO:
+            work = 0.0
+        else:
+            raise ScheduleError(f"nobody knows what this costs: rank {rank}: {action}")
+        return work + costs.action_s
+
+    def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:
+        members = self.schedule.topology.group(action.group, rank)
+        here = self.gathering.setdefault((action.lane, action.group, members), [])
+        if here:
+            other = self.record.action(here[0])
+            if (other.op, other.collective, other.unit, other.root) != (
+                action.op,
+                action.collective,
+                action.unit,
+                action.root,
+            ):
+                texts = f"{self.record.text(number)} and {self.record.text(here[0])}"
+                raise ScheduleError(f"members of a group issue different operations: {texts}")
+        here.append(number)
+        if len(here) < len(members):
+            return
+        if action.op is Op.NORM:
+            load = self.transfers.norm(members)
+        else:
+            payer = next(n for n in here if action.root < 0 or self.record.rank(n) == action.root)
+            load = self.transfers.collective(self.record.action(payer), members, self.record.rank(payer))
+        self._go(Journey(load, tuple(here), now, number))
+        here.clear()
+
+    def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
+        self.open_parts[number] = len(action.transfers)
+        for transfer in action.transfers:
+            sender, receiver = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
+            way = (action.lane, action.group, sender, receiver)
+            waiting = self.open.get((*way, not transfer.send))
+            if not waiting:
+                self.open.setdefault((*way, transfer.send), deque()).append((number, transfer))
+                continue
+            other, match = waiting.popleft()
+            if match.unit != transfer.unit:
+                texts = f"{self.record.text(number)} and {self.record.text(other)}"
+                raise ScheduleError(f"a send meets the receive of another unit: {texts}")
+            load = self.transfers.part(sender, receiver, transfer)
+            self._go(Journey(load, (number, other), now, number))
+
+    def _go(self, journey: Journey) -> None:
+        load, step = journey.load, self.record.step(journey.latest)
+        for node, amount in load.sent:
+            self.bytes[step][node].sent += amount
+        for node, amount in load.received:
+            self.bytes[step][node].received += amount
+        for node, amount in load.inside:
+            self.bytes[step][node].inside += amount
+        self.log.append(journey)
+        ready = journey.began + load.delay_s + self.costs.action_s
+        self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, journey)
+
+    def _arrived(self, journey: Journey, now: float) -> None:
+        for number in journey.members:
+            self.open_parts[number] -= 1
+            if self.open_parts[number] <= 0:
+                self.begin[number] = journey.began
+                self.record.latest[number] = journey.latest
+                self._ended(number, now)
+
+    def _ended(self, number: int, now: float) -> None:
+        self.end[number] = now
+        self.log.append(End(number))
+        rank, step, index = self.record.where(number)
+        lane = self.lane_of[rank][index]
+        lane.busy = False
+        lane.position += 1
+        if lane.position == len(lane.order):
+            lane.step, lane.position = step + 1, 0
+        self._try(lane, now, number)
+        self._release(rank, step, self.same_step[rank][index], now, number)
+        if step + 1 < self.steps:
+            self._release(rank, step + 1, self.next_step[rank][index], now, number)
+
+    def _release(self, rank: int, step: int, followers: list[int], now: float, cause: int) -> None:
+        for index in followers:
+            number = self.record.number(rank, step, index)
+            self.waits[number] -= 1
+            if not self.waits[number]:
+                self._try(self.lane_of[rank][index], now, cause)
+
+    # what to say when nothing moves
+
+    def _deadlock(self) -> str:
+        lines = []
+        for lane in self.lanes:
+            if lane.step < self.steps:
+                number = self.record.number(lane.rank, lane.step, lane.order[lane.position])
+                lines += [self.record.text(number), *(f"  waits for {what}" for what in self._missing(number))]
+        return "deadlock: these wait for ever\n  " + "\n  ".join(lines)
+
+    def _missing(self, number: int) -> list[str]:
+        rank, step, index = self.record.where(number)
+        action = self.record.action(number)
+        if self.start[number] != self.start[number]:
+            same, before = dependencies(self.schedule.programs[rank])
+            needed = [self.record.number(rank, step, i) for i in same[index]]
+            needed += [self.record.number(rank, step - 1, i) for i in before[index] if step]
+            return [self.record.text(n) for n in needed if self.end[n] != self.end[n]]
+        if action.op is not Op.EXCHANGE:
+            members = self.schedule.topology.group(action.group, rank)
+            here = {self.record.rank(n) for n in self.gathering[action.lane, action.group, members]}
+            return [f"rank {member} to come to this collective" for member in members if member not in here]
+        found = []
+        for (*_, sender, receiver, send), queue in self.open.items():
+            for waiting, transfer in queue:
+                if waiting == number:
+                    peer = receiver if send else sender
+                    found.append(f"rank {peer} to {'receive' if send else 'send'} u{transfer.unit}")
+        return found
+
+
+_ENDED, _ON_THE_WAY, _ARRIVED = range(3)

@@ -1,0 +1,232 @@
+"""What actions cost: seconds of compute; latency, bandwidth and sharing of links. Imports errors only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from tawpipe.errors import UserError
+
+REDUCE_SCATTERS = ("pairwise", "ring")
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """A kind of link.
+
+    Args:
+        bytes_per_s: of payload, in one direction (both together where ``full_duplex`` is off); ``math.inf`` for a link
+            that costs its latency only.
+        latency_s: from the moment at which both sides are ready to the first byte's arrival; the link stays free.
+        full_duplex: whether the two directions do not take bandwidth from each other.
+        shared: one link for all ranks of a node (a network card, a loopback device, a PCIe root); off: one per rank
+            (NVLink, a card per device). A message inside a node passes a shared link once, out and in together.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    full_duplex: bool = True
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise UserError("link bytes_per_s", self.bytes_per_s, "more than 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise UserError("link latency_s", self.latency_s, "0 or more")
+
+    @classmethod
+    def from_bits(cls, bits_per_s: float, *, payload: float = 1.0, **settings: Any) -> LinkModel:
+        """From a rate as networks are sold; ``payload`` is the share of it that is left after packet headers."""
+        return cls(bits_per_s / 8 * payload, **settings)
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """How much work a micro-batch is.
+
+    Args:
+        tokens: in it.
+        pairs: the sum over its documents of the squared length, which attention grows with.
+    """
+
+    tokens: float = 1.0
+    pairs: float = 1.0
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+
+    def of(self, size: MicroBatchSize) -> float:
+        return self.fixed + self.per_token * size.tokens + self.per_pair * size.pairs
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Of one block and micro-batch.
+
+    Args:
+        forward: for the head of an evaluation, with the loss.
+        backward: with the recomputation; for the head the loss, its forward pass included.
+    """
+
+    forward: Seconds = Seconds()
+    backward: Seconds = Seconds()
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Everything that the clock needs besides the schedule.
+
+    Args:
+        blocks: one per block of the model, the embedding first and the head last.
+        between, inside: links between nodes and inside a node.
+        between_of: links of single nodes that differ from ``between``. A transfer is bound by both its ends.
+        weight_bytes, gradient_bytes: of an element that travels.
+        update_s: of the optimizer, for one element at home.
+        add_s: of one addition of a gradient element, where it arrives (ADD, and inside reductions).
+        action_s: added to every action: handing it to its lane, and what its call costs whatever it does.
+        sizes: of micro-batches, by their global index; ``size`` for all others.
+        compute_factor: by rank, multiplies the seconds of its COMPUTE lane: 2.0 for a device that is half as fast.
+        reduce_scatter: ``pairwise``, every rank sends every other its piece, as the runtime does on gloo; ``ring``, as
+            NCCL does. They move equal bytes where every member is on a node of its own; over a group with several
+            members on a node the ring moves fewer between the nodes.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    between: LinkModel
+    inside: LinkModel
+    between_of: Mapping[int, LinkModel] = field(default_factory=dict)
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    update_s: float = 0.0
+    add_s: float = 0.0
+    action_s: float = 0.0
+    size: MicroBatchSize = MicroBatchSize()
+    sizes: Mapping[int, MicroBatchSize] = field(default_factory=dict)
+    compute_factor: Mapping[int, float] = field(default_factory=dict)
+    reduce_scatter: str = "pairwise"
+
+    def __post_init__(self) -> None:
+        for name in ("weight_bytes", "gradient_bytes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"costs.{name}", getattr(self, name), "at least 1")
+        for name in ("update_s", "add_s", "action_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"costs.{name}", getattr(self, name), "0 or more")
+        if self.reduce_scatter not in REDUCE_SCATTERS:
+            raise UserError("costs.reduce_scatter", self.reduce_scatter, f"one of {', '.join(REDUCE_SCATTERS)}")
+
+    @classmethod
+    def timed(
+        cls, *, layers: int, forward_s: float, backward_s: float, between: LinkModel, inside: LinkModel, **settings: Any
+    ) -> CostModel:
+        """The lab's timed workload: ``layers`` equal layers, an embedding and a head that cost nothing.
+
+        Args:
+            forward_s: of a layer and micro-batch.
+            backward_s: both gradients and the recomputation.
+            settings: other fields of the model.
+        """
+        layer = BlockCost(Seconds(forward_s), Seconds(backward_s))
+        return cls((BlockCost(), *[layer] * layers, BlockCost()), between, inside, **settings)
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> CostModel:
+        """From nested mappings with the names of the fields, as in a YAML file or in ``dataclasses.asdict``.
+
+        A number stands for ``Seconds`` with that fixed part. Keys of ``between_of``, ``sizes`` and ``compute_factor``
+        may be text.
+
+        Raises:
+            UserError: a name that is unknown or missing, or a value of the wrong kind.
+        """
+        if not isinstance(table, Mapping):
+            raise UserError("costs", table, "a mapping with blocks, between and inside")
+        values = dict(table)
+        links = {name: _part(LinkModel, values.pop(name, None), f"costs.{name}") for name in ("between", "inside")}
+        blocks = values.pop("blocks", None)
+        if not isinstance(blocks, list | tuple):
+            raise UserError("costs.blocks", blocks, "a list with forward and backward seconds of every block")
+        made = []
+        for i, block in enumerate(blocks):
+            where = f"costs.blocks[{i}]"
+            if not isinstance(block, Mapping):
+                raise UserError(where, block, "a mapping with forward and backward")
+            made.append(_part(BlockCost, {k: _seconds(v, f"{where}.{k}") for k, v in block.items()}, where))
+        for name, kind in (("between_of", LinkModel), ("sizes", MicroBatchSize)):
+            if name in values:
+                values[name] = {k: _part(kind, v, f"costs.{name}") for k, v in _keys(values[name], name).items()}
+        if "compute_factor" in values:
+            values["compute_factor"] = _keys(values["compute_factor"], "compute_factor")
+        if "size" in values:
+            values["size"] = _part(MicroBatchSize, values["size"], "costs.size")
+        return _part(cls, {**values, **links, "blocks": tuple(made)}, "costs")
+
+    def node_link(self, node: int) -> LinkModel:
+        return self.between_of.get(node, self.between)
+
+    def without_overheads(self) -> CostModel:
+        """The same without latencies and what an action costs besides its work: for bounds."""
+        return replace(
+            self,
+            between=replace(self.between, latency_s=0.0),
+            inside=replace(self.inside, latency_s=0.0),
+            between_of={node: replace(link, latency_s=0.0) for node, link in self.between_of.items()},
+            add_s=0.0,
+            action_s=0.0,
+        )
+
+    def forward_s(self, rank: int, block: int, micro_batch: int) -> float:
+        return self._block(block).forward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
+
+    def backward_s(self, rank: int, block: int, micro_batch: int) -> float:
+        return self._block(block).backward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
+
+    def update_seconds(self, rank: int, elements: int) -> float:
+        return self.update_s * elements * self.compute_factor.get(rank, 1.0)
+
+    def _block(self, block: int) -> BlockCost:
+        if block >= len(self.blocks):
+            raise UserError("costs.blocks", f"{len(self.blocks)} blocks", f"costs of block {block} as well")
+        return self.blocks[block]
+
+    def _size(self, micro_batch: int) -> MicroBatchSize:
+        return self.sizes.get(micro_batch, self.size)
+
+
+Kind = TypeVar("Kind")
+
+
+def _part(kind: type[Kind], values: Any, where: str) -> Kind:
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    if isinstance(values, kind):
+        return values
+    if not isinstance(values, Mapping) or set(values) - set(names):
+        raise UserError(where, values, f"a mapping with {', '.join(names)}")
+    numbers = (v for k, v in values.items() if k.endswith(("_s", "_bytes")) or k in ("fixed", "tokens", "pairs"))
+    if wrong := [v for v in numbers if isinstance(v, bool) or not isinstance(v, int | float)]:
+        raise UserError(where, wrong[0], "a number")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise UserError(where, values, f"a mapping with {', '.join(names)} ({error})") from error
+
+
+def _seconds(value: Any, where: str) -> Seconds:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Seconds(float(value))
+    return _part(Seconds, value, where)
+
+
+def _keys(values: Any, name: str) -> dict[int, Any]:
+    try:
+        return {int(key): value for key, value in values.items()}
+    except (AttributeError, ValueError) as error:
+        raise UserError(f"costs.{name}", values, "a mapping from whole numbers") from error

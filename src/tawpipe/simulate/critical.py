@@ -1,0 +1,203 @@
+"""The bound by dependencies: what no clock, however links are shared, can undercut. Imports schedule and simulate only.
+
+A relaxed play is not a bound: where links are shared fairly, more look-ahead lets what is needed later take bandwidth
+from what is needed now, and a play without limits can come out slower than one with them. So it is a longest path:
+
+* head of an event: the longest chain of work before it, every transfer at the full rate of its slowest port. Also, for
+  every port: all bytes that must have passed the port before the event, over its rate, however they shared it.
+* tail of an event: the same for what must follow it.
+* bound: the largest head + tail of any event.
+
+Latencies, overheads and buffers are left out (``unlimited_buffers``), the order of every lane is kept. Which bytes must
+come before an event follows from one number for every lane, because a lane's actions are in order (a vector clock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.spec import Schedule
+from tawpipe.simulate.clock import End, Journey, Player, Start, dependencies
+from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.relax import unlimited_buffers
+from tawpipe.simulate.transfers import Port
+from tawpipe.topology import Topology
+
+NEVER = float("-inf")
+Edges = list[list[tuple[int, float]]]
+"""For every event: (event, seconds between the two at least)."""
+
+
+def dependency_bound(
+    schedule: Schedule, costs: CostModel, *, steady: bool = False, physical: Topology | None = None
+) -> float:
+    """Seconds that a schedule's own order needs at least; see the module's head.
+
+    Args:
+        steady: of a step among others, from one NORM to the next, instead of one step that begins and ends with nothing
+            under way. All ranks take part in NORM, updates come after it and the next step's weights after them, so
+            that next to nothing of two steps overlaps and the two bounds are nearly equal.
+        physical: the nodes that the ranks really are on, as for ``play``.
+    """
+    relaxed, free = unlimited_buffers(schedule), costs.without_overheads()
+    if not steady:
+        return _Events(relaxed, free, physical, steps=1).longest()
+    events = _Events(relaxed, free, physical, steps=2)
+    return events.longest(after=events.norms(0), before=events.norms(1))
+
+
+class _Events:
+    """The starts and ends of a play's instances and the journeys between, in an order that keeps all dependencies."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel, physical: Topology | None, *, steps: int) -> None:
+        self.schedule, self.steps = schedule, steps
+        self.player = Player(schedule, costs, steps, physical)
+        self.player.run()
+        self.record, self.log = self.player.record, self.player.log
+        self.starts = {event.number: i for i, event in enumerate(self.log) if isinstance(event, Start)}
+        self.ends = {event.number: i for i, event in enumerate(self.log) if isinstance(event, End)}
+        self._number_lanes()
+        self.into: Edges = [[] for _ in self.log]
+        self.out: Edges = [[] for _ in self.log]
+        self._connect()
+
+    def norms(self, step: int) -> list[int]:
+        """The ends of a step's NORM on all ranks."""
+        numbers = (n for n in self.ends if self.record.step(n) == step and self.record.action(n).op is Op.NORM)
+        return [self.ends[n] for n in numbers]
+
+    def _number_lanes(self) -> None:
+        """The place of every instance: (lane, position in it over all steps)."""
+        self.place: dict[int, tuple[int, int]] = {}
+        lanes: dict[tuple[int, Lane], int] = {}
+        self.lengths: list[int] = []
+        for rank, program in enumerate(self.schedule.programs):
+            for step in range(self.steps):
+                for index, action in enumerate(program):
+                    lane = lanes.setdefault((rank, action.lane), len(lanes))
+                    if lane == len(self.lengths):
+                        self.lengths.append(0)
+                    self.place[self.record.number(rank, step, index)] = lane, self.lengths[lane]
+                    self.lengths[lane] += 1
+
+    def _connect(self) -> None:
+        journeys: dict[int, list[int]] = {}
+        capacity = self.player.transfers.capacity
+        self.ports: dict[Port, int] = {}
+        self.work: list[tuple[int, int, float]] = []
+        """(journey's event, port, seconds that it keeps the port busy)."""
+        for i, event in enumerate(self.log):
+            if not isinstance(event, Journey):
+                continue
+            busy = {port: amount / capacity(port) for port, amount in event.load.ports}
+            self.work += [(i, self.ports.setdefault(port, len(self.ports)), s) for port, s in busy.items()]
+            for number in event.members:
+                journeys.setdefault(number, []).append(i)
+                self._edge(self.starts[number], i, 0.0)
+                self._edge(i, self.ends[number], max(busy.values(), default=0.0))
+        for rank, program in enumerate(self.schedule.programs):
+            same, before = dependencies(program)
+            free: dict[Lane, int] = {}
+            for step in range(self.steps):
+                for index, action in enumerate(program):
+                    number = self.record.number(rank, step, index)
+                    if number not in journeys:
+                        self._edge(self.starts[number], self.ends[number], self.player.seconds(rank, action))
+                    needed = [self.record.number(rank, step, i) for i in same[index]]
+                    needed += [self.record.number(rank, step - 1, i) for i in before[index] if step]
+                    if action.lane in free:
+                        needed.append(free[action.lane])
+                    for other in needed:
+                        self._edge(self.ends[other], self.starts[number], 0.0)
+                    free[action.lane] = number
+
+    def _edge(self, source: int, target: int, seconds: float) -> None:
+        self.into[target].append((source, seconds))
+        self.out[source].append((target, seconds))
+
+    # longest paths
+
+    def longest(self, *, after: list[int] | None = None, before: list[int] | None = None) -> float:
+        """The longest path in seconds; given events ``after`` or ``before``, only of what lies after or before them."""
+        count = len(self.log)
+        inside = np.ones(count, dtype=bool)
+        if after is not None:
+            inside &= _reached(range(count), self.into, after)
+        if before is not None:
+            inside &= _reached(range(count - 1, -1, -1), self.out, before)
+        marked = {self.ends[n]: (lane, at) for n, (lane, at) in self.place.items()}
+        heads = self._pass(range(count), self.into, inside, marked)
+        marked = {self.starts[n]: (lane, self.lengths[lane] - 1 - at) for n, (lane, at) in self.place.items()}
+        tails = self._pass(range(count - 1, -1, -1), self.out, inside, marked)
+        return float((heads + tails).max())
+
+    def _pass(
+        self, order: Iterable[int], edges: Edges, inside: np.ndarray, marked: dict[int, tuple[int, int]]
+    ) -> np.ndarray:
+        """The longest path to every event, in one direction.
+
+        Args:
+            order: of the events, sources first.
+            edges: against that direction.
+            inside: events that count; the others are at ``NEVER``.
+            marked: events at which an instance is passed, with its lane and its position in this direction.
+        """
+        passed_work = self._work_on_the_way(inside, marked)
+        paths = np.full(len(self.log), NEVER)
+        clocks = np.zeros((len(self.log), len(self.lengths)), dtype=np.int32)
+        for i in order:
+            clock = clocks[i]
+            for other, _ in edges[i]:
+                np.maximum(clock, clocks[other], out=clock)
+            if i in marked:
+                lane, position = marked[i]
+                clock[lane] = position + 1
+            if inside[i]:
+                longest = max((paths[other] + seconds for other, seconds in edges[i]), default=0.0)
+                paths[i] = max(longest, passed_work(clock) if self._weighs(i) else 0.0)
+        return paths
+
+    def _weighs(self, i: int) -> bool:
+        """Whether to look at the bytes before an event: every chain of transfers leads to compute or to NORM."""
+        event = self.log[i]
+        if isinstance(event, Journey):
+            return False
+        action = self.record.action(event.number)
+        return action.lane is Lane.COMPUTE or action.op is Op.NORM
+
+    def _work_on_the_way(self, inside: np.ndarray, marked: dict[int, tuple[int, int]]) -> Callable[[np.ndarray], float]:
+        """A function from a vector clock to the seconds of the port that is busiest with what the clock has passed.
+
+        A journey counts at one of the instances that take part in it.
+        """
+        places = {self._number(i): place for i, place in marked.items()}
+        offsets = np.concatenate([[0], np.cumsum([n + 1 for n in self.lengths])]).astype(np.int64)
+        table = np.zeros((int(offsets[-1]), max(1, len(self.ports))))
+        for i, port, seconds in self.work:
+            if inside[i]:
+                journey = self.log[i]
+                assert isinstance(journey, Journey)
+                lane, position = places[journey.members[0]]
+                table[offsets[lane] + position + 1, port] += seconds
+        for lane, length in enumerate(self.lengths):
+            cut = slice(offsets[lane], offsets[lane] + length + 1)
+            table[cut] = np.cumsum(table[cut], axis=0)
+        return lambda clock: table[offsets[:-1] + clock].sum(axis=0).max()
+
+    def _number(self, i: int) -> int:
+        event = self.log[i]
+        assert not isinstance(event, Journey)
+        return event.number
+
+
+def _reached(order: Iterable[int], edges: Edges, sources: list[int]) -> np.ndarray:
+    """Events on a path from ``sources``, themselves included."""
+    found = np.zeros(len(edges), dtype=bool)
+    found[sources] = True
+    for i in order:
+        if not found[i]:
+            found[i] = any(found[other] for other, _ in edges[i])
+    return found

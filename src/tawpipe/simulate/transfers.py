@@ -1,0 +1,204 @@
+"""What a transfer loads: its messages, the ports that they pass, what they wait for. Imports schedule and simulate.
+
+A collective is one fluid: all its messages advance together, each port carries the bytes of its messages, and the
+slowest port sets the pace. This is exact for rings and for equal links; the steps of a pairwise exchange, in which
+different ports are the slowest one after the other, come out a little short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tawpipe.schedule.actions import Action, Transfer, is_weight
+from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.verify import ScheduleError
+from tawpipe.simulate.costs import CostModel, LinkModel
+from tawpipe.topology import Topology
+
+Port = tuple[str, int, str]
+"""(``between`` or ``inside``, node or rank, direction): something that has a bandwidth."""
+
+Message = tuple[int, int, float]
+"""(sender, receiver, elements)."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One transfer as the network sees it.
+
+    Args:
+        ports: bytes that pass each port; ports without a limit are left out.
+        delay_s: latencies and additions, which occupy no port.
+        sent, received: bytes that leave and enter nodes.
+        inside: bytes that stay in a node, by node.
+    """
+
+    ports: tuple[tuple[Port, float], ...]
+    delay_s: float
+    sent: tuple[tuple[int, float], ...]
+    received: tuple[tuple[int, float], ...]
+    inside: tuple[tuple[int, float], ...]
+
+
+def ring(members: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Every member and the one after it."""
+    return list(zip(members, members[1:] + members[:1], strict=True)) if len(members) > 1 else []
+
+
+def tree(members: tuple[int, ...], root: int) -> list[list[tuple[int, int]]]:
+    """The rounds of a binomial broadcast: in round k every rank that has the data sends it 2**k places on.
+
+    >>> tree((0, 1, 2), 1)
+    [[(1, 2)], [(1, 0)]]
+    """
+    at = members.index(root)
+    order = members[at:] + members[:at]
+    rounds, have = [], 1
+    while have < len(order):
+        rounds.append([(order[i], order[i + have]) for i in range(min(have, len(order) - have))])
+        have *= 2
+    return rounds
+
+
+def messages(
+    collective: str, members: tuple[int, ...], elements: float, *, root: int = -1, reduce_scatter: str = "pairwise"
+) -> Iterator[Message]:
+    """All messages of a collective.
+
+    Args:
+        elements: of the whole, that is of an all-gather's result or of a reduction's input on one rank.
+        reduce_scatter: ``pairwise`` or ``ring``, see ``CostModel``.
+
+    Sources: all-gather and all-reduce are rings in gloo and NCCL; reduce is in gloo a ring reduce-scatter whose pieces
+    are then gathered on the root; broadcast a binomial tree.
+    """
+    size = len(members)
+    piece = elements / size
+    if collective == "broadcast":
+        for pairs in tree(members, root):
+            yield from ((a, b, elements) for a, b in pairs)
+    elif collective == "reduce_scatter" and reduce_scatter == "pairwise":
+        yield from ((a, b, piece) for a in members for b in members if a != b)
+    elif collective in ("all_gather", "reduce_scatter", "reduce", "all_reduce"):
+        passes = 2 if collective == "all_reduce" else 1
+        yield from ((a, b, passes * (size - 1) * piece) for a, b in ring(members))
+        if collective == "reduce":
+            yield from ((a, root, piece) for a in members if a != root)
+    else:
+        raise ScheduleError(f"nobody knows what a {collective} costs")
+
+
+class Transfers:
+    """Makes the loads of one schedule's transfers on the nodes ``topology``; equal ones are made once."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel, topology: Topology) -> None:
+        self.costs, self.topology = costs, topology
+        self._elements = [schedule.buffer_elements(rank) for rank in range(topology.world_size)]
+        self._collectives: dict[tuple, Load] = {}
+        self._parts: dict[tuple, Load] = {}
+
+    def elements(self, rank: int, buffer: str) -> int:
+        """Elements of a home stripe or of a pool's buffer."""
+        if buffer not in self._elements[rank]:
+            raise ScheduleError(f"{buffer} is in no pool and no home of rank {rank}")
+        return self._elements[rank][buffer]
+
+    def collective(self, action: Action, members: tuple[int, ...], payer: int) -> Load:
+        """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
+        buffer = action.reads[0]
+        whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
+        key = (action.collective, members, action.root, whole, is_weight(buffer))
+        if key not in self._collectives:
+            costs, n = self.costs, len(members)
+            width = costs.weight_bytes if is_weight(buffer) else costs.gradient_bytes
+            moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=costs.reduce_scatter)
+            delay = self.latency(action.collective, members, action.root)
+            if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
+                delay += costs.add_s * whole * (n - 1) / n
+            self._collectives[key] = self._load(moved, width, delay)
+        return self._collectives[key]
+
+    def norm(self, members: tuple[int, ...]) -> Load:
+        """The load of NORM, an all-reduce of three numbers: latency and nothing else."""
+        key = ("NORM", members)
+        if key not in self._collectives:
+            self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())
+        return self._collectives[key]
+
+    def part(self, sender: int, receiver: int, transfer: Transfer) -> Load:
+        """The load of one part of an EXCHANGE."""
+        weights = is_weight(transfer.buffer)
+        key = (sender, receiver, transfer.unit, weights)
+        if key not in self._parts:
+            width = self.costs.weight_bytes if weights else self.costs.gradient_bytes
+            elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
+            delay = self._latency(sender, receiver)
+            self._parts[key] = self._load(iter([(sender, receiver, elements)]), width, delay)
+        return self._parts[key]
+
+    def capacity(self, port: Port) -> float:
+        kind, owner, _ = port
+        if kind == "inside":
+            return self.costs.inside.bytes_per_s
+        node = owner if self.costs.between.shared else self.topology.node_of(owner)
+        return self.costs.node_link(node).bytes_per_s
+
+    def latency(self, collective: str, members: tuple[int, ...], root: int) -> float:
+        """Of the longest chain of messages, each of which starts when the one before it has arrived."""
+        if len(members) == 1:
+            return 0.0
+        hops = [self._latency(a, b) for a, b in ring(members)]
+        around = sum(hops) - min(hops)
+        if collective == "broadcast":
+            return sum(max(self._latency(a, b) for a, b in pairs) for pairs in tree(members, root))
+        if collective == "reduce_scatter" and self.costs.reduce_scatter == "pairwise":
+            n = len(members)
+            return sum(max(self._latency(members[i], members[(i + d) % n]) for i in range(n)) for d in range(1, n))
+        if collective == "all_reduce":
+            return 2 * around
+        if collective == "reduce":
+            return around + max(self._latency(a, root) for a in members if a != root)
+        return around
+
+    def _latency(self, sender: int, receiver: int) -> float:
+        here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
+        if here == there:
+            return self.costs.inside.latency_s
+        return max(self.costs.node_link(here).latency_s, self.costs.node_link(there).latency_s)
+
+    def _load(self, moved: Iterator[Message], width: int, delay: float) -> Load:
+        ports: dict[Port, float] = {}
+        sent: dict[int, float] = {}
+        received: dict[int, float] = {}
+        inside: dict[int, float] = {}
+        for sender, receiver, elements in moved:
+            amount = elements * width
+            here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
+            if here == there:
+                inside[here] = inside.get(here, 0.0) + amount
+            else:
+                sent[here] = sent.get(here, 0.0) + amount
+                received[there] = received.get(there, 0.0) + amount
+            for port in self._path(sender, receiver):
+                ports[port] = ports.get(port, 0.0) + amount
+        limited = tuple((port, n) for port, n in ports.items() if n > 0 and self.capacity(port) < float("inf"))
+        return Load(limited, delay, tuple(sent.items()), tuple(received.items()), tuple(inside.items()))
+
+    def _path(self, sender: int, receiver: int) -> tuple[Port, ...]:
+        here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
+        if here == there:
+            link = self.costs.inside
+            if link.shared:
+                return (("inside", here, "both"),)
+            return _end("inside", link, sender, "out"), _end("inside", link, receiver, "in")
+        links = self.costs.node_link(here), self.costs.node_link(there)
+        shared = self.costs.between.shared
+        return (
+            _end("between", links[0], here if shared else sender, "out"),
+            _end("between", links[1], there if shared else receiver, "in"),
+        )
+
+
+def _end(kind: str, link: LinkModel, owner: int, direction: str) -> Port:
+    return kind, owner, direction if link.full_duplex else "both"

@@ -1,0 +1,91 @@
+"""Comparisons: the smoke suite end to end where root and tc are there, suites and tables everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.lab import ours
+from tawpipe.lab.compare import bounds_of
+from tawpipe.lab.suite import load_suite, read_suite, shipped_suites
+from tawpipe.schedule.verify import verify
+from tawpipe.topology import Topology
+
+WORKLOAD = {
+    "layers": 6,
+    "layer_bytes": 40000,
+    "forward_s": 0.001,
+    "backward_input_s": 0.002,
+    "backward_weight_s": 0.001,
+    "micro_batches": 8,
+    "activation_bytes": 4000,
+}
+
+needs_tc = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and tc (iproute2) to build a cluster"
+)
+
+
+@needs_tc
+def test_the_smoke_suite(tmp_path, capsys):
+    assert main(["lab", "compare", "--suite", "smoke", "--samples", "2", "--out", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert {"versions", "machine", "command", "date"} <= content["environment"].keys()
+    rows = {row["strategy"]: row for row in content["rows"]}
+    assert set(rows) == {"fsdp2", "tawpipe-spread"}
+    for row in rows.values():
+        assert row["status"] in ("ok", "void"), row["reason"]
+        assert len(row["seconds_per_step"]["samples"]) == 2
+        assert row["physical_bound_s"] <= row["seconds_per_step"]["median"]
+        assert row["physical_bound_s"] <= row["dependency_bound_s"] * 1.0001
+    mine = rows["tawpipe-spread"]
+    for sent, predicted in zip(mine["link_bytes_sent"], mine["link_bytes_predicted"], strict=True):
+        assert sent == pytest.approx(predicted, rel=0.03)
+    assert "tawpipe-spread" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "chart.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", shipped_suites())
+def test_every_suite_can_be_read_and_bounded(name):
+    suite = load_suite(name)
+    for cell in suite.cells:
+        for entry in suite.strategies:
+            bounds = bounds_of(cell, entry)
+            assert 0 < bounds.physical_s <= bounds.dependency_s * 1.0001, entry
+
+
+@pytest.mark.parametrize("strategy", ours.NAMES)
+def test_every_strategy_of_ours_makes_a_proved_schedule(strategy):
+    from tawpipe.lab.workload import TimedWorkload
+
+    verify(ours.schedule_of(strategy, TimedWorkload(**WORKLOAD), Topology.grid(2, 2), {}))
+
+
+def test_mistakes_in_suites_are_named(tmp_path):
+    with pytest.raises(UserError, match="smoke"):
+        load_suite("nowhere")
+    with pytest.raises(UserError, match="cell"):
+        read_suite({"name": "x", "cells": [{"name": "a", "nods": 2}], "strategies": []})
+    good = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
+    with pytest.raises(UserError, match="strategies"):
+        read_suite({"name": "x", "cells": [good], "strategies": []})
+    with pytest.raises(UserError, match="forward_s"):
+        read_suite({"name": "x", "cells": [{**good, "workload": {"layers": 2}}], "strategies": [{"strategy": "flat"}]})
+    file = tmp_path / "bad.yaml"
+    file.write_text("a: [")
+    with pytest.raises(UserError, match="YAML"):
+        load_suite(str(file))
+    with pytest.raises(UserError, match="--only"):
+        load_suite("smoke").only(["nobody"])
+
+
+def test_an_unknown_strategy_or_knob_is_named():
+    with pytest.raises(UserError, match="placement"):
+        ours.settings_of("flat", {"no_such_knob": 1})
+    with pytest.raises(UserError, match="tawpipe-spread"):
+        ours.settings_of("nobody", {})
