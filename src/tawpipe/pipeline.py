@@ -41,7 +41,7 @@ from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpe
 from tawpipe.schedule.verify import verify
 
 logger = logging.getLogger(__name__)
-VERIFIED_ACTIONS = 50_000
+VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
 
 

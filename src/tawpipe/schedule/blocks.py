@@ -1,5 +1,4 @@
-"""What a rank computes, as actions: a block on its micro-batches, and the end of a step. Imports topology and schedule
-only.
+"""What a rank computes, as actions: a block on its micro-batches, the end of a step. Imports topology and schedule.
 
 Boundary activations have names: ``x.m.b`` is the input of block b for micro-batch m, ``dx.m.b`` its gradient,
 ``ctx.m`` what every layer is called with besides, ``loss.m`` the loss.

@@ -1,7 +1,6 @@
 """What every buffer holds while the proof plays a schedule, and what every action makes of it. Imports schedule only.
 
-Contents are symbolic: weights know their unit, stripes and version, gradients the contributions that are summed in
-them.
+Contents are symbolic: weights know their unit, stripes and version, gradients the contributions in them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Checks every action by itself: are its lane, numbers and buffers those that its operation takes? Imports schedule
-only.
+"""Checks every action by itself: are its lane, numbers and buffers what its operation takes? Imports schedule only.
 
 What the players (``runtime``, ``simulate``, the proof) take from an action's fields and what they take from its
 buffers must agree; hazards follow from the buffers alone, so a buffer too few is a race.

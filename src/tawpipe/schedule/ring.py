@@ -143,9 +143,7 @@ class Ring:
         return number + 2 * self.size - 1 - slot
 
     def forward_at(self, position: int, turn: int) -> tuple[int, int] | None:
-        """(pass, slot) that a position goes forward through in a turn, if there is such a pass and it has micro-
-        batches.
-        """
+        """(pass, slot) that a position goes forward through in a turn, if there is a pass with micro-batches."""
         slot = (turn - position) % self.size
         return (turn - slot, slot) if turn - slot in self._working else None
 
@@ -203,9 +201,7 @@ class Ring:
                 yield Journey(Stream.GRADIENT, unit, slot, first % self.size, turn, hops)
 
     def _weights(self, stream: Stream, unit: int, slot: int, first_use: int, between: int) -> Journey:
-        """From home to the first pass, which needs it in turn ``first_use``, and on to the last, ``between`` hops
-        later.
-        """
+        """From home to the first pass, which needs it in turn ``first_use``, and ``between`` hops on to the last."""
         home = self.home(unit)
         before = (self.passes[0] - home) % self.size
         return Journey(stream, unit, slot, home, first_use - before, before + between)

@@ -1,8 +1,6 @@
-"""What all routes share: the buffers of one rank, and which visit of a unit is its first or last. Imports schedule
-only.
+"""What all routes share: the buffers of one rank, and which visits a unit has in a step. Imports schedule only.
 
-A route turns a visit into transfer actions; routes are the only place with index arithmetic about who sends what to
-whom.
+A route turns a visit into transfer actions; index arithmetic about who sends what to whom is in routes alone.
 """
 
 from __future__ import annotations
@@ -105,9 +103,7 @@ class Route(ABC):
         yield from ()
 
     def gradient_buffers(self, visit: Visit) -> dict[int, tuple[str, bool]]:
-        """For every trainable unit of a visit: the buffer to fill, and whether it holds something of this step
-        already.
-        """
+        """For every trainable unit of a visit: the buffer to fill, and whether something of this step is in it."""
         assert visit.gradients is not None
         found = {}
         for unit in self.model.trainable_units(visit.block):
