@@ -362,8 +362,16 @@ def test_an_error_in_the_block_removes_the_cluster() -> None:
     assert left_of(f"{PREFIX}f") == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @needs_network
-def test_a_signal_during_the_clean_up_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_during_the_clean_up_waits_for_its_end(monkeypatch: pytest.MonkeyPatch, interruptible: None) -> None:
     remove = cluster_network.remove
 
     def interrupted(name: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -64,7 +65,7 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
     """``results.json``, ``table.md`` and ``chart.png``."""
     environment = {
         "versions": {name: version(name) for name in ("tawpipe", "torch")} | {"python": platform.python_version()},
-        "machine": f"{platform.machine()}, {_processors()}, Linux {platform.release()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release().split('-')[0]}",
         "command": shlex.join(["tawpipe", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -72,12 +73,6 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
     (out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     write_table(suite.name, environment, rows, out / "table.md")
     write_chart(suite.name, rows, out / "chart.png")
-
-
-def _processors() -> str:
-    import os
-
-    return f"{os.cpu_count()} processors"
 
 
 def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list[dict[str, Any]]:
