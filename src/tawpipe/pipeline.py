@@ -259,8 +259,10 @@ class Pipeline:
             RunError: a step had a loss or gradient norm that was not finite.
         """
         self.executor.drain()
-        while self._recent:
-            self._check(self._recent.popleft())
+        results = list(self._recent)
+        self._recent.clear()
+        for result in results:
+            self._check(result)
 
     def close(self) -> None:
         """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards."""
@@ -334,7 +336,8 @@ class Pipeline:
         Raises:
             UserError: no complete state, or one of another model or optimizer.
         """
-        self.drain()
+        self.executor.drain()
+        self._recent.clear()  # of the state that is replaced
         record = load_state(Path(folder), self.storage, self.optimizers, self.world)
         self.step_number = record["step"]
         self._generation += 1

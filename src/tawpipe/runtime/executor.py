@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -69,7 +70,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """False if loss or norm was not finite; the weights were not touched then."""
+        """False if loss or norm, of this step or of one before it, was not finite: the weights were not touched."""
         return bool(self._read(3))
 
 
@@ -84,6 +85,19 @@ class UpdateRule:
 
     clip_norm: float | None = 1.0
     rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the actions of one step share.
+
+    Args:
+        result: [4] on the CPU; NORM leaves loss, gradient norm, tokens and whether all was finite.
+    """
+
+    given: StepInput
+    rule: UpdateRule
+    result: Tensor
 
 
 class Executor:
@@ -121,21 +135,16 @@ class Executor:
         self._hazards: Hazards[Event] = Hazards()
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)
-        self._run: dict[Op, Callable[[Action, StepInput, UpdateRule], None]] = {
-            Op.FORWARD: lambda action, given, _: compute.forward(action, self._buffers, given),
-            Op.BACKWARD: lambda action, given, _: compute.backward(action, self._buffers, given),
-            Op.ZERO: lambda action, _, __: self._zero(action),
-            Op.ADD: lambda action, _, __: self._add(action),
-            Op.EXCHANGE: lambda action, _, __: transport.exchange(action, self._buffers),
-            Op.COLLECTIVE: lambda action, _, __: transport.collective(action, self._buffers),
-            Op.UPDATE: lambda action, _, rule: self._update(action, rule),
+        self._run: dict[Op, Callable[[Action, _Step], None]] = {
+            Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
+            Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
+            Op.ZERO: lambda action, _: self._zero(action),
+            Op.ADD: lambda action, _: self._add(action),
+            Op.EXCHANGE: lambda action, _: transport.exchange(action, self._buffers),
+            Op.COLLECTIVE: lambda action, _: transport.collective(action, self._buffers),
+            Op.NORM: self._norm,
+            Op.UPDATE: self._update,
         }
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the pools, homes aside."""
-        pooled = (t for name, t in self._buffers.items() if not name.startswith("home."))
-        return sum(t.numel() * t.element_size() for t in pooled)
 
     def adopt(self, schedule: Schedule) -> None:
         """Allocate what ``schedule`` needs beyond what is there. Schedules of one placement share their buffers by
@@ -154,21 +163,13 @@ class Executor:
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        step = _Step(given, rule, values)
         ended: Event | None = None
         for lane in self._lanes.values():
             lane.begin_step()
         try:
             for action in schedule.programs[self.rank]:
-                if action.op is Op.NORM:
-
-                    def run(action: Action = action) -> None:
-                        self._norm(action, given, rule, values, training=schedule.training)
-                else:
-
-                    def run(action: Action = action) -> None:
-                        self._run[action.op](action, given, rule)
-
-                event = self._submit(action, run)
+                event = self._submit(action, partial(self._run[action.op], action, step))
                 if action.op is Op.NORM:
                     ended = event
         except BaseException as error:  # on CUDA actions run here
@@ -214,33 +215,32 @@ class Executor:
             target.add_(self._buffers[name])
 
     @torch.no_grad()
-    def _norm(self, action: Action, given: StepInput, rule: UpdateRule, result: Tensor, *, training: bool) -> None:
+    def _norm(self, action: Action, step: _Step) -> None:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
         units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
-        counted = [unit for unit in units if self.storage.is_first_copy(unit)]
-        gradients = [piece.gradient for unit in counted for piece in self.storage.pieces[unit]]
+        gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if gradients:
             sums[0] = get_total_norm(gradients, foreach=True).double().square()
         losses = self.compute.losses(action)
         if losses:
             sums[1] = torch.stack(losses).sum()
-        sums[2] = sum(batch.tokens for batch in given.micro_batches.values())
+        sums[2] = sum(batch.tokens for batch in step.given.micro_batches.values())
         self.transport.all_reduce(action, sums)
         tokens = sums[2].clamp(min=1)
-        mean = 1 / (given.scale * tokens)
+        mean = 1 / (step.given.scale * tokens)
         norm, loss = sums[0].sqrt() * mean, sums[1] / tokens
-        clip = math.inf if rule.clip_norm is None else rule.clip_norm
+        clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
         # As torch.nn.utils.clip_grad_norm_ does it.
         self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64)
-        if training:  # once not finite, no later step may change the weights either
-            self._finite.mul_(finite)
-        result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
+        if "norm" in action.reads:  # once not finite, no later step may change the weights either, and each says so
+            finite = self._finite.mul_(finite)
+        step.result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
 
     @torch.no_grad()
-    def _update(self, action: Action, rule: UpdateRule) -> None:
+    def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
         self._buffers[f"home.g.{action.unit}"].mul_(self._factor)
-        self.optimizers.step(action.unit, self._finite, rule.rate)
+        self.optimizers.step(action.unit, self._finite, step.rule.rate)
         self.storage.refresh(action.unit)

@@ -106,24 +106,29 @@ class CpuLane:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            run, after, event, label = item
-            try:
-                for other in after:
-                    other.wait()
-                if self._failure.error is not None:
-                    # An action that is left out would put a group's operations out of order: nothing runs any more.
-                    raise self._failure.error
-                if self._delay is not None:
-                    time.sleep(self._delay())
-                run()
-            except BaseException as error:
-                if self._failure.error is None:
-                    error.add_note(f"in action: {label}")
-                self._failure.note(error)
-                event.end(error)
-            else:
-                event.end()
-            del item, run, after, event
+            event = item[2]
+            error = self._attempt(item[0], item[1], item[3])
+            del item  # whoever waits for the end may count on it that the lane holds nothing of the action any more
+            event.end(error)
+            del event, error
+
+    def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: str) -> BaseException | None:
+        """Run one action when what it waits for has ended; what it raised, if anything."""
+        try:
+            for other in after:
+                other.wait()
+            if self._failure.error is not None:
+                # An action that is left out would put a group's operations out of order: nothing runs any more.
+                raise self._failure.error
+            if self._delay is not None:
+                time.sleep(self._delay())
+            run()
+        except BaseException as error:
+            if self._failure.error is None:
+                error.add_note(f"in action: {label}")
+            self._failure.note(error)
+            return error
+        return None
 
 
 class CudaEvent:

@@ -102,7 +102,7 @@ class Storage:
             yield HomePiece(slot.name, slot.shape, first - slot.offset, value)
 
     def is_first_copy(self, unit: int) -> bool:
-        """Whether the stripe here counts: of several copies only the first is saved and summed in the norm."""
+        """Whether the stripe here is saved: of several copies only the first is."""
         return self.rank in self.homes[unit].ranks
 
     def refresh(self, unit: int) -> None:

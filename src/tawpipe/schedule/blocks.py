@@ -85,13 +85,15 @@ def end_of_step(
 ) -> Iterator[Action]:
     """NORM, and in training UPDATE of every trainable unit at home here, first blocks first.
 
-    NORM reads the gradients of first copies only: the sum over the world counts every gradient once.
+    NORM reads the gradients of first copies only: the sum over the world counts every gradient once. In training it
+    adds to what ``norm`` holds, so that a number that was not finite is not forgotten.
     """
     mine = [u for u, home in enumerate(homes) if model.units[u].trainable and home.index(rank) is not None]
     lane = Lane.INTER_G if topology.world_size > 1 else Lane.COMPUTE
     gradients = tuple(f"home.g.{unit}" for unit in mine if rank in homes[unit].ranks) if training else ()
     losses = tuple(f"loss.{m}" for m in micro_batches)
-    yield Action(Op.NORM, lane, (*gradients, *losses), ("norm",), losses, group="world")
+    before = ("norm",) if training else ()
+    yield Action(Op.NORM, lane, (*gradients, *losses, *before), ("norm",), losses, group="world")
     if training:
         for unit in sorted(mine, key=lambda u: model.units[u].blocks[0]):
             names = (f"home.w.{unit}", f"home.g.{unit}")
