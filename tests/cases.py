@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tawpipe.batches import LocalBatch
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
-from tawpipe.pipeline import LocalBatch, Pipeline
+from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
@@ -177,7 +178,7 @@ def packed_rows(world: World) -> list[int]:
     """What this rank's shares of a batch hold."""
     pipeline = Pipeline(llama(torch.float32), world=world, micro_batch=2)
     rows = [row for share in pipeline.shares(7) for row in share.rows]
-    assert all(isinstance(batch, MicroBatch) for batch in pipeline._local(batches(7)[0]).micro_batches)
+    assert all(isinstance(batch, MicroBatch) for batch in pipeline._deal.local(batches(7)[0]).micro_batches)
     pipeline.close()
     return rows
 

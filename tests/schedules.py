@@ -1,8 +1,9 @@
-"""Small models and schedules for the tests of schedules, traffic and the ring."""
+"""Small models, and schedules of all kinds, for the tests of schedules, traffic, the ring and the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
@@ -51,6 +52,50 @@ def make(
     return build(model, topology, Knobs(micro_batches=share_micro_batches(count, nodes * local), **knobs))
 
 
+def scopes(placement: str) -> st.SearchStrategy[dict[str, str]]:
+    """How long weights are kept and gradients added up, where the placement leaves a choice."""
+    any_scope, visit = st.sampled_from(("visit", "step")), st.just("visit")
+    return st.fixed_dictionaries(
+        {
+            "weights_scope": any_scope if placement in SCOPED else visit,
+            "gradients_scope": any_scope if placement in (*SCOPED, "hybrid") else visit,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides the form of a schedule besides the sizes of its units."""
+
+    topology: Topology
+    layers: int
+    knobs: Knobs
+
+
+MOST_LAYERS = 12
+"""Of a shape: those of a ring over the largest cluster."""
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Clusters, layers and knobs that go together; every rank has the same number of micro-batches in every round."""
+    topology = Topology.grid(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
+    placement = draw(st.sampled_from(ALL_PLACEMENTS))
+    ring = placement == "ring"
+    least = topology.world_size if ring else 1
+    per_visit = draw(st.integers(1, 2))
+    count = draw(st.integers(1, 3)) * per_visit * topology.world_size
+    knobs = Knobs(
+        placement,
+        share_micro_batches(count, topology.world_size),
+        micro_batches_per_visit=per_visit,
+        look_ahead=draw(st.integers(1 if ring else 0, 4)),
+        gradient_buffers=draw(st.integers(1, 3)),
+        **draw(scopes(placement)),
+    )
+    return Shape(topology, draw(st.integers(least, max(5, least))), knobs)
+
+
 @st.composite
 def schedules(
     draw: st.DrawFn, placements: tuple[str, ...] = ALL_PLACEMENTS, *, training: bool | None = None
@@ -60,7 +105,6 @@ def schedules(
     placement = draw(st.sampled_from(placements))
     ring = placement == "ring"
     layers = draw(st.integers(nodes * local, nodes * local + 7) if ring else st.integers(1, 7))
-    scopes = st.sampled_from(("visit", "step"))
     shape = draw(st.sampled_from(("plain", "tied", "lora", "frozen")))
     return make(
         llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen")),
@@ -72,6 +116,5 @@ def schedules(
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        weights_scope=draw(scopes) if placement in SCOPED else "visit",
-        gradients_scope=draw(scopes) if placement in (*SCOPED, "hybrid") else "visit",
+        **draw(scopes(placement)),
     )

@@ -19,14 +19,14 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "G
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[TrainConfig, str]]:
     """What the loop was called with, and the rank in its environment; the loop itself does nothing."""
     calls: list[tuple[TrainConfig, str]] = []
-    loop = types.ModuleType("tawpipe.train.loop")
+    loop = types.ModuleType("tawpipe.train.run")
 
     def run(config: TrainConfig) -> int:
         calls.append((config, os.environ["RANK"]))
         return 0
 
     loop.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tawpipe.train.loop", loop)
+    monkeypatch.setitem(sys.modules, "tawpipe.train.run", loop)
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules import shapes
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import (
     PIPELINES,
@@ -33,9 +34,9 @@ def workload(micro_batches: int = 12, *, layers: int = 12, scale: float = 1.0) -
     return TimedWorkload(layers, 8_000_000, 0.1 * scale, 0.2 * scale, 0.1 * scale, micro_batches, 2_666_666)
 
 
-def schedule_of(work: TimedWorkload, topology: Topology, placement: str = "spread", per_visit: int = 1, **knobs):
+def schedule_of(work: TimedWorkload, topology: Topology, placement: str = "spread", per_visit: int = 1):
     shares = share_micro_batches(work.micro_batches, topology.world_size)
-    made = Knobs(placement, shares, micro_batches_per_visit=per_visit, **knobs)
+    made = Knobs(placement, shares, micro_batches_per_visit=per_visit)
     return build_training(workload_model(work), topology, made)
 
 
@@ -46,64 +47,30 @@ def test_the_workload_is_a_model_that_can_be_scheduled(placement):
 
 @settings(max_examples=50, deadline=None)
 @given(
-    nodes=st.integers(1, 4),
-    local=st.integers(1, 3),
-    layers=st.integers(1, 5),
-    rounds=st.integers(1, 3),
-    per_visit=st.integers(1, 2),
-    look_ahead=st.integers(0, 3),
-    gradient_buffers=st.integers(1, 3),
-    placement=st.sampled_from(ALL_PLACEMENTS),
-    weights=st.sampled_from(["visit", "step"]),
-    gradients=st.sampled_from(["visit", "step"]),
+    shape=shapes(),
     rate=st.sampled_from([5e6, 20e6, 100e6]),
     latency=st.sampled_from([0.0, 0.01]),
     duplex=st.booleans(),
     update_s=st.sampled_from([0.0, 1e-8]),
 )
-def test_physical_bound_dependency_bound_and_clock_are_in_order(
-    nodes,
-    local,
-    layers,
-    rounds,
-    per_visit,
-    look_ahead,
-    gradient_buffers,
-    placement,
-    weights,
-    gradients,
-    rate,
-    latency,
-    duplex,
-    update_s,
-):
-    topology = Topology.grid(nodes, local)
-    if placement == "ring":
-        layers, look_ahead = max(layers, topology.world_size), max(1, look_ahead)
-    # The other placements have one scope each, see ``FIXED_SCOPES``.
-    weights = weights if placement in ("spread", "striped", "whole") else "visit"
-    gradients = gradients if placement in ("spread", "striped", "whole", "hybrid") else "visit"
-    work = workload(rounds * per_visit * topology.world_size, layers=layers)
+def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, latency, duplex, update_s):
+    knobs = shape.knobs
+    work = workload(sum(map(len, knobs.micro_batches)), layers=shape.layers)
     between = LinkModel(rate, latency, duplex)
     costs = workload_costs(work, between=between, inside=LinkModel(2e9), update_s=update_s)
-    schedule = schedule_of(
-        work,
-        topology,
-        placement,
-        per_visit,
-        look_ahead=look_ahead,
-        gradient_buffers=gradient_buffers,
-        weights_scope=weights,
-        gradients_scope=gradients,
-    )
+    schedule = build_training(workload_model(work), shape.topology, knobs)
     bounds = schedule_bounds(schedule, costs)
     played = play(schedule, costs, steps=1).makespan
     assert bounds.physical_s <= bounds.dependency_s * (1 + 1e-9)
     assert bounds.dependency_s <= played * (1 + 1e-9)
-    if placement != "ring":  # Its gradients add up on their way, so they leave less often than they are made.
-        kept = "replica" if placement == "hybrid" else weights
+    if knobs.placement != "ring":  # Its gradients add up on their way, so they leave less often than they are made.
         least = scope_bounds(
-            work, topology, between, weights=kept, gradients=gradients, micro_batches_per_visit=per_visit
+            work,
+            shape.topology,
+            between,
+            weights="replica" if knobs.placement == "hybrid" else knobs.weights_scope,
+            gradients=knobs.gradients_scope,
+            micro_batches_per_visit=knobs.micro_batches_per_visit,
         )
         assert least.physical_s <= bounds.physical_s * (1 + 1e-6)
         assert least.dependency_s <= played * (1 + 1e-6)

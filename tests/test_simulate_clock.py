@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules import MOST_LAYERS, Shape, shapes
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.build import build_evaluation, build_training
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.placement import ALL_PLACEMENTS, Home
+from tawpipe.schedule.placement import Home
 from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Pool, Schedule, UnitSpec, share_micro_batches
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.schedule.verify import ScheduleError, verify
@@ -256,56 +257,15 @@ def test_operations_that_do_not_match_are_refused(lane):
             judge(schedule)
 
 
-LAYERS = 12
-"""Enough costs for every shape."""
-
-SHAPES = {
-    "nodes": st.integers(1, 4),
-    "local": st.integers(1, 3),
-    "layers": st.integers(1, 5),
-    "rounds": st.integers(1, 3),
-    "per_visit": st.integers(1, 2),
-    "look_ahead": st.integers(0, 4),
-    "gradient_buffers": st.integers(1, 3),
-    "placement": st.sampled_from(ALL_PLACEMENTS),
-    "step_scope": st.booleans(),
-}
-
-
-def shaped(
-    *,
-    nodes,
-    local,
-    layers,
-    rounds,
-    per_visit,
-    look_ahead,
-    gradient_buffers,
-    placement,
-    step_scope,
-    build_it=build_training,
-):
-    """A schedule of some shape; shapes that a placement does not have are made to fit."""
-    topology = Topology.grid(nodes, local)
-    if placement == "ring":
-        layers, look_ahead = max(layers, topology.world_size), max(1, look_ahead)
-    knobs = Knobs(
-        placement,
-        share_micro_batches(rounds * per_visit * topology.world_size, topology.world_size),
-        per_visit,
-        look_ahead,
-        gradient_buffers,
-        weights_scope="step" if step_scope and placement in ("spread", "striped", "whole") else "visit",
-        gradients_scope="step" if step_scope and placement not in ("flat", "ring") else "visit",
-    )
-    return build_it(layers_only(layers, 1001), topology, knobs)
+def shaped(shape: Shape, build_it=build_training) -> Schedule:
+    return build_it(layers_only(shape.layers, 1001), shape.topology, shape.knobs)
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=st.fixed_dictionaries(SHAPES), training=st.booleans())
+@given(shape=shapes(), training=st.booleans())
 def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
-    schedule = shaped(**shape, build_it=build_training if training else build_evaluation)
-    model = costs(LAYERS, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
+    schedule = shaped(shape, build_training if training else build_evaluation)
+    model = costs(MOST_LAYERS, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
     timeline = play(schedule, model, steps=2)
     for node, link in enumerate(link_elements(schedule)):
         for step in range(2):
@@ -318,16 +278,16 @@ def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
 
 
 @settings(max_examples=40, deadline=None)
-@given(shape=st.fixed_dictionaries(SHAPES))
+@given(shape=shapes())
 def test_unlimited_buffers_leave_a_right_schedule(shape):
-    verify(unlimited_buffers(shaped(**shape)))
+    verify(unlimited_buffers(shaped(shape)))
 
 
 @settings(max_examples=30, deadline=None)
-@given(shape=st.fixed_dictionaries(SHAPES))
+@given(shape=shapes())
 def test_dependencies_repeat_from_step_to_step(shape):
     """The clock derives them from two steps and shifts them; here from four, directly."""
-    for program in shaped(**shape).programs:
+    for program in shaped(shape).programs:
         same, before = dependencies(program)
         hazards: Hazards[tuple[int, int]] = Hazards()
         for step in range(4):
@@ -339,21 +299,22 @@ def test_dependencies_repeat_from_step_to_step(shape):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=st.fixed_dictionaries(SHAPES), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
+@given(shape=shapes(), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
 def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
     """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance."""
-    schedule = shaped(**shape)
-    fast = play(schedule, costs(LAYERS, rate=rate), steps=1).makespan
-    assert play(schedule, costs(LAYERS, rate=rate / slower), steps=1).makespan >= fast * 0.99
+    schedule = shaped(shape)
+    fast = play(schedule, costs(MOST_LAYERS, rate=rate), steps=1).makespan
+    assert play(schedule, costs(MOST_LAYERS, rate=rate / slower), steps=1).makespan >= fast * 0.99
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=st.fixed_dictionaries(SHAPES), latency=st.floats(0, 0.6))
+@given(shape=shapes(), latency=st.floats(0, 0.6))
 def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency):
     """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
     hold: what is needed later takes bandwidth from what is needed now."""
-    model = costs(LAYERS, between=LinkModel(math.inf, latency))
-    less, more = shaped(**shape), shaped(**{**shape, "look_ahead": shape["look_ahead"] + 1})
+    model = costs(MOST_LAYERS, between=LinkModel(math.inf, latency))
+    further = replace(shape, knobs=replace(shape.knobs, look_ahead=shape.knobs.look_ahead + 1))
+    less, more = shaped(shape), shaped(further)
     assert play(more, model, steps=1).makespan <= play(less, model, steps=1).makespan + 1e-9
 
 

@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tawpipe.batches import LocalBatch, Share
     from tawpipe.errors import RunError, UserError
     from tawpipe.model.batch import MicroBatch
     from tawpipe.model.pretrained import SafetensorsSource
     from tawpipe.model.weights import InitSource, ModuleSource
-    from tawpipe.pipeline import LocalBatch, Pipeline, Share
+    from tawpipe.pipeline import Pipeline
     from tawpipe.runtime.executor import StepResult
     from tawpipe.runtime.optimizer import adamw
     from tawpipe.runtime.world import World, connect
@@ -24,13 +25,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "InitSource": "tawpipe.model.weights",
-    "LocalBatch": "tawpipe.pipeline",
+    "LocalBatch": "tawpipe.batches",
     "MicroBatch": "tawpipe.model.batch",
     "ModuleSource": "tawpipe.model.weights",
     "Pipeline": "tawpipe.pipeline",
     "RunError": "tawpipe.errors",
     "SafetensorsSource": "tawpipe.model.pretrained",
-    "Share": "tawpipe.pipeline",
+    "Share": "tawpipe.batches",
     "StepResult": "tawpipe.runtime.executor",
     "Topology": "tawpipe.topology",
     "UserError": "tawpipe.errors",

@@ -66,7 +66,7 @@ def train(argv: Sequence[str]) -> int:
 
 def _train_here(config: TrainConfig) -> int:
     """One process of the run, under the variables of a launcher."""
-    from tawpipe.train.loop import run
+    from tawpipe.train.run import run
 
     return run(config)
 

@@ -1,5 +1,5 @@
-"""The library's front door: a model, its schedule and its homes as one object. Imports topology, model, schedule and
-runtime.
+"""The library's front door: a model, its schedule and its homes as one object. Imports batches, costs, sizes, model,
+schedule and runtime.
 
 Usage:
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tawpipe.batches import Deal, LocalBatch, Share
 from tawpipe.costs import Costs, Widths, costs
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Loss
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.units import ParameterSlot, Unit
@@ -37,35 +36,13 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.build import build_evaluation, build_training, place_units
-from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
 from tawpipe.schedule.verify import verify
+from tawpipe.sizes import model_spec
 
 logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """One micro-batch of this rank: its global number in the step, and the rows of the global batch that it holds."""
-
-    index: int
-    rows: range
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """The part of a global batch that this rank computes, as ``Pipeline.shares`` says.
-
-    Args:
-        rows: of the whole global batch.
-        sequence_length: tokens in a row.
-        micro_batches: this rank's, in the order of their shares; may be empty.
-    """
-
-    rows: int
-    sequence_length: int
-    micro_batches: Sequence[MicroBatch]
 
 
 class Pipeline:
@@ -130,6 +107,7 @@ class Pipeline:
         _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
+        self._deal = Deal(micro_batch, self.world.rank, self.world.size)
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
         wide = torch.promote_types(dtype, torch.float32)
@@ -195,7 +173,7 @@ class Pipeline:
         """The schedule for a global batch of ``rows`` rows, proved once and kept."""
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
-        count = -(-rows // self.micro_batch)
+        count = self._deal.count(rows)
         if (count, training) not in self._schedules:
             schedule = self._build(count, training=training)
             if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
@@ -215,10 +193,7 @@ class Pipeline:
 
         A micro-batch holds the same rows for every number of processes; only who computes it changes.
         """
-        count = -(-rows // self.micro_batch)
-        mine = share_micro_batches(count, self.world.size)[self.world.rank]
-        size = self.micro_batch
-        return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
+        return self._deal.shares(rows)
 
     def step(self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0) -> StepResult:
         """Forward, backward and update on one global batch. Returns while the step still runs.
@@ -235,7 +210,7 @@ class Pipeline:
         """
         while len(self._recent) > 1:  # at most one step ahead of the results
             self._check(self._recent.popleft())
-        local = self._local(batch)
+        local = self._deal.local(batch)
         self._set_training(True)
         result = self._play(local, training=True, rate=rate)
         self._recent.append(result)
@@ -246,7 +221,7 @@ class Pipeline:
     def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch) -> StepResult:
         """The loss on a global batch without an update. Waits for what is under way first."""
         self.drain()
-        local = self._local(batch)
+        local = self._deal.local(batch)
         self._set_training(False)
         result = self._play(local, training=False, rate=0.0)
         self.executor.drain()
@@ -285,37 +260,13 @@ class Pipeline:
 
     def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
         schedule = self.schedule(local.rows, training=training)
-        expected = [share.index for share in self.shares(local.rows)]
-        if len(expected) != len(local.micro_batches):
-            found = f"{len(local.micro_batches)} micro-batches"
-            raise UserError("batch", found, f"{len(expected)} on rank {self.world.rank}, as Pipeline.shares says")
         given = StepInput(
-            dict(zip(expected, local.micro_batches, strict=True)),
+            self._deal.numbered(local),
             scale=1.0 / (local.rows * local.sequence_length),
             seed=self.seed if training else None,
             step=self.step_number,
         )
         return self.executor.play(schedule, given, UpdateRule(self.clip_norm, rate))
-
-    def _local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
-        if isinstance(batch, LocalBatch):
-            return batch
-        for name in ("input_ids", "labels"):
-            if name not in batch:
-                raise UserError("batch", sorted(batch), f"a mapping with {name!r}")
-        if unknown := set(batch) - {"input_ids", "labels", "position_ids", "attention_mask"}:
-            raise UserError(
-                "batch", sorted(unknown), "input_ids, labels, position_ids, attention_mask and nothing else"
-            )
-        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-        if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
-            raise UserError("batch", shapes, "tensors of one shape [rows, tokens]")
-        rows, length = shapes["input_ids"]
-        parts = []
-        for share in self.shares(rows):
-            cut = slice(share.rows.start, share.rows.stop)
-            parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
-        return LocalBatch(rows, length, parts)
 
     # state
 
@@ -421,19 +372,3 @@ def _check_settings(
         raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
     if seed < 0:
         raise UserError("seed", seed, "0 or more")
-
-
-def model_spec(chain: Chain) -> ModelSpec:
-    """A chain as the sizes that builders see."""
-    return ModelSpec(
-        tuple(
-            BlockSpec(
-                units=block.units,
-                kind=block.kind,
-                backward_reads_weights=block.backward_reads_weights,
-                needs_backward=block.needs_backward,
-            )
-            for block in chain.blocks
-        ),
-        tuple(UnitSpec(unit.numel, unit.trainable, unit.blocks) for unit in chain.units),
-    )

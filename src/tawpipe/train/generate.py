@@ -1,4 +1,4 @@
-"""A short text from the model in training, its weights still spread over all processes. Imports pipeline.
+"""A short text from the model in training, its weights still spread over all processes. Imports batches and pipeline.
 
 For a glance at the end of a run, not for serving: every token is a forward pass over the text so far, and each pass
 brings all weights here once.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tawpipe.batches import LocalBatch
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.pipeline import LocalBatch, Pipeline
+from tawpipe.pipeline import Pipeline
 
 CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""

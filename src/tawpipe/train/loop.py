@@ -1,6 +1,7 @@
-"""The training run: from settings to a trained model in a folder. Imports data, model, pipeline and the rest of train.
+"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints. Imports batches, data,
+pipeline and the rest of train.
 
-``run`` reads as a recipe; every process of the run calls it.
+Every process of the run makes a :class:`Training`; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -15,221 +16,19 @@ from importlib.metadata import version
 
 import torch
 
+from tawpipe.batches import LocalBatch
 from tawpipe.data.collate import collate
 from tawpipe.data.prefetch import prefetch
-from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
+from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
-from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
-from tawpipe.errors import RunError, UserError
-from tawpipe.launch import started_by_local_launcher
-from tawpipe.model.build import build_model, resolve_model
-from tawpipe.pipeline import LocalBatch, Pipeline
+from tawpipe.errors import RunError
+from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.world import World, connect
-from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
-from tawpipe.train.config import TrainConfig, save_config
-from tawpipe.train.console import Console, duration
-from tawpipe.train.generate import generate
+from tawpipe.runtime.world import World
+from tawpipe.train.checkpoint import Checkpoints, RunState
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.console import Console
 from tawpipe.train.metrics import MetricsWriter, mfu, peak_flops, peak_memory_bytes, training_flops
-
-BUILDERS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
-"""Builders that fix the placement."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def run(config: TrainConfig) -> int:
-    """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
-    started = time.perf_counter()
-    world = connect(
-        nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
-        device=config.device,
-        timeout=timedelta(seconds=config.timeouts.first_step_s),
-    )
-    console = Console(world.rank)
-    console.topology(f"{world.topology} on {_device_name(world)}")
-    data = _prepare_data(config, world, console)
-    pipeline = _make_pipeline(config, world, data)
-    checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
-    state = _resume(config, world, console, pipeline, checkpoints, data)
-    if world.rank == 0:
-        save_config(config, config.output_path / "config.yaml")
-    console.plan(_plan_rows(config, pipeline))
-
-    training = _Training(config, world, console, pipeline, data, checkpoints, state)
-    seconds = training.run()
-
-    done = max(0, config.steps - training.first)
-    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {config.steps}" if training.first else ""))]
-    if training.validation_loss is not None:
-        results.append(("validation loss", f"{training.validation_loss:.4f}"))
-    memory = world.gather_numbers(peak_memory_bytes(world.device.type))
-    results.append(("peak memory per process", ", ".join(f"{gib(m)}" for m in memory)))
-    if config.sample.tokens:
-        results.append(("sample", _sample(config, pipeline, data)))
-    if config.export.enabled:
-        folder = pipeline.export(
-            config.output_path / "model",
-            dtype=DTYPES[config.export.dtype],
-            max_shard_bytes=config.export.max_shard_mib * 2**20,
-            tokenizer=data.tokenizer,
-        )
-        results.append(("model", str(folder)))
-    results.append(("whole run", duration(time.perf_counter() - started)))
-    console.summary(results)
-    pipeline.close()
-    world.leave()
-    return 0
-
-
-def gib(number: float) -> str:
-    """Bytes in the unit that people read.
-
-    >>> gib(3 * 2**30), gib(5 * 2**20)
-    ('3.00 GiB', '5.0 MiB')
-    """
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
-def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
-    """What the highest learning rate is multiplied with in step 0, 1, ...: linear warm-up, then a cosine down to
-    ``least``.
-
-    >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]
-    [0.5, 1.0, 1.0, 0.13]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-
-
-def _prepare_data(config: TrainConfig, world: World, console: Console) -> PreparedData:
-    world.require_same(repr(config), "settings", "the same on every machine")
-    folder = resolve_model(config.model)
-    data = prepare_data(
-        config,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        model=None if folder is None else str(folder),
-        leader=world.topology.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
-        barrier=world.wait_patiently,
-    )
-    world.require_same(data.fingerprint, "--data", "the same files and tokenizer on every machine")
-    for line in data.report.lines():
-        console.line(line)
-    return data
-
-
-def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pipeline:
-    built = build_model(
-        config.model,
-        vocab_size=vocabulary_size(data.tokenizer),
-        max_positions=config.sequence_length,
-        trust_remote_code=config.trust_remote_code,
-    )
-    check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
-    chosen, dtype = config.schedule, DTYPES[config.dtype]
-    settings = config.optimizer
-    pipeline = Pipeline(
-        built.model,
-        weights=lambda chain: built.source(chain, seed=config.seed),
-        optimizer=adamw(
-            config.learning_rate,
-            weight_decay=settings.weight_decay,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        ),
-        micro_batch=config.micro_batch,
-        micro_batches_per_visit=chosen.micro_batches_per_visit,
-        placement=BUILDERS.get(chosen.builder, chosen.placement),
-        look_ahead=chosen.look_ahead,
-        gradient_buffers=chosen.gradient_buffers,
-        weights_scope=chosen.weights_scope,
-        gradients_scope=chosen.gradients_scope,
-        dtype=dtype,
-        reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
-        clip_norm=settings.clip_norm or None,
-        chunk_tokens=chosen.loss_chunk_tokens,
-        seed=config.seed,
-        world=world,
-        strict=config.strict,
-        timeout=timedelta(seconds=config.timeouts.first_step_s),
-    )
-    pipeline.schedule(config.global_batch)
-    return pipeline
-
-
-def _resume(
-    config: TrainConfig,
-    world: World,
-    console: Console,
-    pipeline: Pipeline,
-    checkpoints: Checkpoints,
-    data: PreparedData,
-) -> RunState | None:
-    path = checkpoints.find(config.resume)
-    if path is None:
-        if config.resume == "auto":
-            console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
-        return None
-    state = read_run(path)
-    if state.seed != config.seed:
-        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {path}")
-    pipeline.load(path)
-    console.notice(f"resumed from {path}: step {state.step}, {state.samples} samples consumed")
-    if changed := changed_parts(state.fingerprint, data.fingerprint):
-        console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
-    if state.data_state and not changed:
-        data.train.load_state_dict(state.data_state)
-    if state.step >= config.steps:
-        console.notice(f"--steps {config.steps} are done already")
-    return state
-
-
-def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]:
-    """What is about to happen and what it costs, before the first step."""
-    said = pipeline.costs(config.global_batch, config.sequence_length)
-    rows = [
-        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
-        (
-            "batch",
-            f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}",
-        ),
-        ("strategy", said.strategy),
-        ("schedule", said.schedule),
-    ]
-    if pipeline.world.topology.num_nodes > 1:
-        most = max(said.link_sent_bytes)
-        rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
-    rows += [
-        ("homes", f"{gib(said.home_bytes)} per process: weights, gradients, optimizer state"),
-        ("buffers", f"{gib(said.buffer_bytes)} per process: units on their way"),
-        (
-            "activations",
-            f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted",
-        ),
-    ]
-    return rows
-
-
-def _sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
-    tokenizer = data.tokenizer
-    prompt = tokenizer.encode(config.sample.prompt, add_special_tokens=False) or [0]
-    stop = tokenizer.eos_token_id
-    ids = generate(
-        pipeline,
-        prompt,
-        tokens=config.sample.tokens,
-        window=config.sequence_length,
-        seed=config.seed,
-        stop=stop if isinstance(stop, int) else None,
-    )
-    return repr(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @dataclass
@@ -242,8 +41,14 @@ class _Pending:
     lengths: list[int]
 
 
-class _Training:
-    """The loop over steps: batches, numbers, evaluation, checkpoints."""
+class Training:
+    """The loop over steps.
+
+    Args:
+        state: what the checkpoint says that the run goes on from; None for a new run.
+
+    ``first`` is the number of steps that were done before, ``validation_loss`` the last one that was measured.
+    """
 
     def __init__(
         self,
@@ -264,7 +69,8 @@ class _Training:
         self._last = time.perf_counter()
         self._writer: MetricsWriter | None = None
         dtype = str(pipeline.dtype).removeprefix("torch.")
-        self._peak = peak_flops(_device_name(world), dtype) if world.device.type == "cuda" else None
+        on_gpu = world.device.type == "cuda"
+        self._peak = peak_flops(torch.cuda.get_device_name(world.device), dtype) if on_gpu else None
 
     def run(self) -> float:
         """All steps that are left; seconds they took."""
@@ -405,6 +211,19 @@ class _Training:
             lengths=done.lengths,
         )
         return mfu(flops, seconds, peak=self._peak, num_devices=1)
+
+
+def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
+    """What the highest learning rate is multiplied with in step 0, 1, ...: linear warm-up, then a cosine down to
+    ``least``.
+
+    >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]
+    [0.5, 1.0, 1.0, 0.13]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _due(every: int, step: int, *, last: bool) -> bool:

@@ -1,0 +1,108 @@
+"""How a global batch is dealt to the ranks: in micro-batches that hold the same rows for every number of processes.
+
+Imports model.batch and schedule.spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
+from tawpipe.schedule.spec import share_micro_batches
+
+REQUIRED = ("input_ids", "labels")
+OPTIONAL = ("position_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One micro-batch of this rank: its global number in the step, and the rows of the global batch that it holds."""
+
+    index: int
+    rows: range
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The part of a global batch that this rank computes, as ``Pipeline.shares`` says.
+
+    Args:
+        rows: of the whole global batch.
+        sequence_length: tokens in a row.
+        micro_batches: this rank's, in the order of their shares; may be empty.
+    """
+
+    rows: int
+    sequence_length: int
+    micro_batches: Sequence[MicroBatch]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who computes which rows. A micro-batch holds the same rows for every number of processes; only who computes it
+    changes.
+
+    Args:
+        micro_batch: rows in one; the last of a global batch may have fewer.
+    """
+
+    micro_batch: int
+    rank: int
+    world_size: int
+
+    def count(self, rows: int) -> int:
+        """Micro-batches in a global batch of ``rows`` rows."""
+        return -(-rows // self.micro_batch)
+
+    def shares(self, rows: int) -> tuple[Share, ...]:
+        """This rank's micro-batches of a global batch of ``rows`` rows.
+
+        >>> Deal(micro_batch=2, rank=1, world_size=2).shares(7)
+        (Share(index=2, rows=range(4, 6)), Share(index=3, rows=range(6, 7)))
+        """
+        size = self.micro_batch
+        mine = share_micro_batches(self.count(rows), self.world_size)[self.rank]
+        return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
+
+    def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
+        """This rank's part of a global batch, on the CPU; what is such a part already stays as it is.
+
+        Args:
+            batch: tensors [rows, S] in the Hugging Face convention, as ``MicroBatch.from_rows`` takes them.
+
+        Raises:
+            UserError: a tensor is missing, is unknown or has another shape.
+        """
+        if isinstance(batch, LocalBatch):
+            return batch
+        for name in REQUIRED:
+            if name not in batch:
+                raise UserError("batch", sorted(batch), f"a mapping with {name!r}")
+        known = (*REQUIRED, *OPTIONAL)
+        if unknown := set(batch).difference(known):
+            raise UserError("batch", sorted(unknown), f"{', '.join(known)} and nothing else")
+        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+        if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
+            raise UserError("batch", shapes, "tensors of one shape [rows, tokens]")
+        rows, length = shapes["input_ids"]
+        parts = []
+        for share in self.shares(rows):
+            cut = slice(share.rows.start, share.rows.stop)
+            parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
+        return LocalBatch(rows, length, parts)
+
+    def numbered(self, local: LocalBatch) -> dict[int, MicroBatch]:
+        """The micro-batches of this rank's part by their global numbers.
+
+        Raises:
+            UserError: there are more or fewer of them than shares.
+        """
+        numbers = [share.index for share in self.shares(local.rows)]
+        if len(numbers) != len(local.micro_batches):
+            found = f"{len(local.micro_batches)} micro-batches"
+            raise UserError("batch", found, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
+        return dict(zip(numbers, local.micro_batches, strict=True))
