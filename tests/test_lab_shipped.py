@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import BusyTime, make, makers
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import make, makers
 from tawpipe.lab.fsdp_collectives import (
     HierarchicalGather,
     HierarchicalReduction,
@@ -22,7 +23,8 @@ from tawpipe.lab.fsdp_collectives import (
     TransferLanes,
 )
 from tawpipe.lab.shipped_pipeline import ZBV_NEEDS
-from tawpipe.lab.timed_modules import INITIAL_WEIGHT, Sleeper
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.timed_modules import INITIAL_WEIGHT
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology

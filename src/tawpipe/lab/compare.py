@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def compare(suite: Suite, out: Path, *, tell: Callable[[str], None] = print) -> 
     for cell in suite.cells:
         tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}")
         for row in _measure_cell(suite, cell, tell):
+            row |= disturbance(row, rows)
             rows.append(row)
             tell(_line(row))
         write_results(suite, rows, out)
@@ -93,15 +94,37 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
             failed[number] = reason
-        if suite.memory:
-            for i in list(found):
-                alone = _launch(cluster, Path(folder), suite, cell, [i], warmup=0, samples=2)
-                found[i]["peak_bytes"] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
+    for i, peak in _measure_memory(suite, cell, list(found)).items() if suite.memory else ():
+        found[i]["peak_bytes"] = peak
     rows = []
     for i, entry in enumerate(suite.strategies):
         reading = found.get(i, {"failed": failed.get(i, "not run")})
         rows.append(_row(suite, cell, topology, entry, reading))
     return rows
+
+
+def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, list[float]]:
+    """Peak memory of every rank, each strategy in a launch of its own.
+
+    Two steps with a twentieth of the seconds on links without a limit: what a rank holds does not depend on them.
+    """
+    fast = replace(
+        cell.workload,
+        forward_s=cell.workload.forward_s / 20,
+        backward_input_s=cell.workload.backward_input_s / 20,
+        backward_weight_s=cell.workload.backward_weight_s / 20,
+    )
+    found: dict[int, list[float]] = {}
+    with (
+        Cluster.create(cell.nodes, rate="none", name=CLUSTER) as cluster,
+        tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
+    ):
+        for i in measured:
+            alone = _launch(
+                cluster, Path(folder), suite, replace(cell, workload=fast, slow=None), [i], warmup=0, samples=2
+            )
+            found[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
+    return found
 
 
 def _launch(
@@ -113,7 +136,13 @@ def _launch(
     result.unlink(missing_ok=True)
     running.unlink(missing_ok=True)
     entries = [asdict(suite.strategies[i]) for i in tried]
-    content = {"workload": asdict(cell.workload), "entries": entries, "warmup": warmup, "samples": samples}
+    content = {
+        "workload": asdict(cell.workload),
+        "slow": cell.slow and asdict(cell.slow),
+        "entries": entries,
+        "warmup": warmup,
+        "samples": samples,
+    }
     job.write_text(json.dumps(content), encoding="utf-8")
     command = [sys.executable, "-m", "tawpipe.lab.worker", str(job), str(result)]
     environment = {
@@ -142,7 +171,8 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds:
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
     if entry.strategy in ours.NAMES:
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
-        costs = workload_costs(cell.workload, between=between, inside=INSIDE, reduce_scatter="ring")
+        workload = cell.workload.split(ours.settings_of(entry.strategy, entry.knobs).parts_per_layer)
+        costs = workload_costs(workload, between=between, inside=INSIDE, reduce_scatter="ring")
         return schedule_bounds(schedule, costs, physical=topology)
     return shipped_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
 
@@ -180,6 +210,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
         "exposed_communication_s": statistics.median(reading["exposed"]),
         "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
+        "node_delay_s": reading["delays"],
         "cpu_busy": busy,
         "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
     }
@@ -188,9 +219,32 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
     return row
 
 
+def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """What slow spells of the nodes have cost, where an earlier row is the same without them; else nothing.
+
+    ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than the median of the
+    undisturbed ones; ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most, the
+    least that a step can lose; and ``sum_of_node_delays_s``, what is lost if every node waits for every other one.
+    """
+    if not row["cell"]["slow"] or "seconds_per_step" not in row:
+        return {}
+    for other in earlier:
+        same = {**row["cell"], "name": other["cell"]["name"], "slow": None} == other["cell"]
+        if same and other["label"] == row["label"] and "seconds_per_step" in other:
+            calm, delays = other["seconds_per_step"]["median"], row["node_delay_s"]
+            added = statistics.mean(row["seconds_per_step"]["samples"]) - calm
+            largest = statistics.mean(max(step) for step in delays)
+            total = statistics.mean(sum(step) for step in delays)
+            return {"disturbance": {"added_s": added, "largest_node_delay_s": largest, "sum_of_node_delays_s": total}}
+    return {}
+
+
 def _line(row: dict[str, Any]) -> str:
     if "seconds_per_step" not in row:
         return f"  {row['label']}: {row['status']}, {row['reason']}"
     median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
     note = f", {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
+    if cost := row.get("disturbance"):
+        largest, total = cost["largest_node_delay_s"], cost["sum_of_node_delays_s"]
+        note += f", slow nodes added {cost['added_s']:.2f} s (largest delay {largest:.2f} s, sum {total:.2f} s)"
     return f"  {row['label']}: {median:.2f} s, {bound / median:.2f} of the physical bound{note}"

@@ -6,13 +6,12 @@ alternates single steps of them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from tawpipe.errors import UserError
+from tawpipe.lab.sleeper import Sleeper
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.topology import Topology
 
@@ -27,11 +26,13 @@ class Contender(Protocol):
         origin: ``shipped`` by others, called through its public interface, or ``ours``: a schedule in this project's
             runtime.
         knobs: every setting it runs with, those left at their default included.
+        sleeper: computes for it; the harness sets its pace.
     """
 
     name: str
     origin: str
     knobs: dict[str, object]
+    sleeper: Sleeper
 
     def step(self) -> None:
         """One complete training step on this rank. None of its communication is under way when it returns."""
@@ -60,26 +61,6 @@ class Maker(Protocol):
     def __call__(
         self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any
     ) -> Contender: ...
-
-
-class BusyTime:
-    """Seconds that lanes were busy. Each lane is written by one thread."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, lane: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
-
-    def take(self) -> dict[str, float]:
-        """What has gathered since the last call. Only between steps, when no lane runs."""
-        taken, self._seconds = self._seconds, {}
-        return taken
 
 
 def makers() -> dict[str, Maker]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.contender import BusyTime
+from tawpipe.lab.busy import BusyTime
 from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
 from tawpipe.topology import Topology
 

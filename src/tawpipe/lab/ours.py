@@ -13,7 +13,6 @@ Imports topology, model.units, schedule, runtime and lab. A strategy here is a p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +22,9 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
-from tawpipe.lab.contender import BusyTime, read_settings
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import read_settings
+from tawpipe.lab.sleeper import Sleeper
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
@@ -58,6 +59,7 @@ class OurSettings:
     """Knobs of a contender in our runtime; see ``schedule.spec.Knobs``.
 
     Args:
+        parts_per_layer: every layer of the workload is cut into so many; a ring needs a layer per device.
         clip_norm: largest global gradient norm; None for no clipping.
         strict: check sequence number and action of every message.
     """
@@ -68,6 +70,7 @@ class OurSettings:
     gradient_buffers: int = 3
     weights_scope: str = "visit"
     gradients_scope: str = "visit"
+    parts_per_layer: int = 1
     clip_norm: float | None = 1.0
     strict: bool = True
 
@@ -92,7 +95,7 @@ def schedule_of(name: str, workload: TimedWorkload, topology: Topology, knobs: M
     settings = settings_of(name, knobs)
     logical = Topology.grid(topology.world_size, 1) if name == "no-grouping" else topology
     schedule = build_training(
-        workload_model(workload),
+        workload_model(workload.split(settings.parts_per_layer)),
         logical,
         Knobs(
             placement=settings.placement,
@@ -131,6 +134,7 @@ class OurContender:
         self.schedule = schedule_of(name, workload, topology, knobs)
         verify(self.schedule)
         self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
         units = []
         for i, spec in enumerate(self.schedule.model.units):
             slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
@@ -145,7 +149,7 @@ class OurContender:
         transport.busy = self._busy
         self._executor = Executor(
             rank,
-            compute=_SleepingCompute(workload, self.schedule, self._busy),
+            compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, self.sleeper),
             storage=storage,
             transport=transport,
             optimizers=UnitOptimizers(storage.pieces, adamw()) if workload.optimizer else _NoOptimizer(),
@@ -169,26 +173,29 @@ class OurContender:
 
 
 class _SleepingCompute:
-    """Takes the seconds of the workload and leaves buffers as they are: what travels is what was there."""
+    """Takes the seconds of the workload and leaves buffers as they are: what travels is what was there.
 
-    def __init__(self, workload: TimedWorkload, schedule: Schedule, busy: BusyTime) -> None:
-        self._workload, self._model, self._busy = workload, schedule.model, busy
+    Boundary activations stay from forward to backward, as in training, so that memory can be compared.
+    """
+
+    def __init__(self, workload: TimedWorkload, schedule: Schedule, sleeper: Sleeper) -> None:
+        self._workload, self._model, self._sleep = workload, schedule.model, sleeper.compute
+        self._boundaries: dict[tuple[int, int], Tensor] = {}
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
         if self._model.blocks[action.block].kind == "layer":
+            boundary = torch.ones(max(1, self._workload.activation_bytes // 4))
+            self._boundaries[action.block, action.micro_batch] = boundary
             self._sleep(self._workload.forward_s)
 
     def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
         if self._model.blocks[action.block].kind == "layer":
             self._sleep(self._workload.backward_input_s)
             self._sleep(self._workload.backward_weight_s)
+            del self._boundaries[action.block, action.micro_batch]
 
     def losses(self, action: Action) -> list[Tensor]:
         return []
-
-    def _sleep(self, seconds: float) -> None:
-        with self._busy("COMPUTE"):
-            time.sleep(seconds)
 
 
 class _MeasuredTransport(Transport):

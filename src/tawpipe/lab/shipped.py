@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import BusyTime, Contender, read_settings
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import Contender, read_settings
 from tawpipe.lab.fsdp_collectives import (
     BackgroundReduction,
     HierarchicalGather,
@@ -34,7 +35,8 @@ from tawpipe.lab.fsdp_collectives import (
     RingReduction,
     TransferLanes,
 )
-from tawpipe.lab.timed_modules import Sleeper, TimedChain, TimedLayer, timed_loss
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.timed_modules import TimedChain, TimedLayer, timed_loss
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.topology import Topology
 

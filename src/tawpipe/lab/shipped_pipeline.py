@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import BusyTime, Contender, read_settings
-from tawpipe.lab.timed_modules import Sleeper, TimedChain, TimedLayer, timed_loss
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import Contender, read_settings
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.timed_modules import TimedChain, TimedLayer, timed_loss
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.topology import Topology
 

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
+from tawpipe.lab.sleeper import Slowdown
 from tawpipe.lab.workload import TimedWorkload
 
 
@@ -33,6 +34,7 @@ class Cell:
     Args:
         rate: of the links between nodes, as ``tawpipe lab up`` takes it.
         loopback_rate: inside a node; None for as fast as it is.
+        slow: how nodes are slowed down now and then; None for not at all.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Cell:
     rate: str
     workload: TimedWorkload
     loopback_rate: str | None = None
+    slow: Slowdown | None = None
 
     def spelled_out(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,7 +126,8 @@ def read_suite(values: Any) -> Suite:
     for one in given.get("cells", ()):
         cell = _known(Cell, one, "a cell")
         workload = _make(TimedWorkload, cell.get("workload"), f"the workload of cell {cell.get('name')}")
-        cells.append(_make(Cell, {**cell, "workload": workload}, f"cell {cell.get('name')}"))
+        slow = cell.get("slow") and _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
+        cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
     entries = tuple(_make(Entry, one, "a strategy") for one in given.get("strategies", ()))
     if not cells or not entries:
         raise UserError("--suite", given.get("name"), "a suite with cells and strategies")

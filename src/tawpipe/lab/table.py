@@ -33,12 +33,34 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
             f"{workload['micro_batches']} micro-batches.",
             "",
             "| strategy | origin | s/step (min-max) | physical bound | of it | dependency bound | of it "
-            "| MB sent per node (predicted) | not computing s | CPU |",
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| MB sent per node (predicted) | not computing s | CPU | peak GiB |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [_table_row(row) for row in sorted(some, key=_order)]
-        lines.append("")
+        lines += ["", *_disturbance_table(some)]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
+    """What slow spells of the nodes have added, where they were measured."""
+    disturbed = sorted((row for row in rows if "disturbance" in row), key=lambda row: row["disturbance"]["added_s"])
+    if not disturbed:
+        return []
+    slow = rows[0]["cell"]["slow"]
+    lines = [
+        f"Every node, by itself, computes {slow['factor']:g} times as slowly for {slow['share']:.0%} of the time, in "
+        f"spells of {slow['spell_s']:g} s. Seconds per step, means:",
+        "",
+        "| strategy | added | largest delay of a node | sum of the nodes' delays | of the way from largest to sum |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in disturbed:
+        added, largest, total = (
+            row["disturbance"][key] for key in ("added_s", "largest_node_delay_s", "sum_of_node_delays_s")
+        )
+        way = f"{(added - largest) / (total - largest):.2f}" if total > largest else "-"
+        lines.append(f"| {row['label']} | {added:.2f} | {largest:.2f} | {total:.2f} | {way} |")
+    return [*lines, ""]
 
 
 def _order(row: dict[str, Any]) -> float:
@@ -47,7 +69,7 @@ def _order(row: dict[str, Any]) -> float:
 
 def _table_row(row: dict[str, Any]) -> str:
     if "seconds_per_step" not in row:
-        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} " + "| " * 7 + "|"
+        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} " + "| " * 8 + "|"
     seconds = row["seconds_per_step"]
     median = seconds["median"]
     sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
@@ -63,6 +85,7 @@ def _table_row(row: dict[str, Any]) -> str:
         f"{sent:.1f} ({predicted:.1f})",
         f"{row['exposed_communication_s']:.2f}",
         f"{row['cpu_busy']:.0%}",
+        "-" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
     ]
     return "| " + " | ".join(columns) + " |"
 

@@ -1,6 +1,6 @@
 """The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
 
-Imports the timed workload and torch.
+Imports the timed workload, the sleeper and torch.
 
 The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
 
@@ -16,32 +16,15 @@ a layer's input is there, relies on that.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tawpipe.lab.contender import BusyTime
+from tawpipe.lab.sleeper import Sleeper
 from tawpipe.lab.workload import TimedWorkload
 
 INITIAL_WEIGHT = 0.01
-
-
-class Sleeper:
-    """The device that computes by sleeping.
-
-    Attributes:
-        asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
-    """
-
-    def __init__(self, busy: BusyTime) -> None:
-        self.busy, self.asked_s = busy, 0.0
-
-    def compute(self, seconds: float) -> None:
-        self.asked_s += seconds
-        with self.busy("COMPUTE"):
-            time.sleep(seconds)
 
 
 class _InputPart(torch.autograd.Function):

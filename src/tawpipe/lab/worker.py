@@ -24,6 +24,7 @@ from tawpipe.lab import ours
 from tawpipe.lab.cluster import own_traffic
 from tawpipe.lab.contender import Contender
 from tawpipe.lab.contender import make as make_shipped
+from tawpipe.lab.sleeper import Pace, Slowdown
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.topology import Topology
 from tawpipe.train.metrics import peak_memory_bytes
@@ -43,10 +44,12 @@ class Readings:
     """Share of the machine's processors that were busy, in every step."""
     exposed: list[float] = field(default_factory=list)
     """Seconds of every step in which a device did not compute, mean over the ranks."""
+    delays: list[list[float]] = field(default_factory=list)
+    """Seconds of every step by which every node's computing was slowed down, mean over its ranks."""
     lanes: dict[str, float] = field(default_factory=dict)
     """Seconds per step that a lane was busy, mean over the ranks."""
     peak_bytes: list[float] = field(default_factory=list)
-    """Of every rank, above what it held before the contender was made."""
+    """Of every rank during the steps, above what it held before the contender was made."""
     knobs: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -59,16 +62,21 @@ def main(job_path: str, result_path: str) -> int:
     rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
     topology = Topology.grid(dist.get_world_size() // local, local)
     workload = TimedWorkload(**job["workload"])
+    pace = Pace(Slowdown(**job["slow"]) if job["slow"] else None, topology.node_of(rank))
     readings = [Readings() for _ in job["entries"]]
     contenders: list[Contender | None] = []
-    before = peak_memory_bytes("cpu")
+    before = _resident_bytes()
     for entry, reading in zip(job["entries"], readings, strict=True):
-        contenders.append(_make(entry, workload, topology, rank, reading))
+        contender = _make(entry, workload, topology, rank, reading)
+        contenders.append(contender)
+        if contender is not None:
+            contender.sleeper.pace = pace
+    _forget_peak()
     for sample in range(-job["warmup"], job["samples"]):
         for number, (contender, reading) in enumerate(zip(contenders, readings, strict=True)):
             if contender is not None:
                 _note(result_path, rank, number)
-                _measure(contender, reading, topology, rank, counts=sample >= 0)
+                _measure(contender, reading, topology, rank, sample)
     for contender, reading in zip(contenders, readings, strict=True):
         if contender is not None:
             reading.knobs = dict(contender.knobs)
@@ -104,10 +112,13 @@ def _note(result_path: str, rank: int, number: int) -> None:
         Path(f"{result_path}.running").write_text(str(number), encoding="utf-8")
 
 
-def _measure(contender: Contender, reading: Readings, topology: Topology, rank: int, *, counts: bool) -> None:
+def _measure(contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int) -> None:
+    """One step; that of a negative number does not count."""
     contender.busy()
+    before = contender.sleeper.delay_s
     dist.barrier()
     traffic, ticks, begin = own_traffic(), _processor_ticks(), time.perf_counter()
+    contender.sleeper.pace.begin(sample)
     contender.step()
     dist.barrier()
     seconds = time.perf_counter() - begin
@@ -116,7 +127,8 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     sent, received = _gather(float(moved.sent)), _gather(float(moved.received))
     computing = _gather(busy.get("COMPUTE", 0.0))
     lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
-    if not counts:
+    delays = _gather(contender.sleeper.delay_s - before)
+    if sample < 0:
         return
     reading.seconds.append(seconds)
     first = [node[0] for node in topology.nodes]
@@ -125,6 +137,7 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     total = after[1] - ticks[1]
     reading.cpu_busy.append((after[0] - ticks[0]) / total if total else 0.0)
     reading.exposed.append(seconds - sum(computing) / len(computing))
+    reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])
     for name, value in lanes.items():
         reading.lanes[name] = reading.lanes.get(name, 0.0) + value
 
@@ -142,6 +155,15 @@ def _gather(value: float) -> list[float]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [float(one) for one in everyone]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _forget_peak() -> None:
+    """From now on the kernel's peak of resident memory counts anew: what making a contender took is not its step's."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _processor_ticks() -> tuple[int, int]:

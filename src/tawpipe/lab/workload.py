@@ -1,12 +1,13 @@
-"""The timed workload: real transfers of real bytes, computation as sleeps of given seconds. Imports nothing of the
-project.
+"""The timed workload: real transfers of real bytes, computation as sleeps of given seconds. Imports errors.
 
 Scheduling and network are what is measured then, and many ranks run on few cores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tawpipe.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,23 @@ class TimedWorkload:
     micro_batches: int
     activation_bytes: int
     optimizer: bool = True
+
+    def split(self, parts: int) -> TimedWorkload:
+        """The same work with every layer cut into ``parts`` equal layers.
+
+        Raises:
+            UserError: the weights of a layer cannot be cut so.
+        """
+        if parts < 1 or self.layer_elements % parts:
+            raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
+        return replace(
+            self,
+            layers=self.layers * parts,
+            layer_bytes=self.layer_bytes // parts,
+            forward_s=self.forward_s / parts,
+            backward_input_s=self.backward_input_s / parts,
+            backward_weight_s=self.backward_weight_s / parts,
+        )
 
     @property
     def layer_elements(self) -> int:

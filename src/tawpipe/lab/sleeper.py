@@ -1,0 +1,121 @@
+"""The device that computes by sleeping, at a pace that may be disturbed. Imports errors and lab.busy.
+
+A disturbance slows every node for spells, each node by itself: a neighbour's job on the same machine, a hot device, a
+page cache that fills. It is a function of seed, node, step and time since the step began, so that every strategy meets
+the same one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from tawpipe.errors import UserError
+from tawpipe.lab.busy import BusyTime
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """How nodes are disturbed.
+
+    Args:
+        factor: computing takes so many times as long in a spell.
+        share: of the time that a node spends in spells, 0 to 1.
+        spell_s: mean length of a spell, exponentially distributed, as the time between spells is.
+        seed: of the random numbers.
+
+    Raises:
+        UserError: a factor below 1, a share that is not between 0 and 1, or no length.
+    """
+
+    factor: float = 2.0
+    share: float = 0.1
+    spell_s: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise UserError("factor", self.factor, "at least 1: how many times as long computing takes in a spell")
+        if not 0 < self.share < 1:
+            raise UserError("share", self.share, "between 0 and 1: the part of the time that is slow")
+        if self.spell_s <= 0:
+            raise UserError("spell_s", self.spell_s, "above 0: the mean seconds of a spell")
+
+
+class Pace:
+    """How fast one node computes in the course of a step.
+
+    Args:
+        slowdown: None for always at full speed.
+        node: whose pace this is; nodes are disturbed independently.
+    """
+
+    def __init__(self, slowdown: Slowdown | None = None, node: int = 0) -> None:
+        self._slowdown, self._node = slowdown, node
+        self._borders: list[float] = []
+        self._random = random.Random()
+        self._slow_first, self._begin = False, 0.0
+
+    def begin(self, step: int) -> None:
+        """Step ``step`` begins now. The same number means the same disturbance."""
+        self._begin = time.perf_counter()
+        self._borders = []
+        if self._slowdown is not None:
+            self._random = random.Random(f"{self._slowdown.seed}/{self._node}/{step}")
+            self._slow_first = self._random.random() < self._slowdown.share
+
+    def seconds(self, work: float, since: float | None = None) -> float:
+        """How long ``work`` seconds at full speed take.
+
+        Args:
+            since: seconds after the begin of the step; None for now.
+        """
+        if self._slowdown is None:
+            return work
+        begin = now = time.perf_counter() - self._begin if since is None else since
+        piece = 0
+        while work > 0:
+            border = self._border(piece)
+            if border > now:
+                speed = 1 / self._slowdown.factor if self._is_slow(piece) else 1.0
+                spent = min(border - now, work / speed)
+                work -= spent * speed
+                now += spent
+                if work < 1e-12:
+                    break
+            piece += 1
+        return now - begin
+
+    def _is_slow(self, piece: int) -> bool:
+        return (piece % 2 == 0) == self._slow_first
+
+    def _border(self, piece: int) -> float:
+        """Where piece ``piece`` of the step's time ends."""
+        assert self._slowdown is not None
+        while len(self._borders) <= piece:
+            slow = self._is_slow(len(self._borders))
+            share = self._slowdown.share
+            mean = self._slowdown.spell_s if slow else self._slowdown.spell_s * (1 - share) / share
+            self._borders.append((self._borders[-1] if self._borders else 0.0) + self._random.expovariate(1 / mean))
+        return self._borders[piece]
+
+
+class Sleeper:
+    """Computes by sleeping.
+
+    Attributes:
+        asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
+        delay_s: the seconds that disturbances have added to that.
+        pace: at which it computes; the harness sets it.
+    """
+
+    def __init__(self, busy: BusyTime) -> None:
+        self.busy, self.asked_s, self.delay_s, self.pace = busy, 0.0, 0.0, Pace()
+
+    def compute(self, seconds: float) -> None:
+        needed = self.pace.seconds(seconds)
+        self.asked_s += seconds
+        self.delay_s += needed - seconds
+        with self.busy("COMPUTE"):
+            time.sleep(needed)

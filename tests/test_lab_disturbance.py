@@ -1,0 +1,94 @@
+"""Slow spells of nodes: what they do to computing, and what of it a comparison reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.compare import disturbance
+from tawpipe.lab.sleeper import Pace, Sleeper, Slowdown
+from tawpipe.lab.suite import load_suite, read_suite
+from tawpipe.lab.workload import TimedWorkload
+
+MANY = 400
+
+
+def test_without_a_slowdown_work_takes_what_it_takes():
+    assert Pace().seconds(0.25) == 0.25
+
+
+def test_work_takes_as_much_longer_as_the_share_of_slow_time_says():
+    """A tenth of the time at half the speed: 0.95 seconds of work per second."""
+    pace = Pace(Slowdown(factor=2.0, share=0.1, spell_s=0.5))
+    taken = []
+    for step in range(MANY):
+        pace.begin(step)
+        taken.append(pace.seconds(20.0, since=0.0))
+    assert sum(taken) / MANY == pytest.approx(20 / 0.95, rel=0.02)
+    assert min(taken) >= 20.0
+
+
+def test_work_in_pieces_takes_as_long_as_at_once():
+    pace = Pace(Slowdown(share=0.5))
+    pace.begin(7)
+    whole, now = pace.seconds(10.0, since=0.0), 0.0
+    for _ in range(100):
+        now += pace.seconds(0.1, since=now)
+    assert now == pytest.approx(whole)
+
+
+def test_the_same_step_is_the_same_disturbance_and_nodes_differ():
+    def one(node: int, step: int) -> float:
+        pace = Pace(Slowdown(share=0.5), node)
+        pace.begin(step)
+        return pace.seconds(5.0, since=0.0)
+
+    assert one(0, 3) == one(0, 3)
+    assert len({one(node, step) for node in range(3) for step in range(3)}) == 9
+
+
+def test_a_sleeper_tells_what_the_slow_spells_have_cost():
+    sleeper = Sleeper(BusyTime())
+    sleeper.pace = Pace(Slowdown(factor=3.0, share=0.999, spell_s=1000.0))
+    sleeper.pace.begin(0)
+    sleeper.compute(0.01)
+    assert sleeper.asked_s == 0.01
+    assert sleeper.delay_s == pytest.approx(0.02)
+
+
+def test_rows_say_what_was_added_beside_the_delays_of_the_nodes():
+    calm, slow = load_suite("jitter").cells
+    first = {"cell": calm.spelled_out(), "label": "x", "seconds_per_step": {"median": 5.0, "samples": [5.0, 5.0]}}
+    second = {
+        "cell": slow.spelled_out(),
+        "label": "x",
+        "seconds_per_step": {"median": 5.5, "samples": [5.25, 5.75]},
+        "node_delay_s": [[0.25, 0.0, 0.25], [0.5, 0.25, 0.0]],
+    }
+    assert disturbance(first, []) == {}
+    assert disturbance(second, []) == {}
+    assert disturbance(second, [{**first, "label": "y"}]) == {}
+    assert disturbance(second, [first])["disturbance"] == {
+        "added_s": 0.5,
+        "largest_node_delay_s": 0.375,
+        "sum_of_node_delays_s": 0.625,
+    }
+
+
+def test_a_layer_can_be_cut_into_equal_ones():
+    work = TimedWorkload(4, 8000, 0.1, 0.2, 0.1, 8, 100)
+    assert work.split(2) == TimedWorkload(8, 4000, 0.05, 0.1, 0.05, 8, 100)
+    assert work.split(2).compute_s == pytest.approx(work.compute_s)
+    with pytest.raises(Exception, match="parts_per_layer"):
+        work.split(3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [({"factor": 0.5}, "factor"), ({"share": 1.5}, "share"), ({"spell": 1}, "spell")]
+)
+def test_mistakes_are_named(wrong, named):
+    cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "slow": wrong}
+    work = {"layers": 1, "layer_bytes": 8, "forward_s": 0, "backward_input_s": 0, "backward_weight_s": 0}
+    cell["workload"] = work | {"micro_batches": 1, "activation_bytes": 4}
+    with pytest.raises(Exception, match=named):
+        read_suite({"name": "x", "cells": [cell], "strategies": [{"strategy": "flat"}]})
