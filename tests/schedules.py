@@ -63,6 +63,12 @@ def scopes(placement: str) -> st.SearchStrategy[dict[str, str]]:
     )
 
 
+def caches(placement: str) -> st.SearchStrategy[dict[str, Any]]:
+    """What is kept in buffers because it is needed again."""
+    kept = st.integers(0, 3) if placement in ("spread", "striped") else st.just(0)
+    return st.fixed_dictionaries({"reuse": st.booleans(), "kept_units": kept})
+
+
 @dataclass(frozen=True)
 class Shape:
     """What decides the form of a schedule besides the sizes of its units."""
@@ -92,6 +98,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
         **draw(scopes(placement)),
+        **draw(caches(placement)),
     )
     return Shape(topology, draw(st.integers(least, max(5, least))), knobs)
 
@@ -117,4 +124,5 @@ def schedules(
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
         **draw(scopes(placement)),
+        **draw(caches(placement)),
     )

@@ -41,7 +41,31 @@ def test_actions_move_what_the_formula_says(schedule):
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("placement", SCOPED)
 def test_a_node_moves_each_unit_twice_and_its_gradient_once_a_round(placement, rounds):
-    assert total(make(even(6), 3, 2, 6 * rounds, placement=placement)) == 3 * rounds * Fraction(2, 3)
+    assert total(make(even(6), 3, 2, 6 * rounds, placement=placement, reuse=False)) == 3 * rounds * Fraction(2, 3)
+
+
+@pytest.mark.parametrize("placement", ["spread", "striped"])
+def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(placement):
+    """Three buffers of units: at each of five turns the next three visits need no transfer, of slices one more each."""
+    rounds, units = 3, 12
+    schedule = make(even(units), 3, 2, 6 * rounds, placement=placement, look_ahead=2)
+    moved = sum(link.weights_received for link in link_elements(schedule)) / 5040 / 3 / Fraction(2, 3)
+    assert moved == 2 * rounds * units - (2 * rounds - 1) * 4
+
+
+@pytest.mark.parametrize("placement", ["spread", "striped"])
+def test_with_a_buffer_for_every_slice_weights_move_once(placement):
+    most = make(even(12), 3, 2, 18, placement=placement, kept_units=12)
+    assert total(most) == (1 + 3) * Fraction(2, 3)
+    assert most.pool_elements(0, "weight") > make(even(12), 3, 2, 18, placement=placement).pool_elements(0, "weight")
+
+
+@pytest.mark.parametrize("placement", ["flat", *SCOPED, "hybrid"])
+def test_reuse_moves_less_and_takes_no_more_buffers(placement):
+    with_it, without = (make(even(12), 3, 2, 12, placement=placement, reuse=reuse) for reuse in (True, False))
+    assert total(with_it) <= total(without) if placement == "hybrid" else total(with_it) < total(without)
+    buffers = [pool for pools in with_it.pools for pool in pools if pool.kind == "weight"]
+    assert max(pool.count for pool in buffers) <= with_it.knobs.look_ahead + 1
 
 
 @pytest.mark.parametrize("placement", SCOPED)
@@ -59,14 +83,14 @@ def test_replicas_move_gradients_alone():
 
 def test_weights_cross_the_slow_link_a_third_less_than_in_a_ring():
     """(1-1/D) of every visited unit enters a node; flat sharding passes (P-1)/P of it: at 3 x 2 a ratio of 1.25."""
-    spread, flat = (total(make(even(6), 3, 2, 6, placement=p)) for p in ("spread", "flat"))
+    spread, flat = (total(make(even(6), 3, 2, 6, placement=p, reuse=False)) for p in ("spread", "flat"))
     assert flat / spread == Fraction(5, 4)
 
 
 def test_weipipe_moves_three_units_a_layer_and_round_where_tawpipe_moves_two():
     """36 H^2 against 24 H^2 at D = 3, once filling and draining are outweighed by many rounds."""
     rounds = 40
-    ring, spread = (total(make(even(6), 3, 2, 6 * rounds, placement=p)) for p in ("ring", "spread"))
+    ring, spread = (total(make(even(6), 3, 2, 6 * rounds, placement=p, reuse=False)) for p in ("ring", "spread"))
     assert float(ring / rounds) == pytest.approx(3, rel=0.03)
     assert float(ring / spread) == pytest.approx(1.5, rel=0.03)
 
@@ -78,7 +102,7 @@ def test_without_grouping_the_slow_link_is_crossed_as_by_a_flat_ring():
 
 
 def test_without_grouping_a_home_sends_to_every_rank_by_itself():
-    alone = make(even(6), 4, 1, 4, placement="whole")
+    alone = make(even(6), 4, 1, 4, placement="whole", reuse=False)
     physical = Topology.grid(2, 2)
     for node, link in enumerate(link_elements(alone, physical=physical)):
         # From each of its homes to the two ranks elsewhere, and to each of its ranks from the homes elsewhere; twice.

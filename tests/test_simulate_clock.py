@@ -211,7 +211,7 @@ def _without(op: Op, lane: Lane):
 def test_grouping_matters_on_the_links_that_are_there():
     """Without grouping, for six nodes of one rank each, more crosses the links of the three real nodes."""
     topology = Topology.grid(3, 2)
-    grouped, alone = build(3, 2, placement="spread"), build(6, 1, placement="spread")
+    grouped, alone = (build(*grid, placement="spread", reuse=False) for grid in ((3, 2), (6, 1)))
     model = costs(reduce_scatter="ring")
     timeline = play(alone, model, physical=topology)
     for node, link in enumerate(link_elements(alone, physical=topology)):
@@ -319,7 +319,10 @@ def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency)
 
 
 def test_a_look_ahead_hides_what_no_look_ahead_shows():
-    steps = [play(build(2, 2, count=8, placement="spread", look_ahead=n), costs()).step_seconds for n in (0, 1, 2)]
+    steps = [
+        play(build(2, 2, count=8, placement="spread", look_ahead=n, reuse=False), costs()).step_seconds
+        for n in (0, 1, 2)
+    ]
     assert steps[0] > steps[1] * 1.02
     assert steps[1] >= steps[2]
 
@@ -352,7 +355,7 @@ def test_waiting_for_a_slow_device_is_not_communication():
 
 def test_filling_and_draining_are_the_first_pull_and_the_last_push():
     """Half of a layer of 19200 bytes comes in from the other node first, half of its gradient leaves last."""
-    timeline = play(build(2, 1, layers=2, placement="spread"), costs(2, rate=1e4), steps=1)
+    timeline = play(build(2, 1, layers=2, placement="spread", reuse=False), costs(2, rate=1e4), steps=1)
     assert timeline.fill_s == pytest.approx(4800 * 4 / 2 / 1e4)
     assert timeline.drain_s == pytest.approx(4800 * 4 / 2 / 1e4)
 

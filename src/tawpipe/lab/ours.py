@@ -70,6 +70,8 @@ class OurSettings:
     gradient_buffers: int = 3
     weights_scope: str = "visit"
     gradients_scope: str = "visit"
+    reuse: bool = True
+    kept_units: int = 0
     parts_per_layer: int = 1
     clip_norm: float | None = 1.0
     strict: bool = True
@@ -105,6 +107,8 @@ def schedule_of(name: str, workload: TimedWorkload, topology: Topology, knobs: M
             gradient_buffers=settings.gradient_buffers,
             weights_scope=settings.weights_scope,
             gradients_scope=settings.gradients_scope,
+            reuse=settings.reuse,
+            kept_units=settings.kept_units,
         ),
     )
     return without_overlap(schedule) if name == "no-overlap" else schedule

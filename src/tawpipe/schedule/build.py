@@ -80,6 +80,8 @@ def _check(topology: Topology, knobs: Knobs) -> None:
     for name, least in (("micro_batches_per_visit", 1), ("look_ahead", 0), ("gradient_buffers", 1)):
         if getattr(knobs, name) < least:
             raise UserError(f"schedule.{name}", getattr(knobs, name), f"at least {least}")
+    if knobs.kept_units < 0 or (knobs.kept_units and knobs.placement not in ("spread", "striped")):
+        raise UserError("schedule.kept_units", knobs.kept_units, "0, or more under placement spread or striped")
     for name in ("weights_scope", "gradients_scope"):
         scope = getattr(knobs, name)
         if scope not in SCOPES:

@@ -53,18 +53,27 @@ class CollectiveRoute(Route):
         assert visit.weights is not None
         for unit in self.model.blocks[visit.block].units:
             source, elements = f"home.w.{unit}", self.homes[unit].stripe
-            for hop in self.there:
+            if held := self.holds(visit.weights, unit):
+                source = self.resident[unit]
+            for hop in () if held else self.there:
                 elements *= self._size(hop)
-                if hop.far and self.keeps(unit):
-                    if unit in self.kept:
-                        source = self.kept[unit]
-                        continue
-                    target = self.kept[unit] = self._kept(unit, elements)
-                else:
-                    target = self._weight_slot("W" if hop == self.there[-1] else "S", unit, elements)
-                yield self._collective(hop, unit, source, target)
-                source = target
-            self.full[visit.weights, unit] = source
+                source, target = self._target(hop, visit.weights, unit, elements, source)
+                if target:
+                    yield self._collective(hop, unit, source, target)
+                    source = target
+            self.full[visit.weights, unit] = self.resident[unit] = source
+
+    def _target(self, hop: Hop, index: int, unit: int, elements: int, source: str) -> tuple[str, str]:
+        """Source and target of a hop; no target where a buffer, then the source, has what the hop would bring."""
+        if hop.far and self.keeps(unit):
+            if unit in self.kept:
+                return self.kept[unit], ""
+            self.kept[unit] = self._kept(unit, elements)
+            return source, self.kept[unit]
+        if hop == self.there[-1]:
+            return source, self._full_slot(index, unit)
+        slot = self._slice_slot(index, unit, elements)
+        return (slot, "") if self.residency.slices[index][unit].held else (source, slot)
 
     def push(self, visit: Visit) -> Iterator[Action]:
         assert visit.gradients is not None

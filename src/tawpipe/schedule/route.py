@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.placement import Home
+from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.spec import Knobs, ModelSpec, Pool
 from tawpipe.schedule.visits import Visit
 from tawpipe.topology import Topology
@@ -33,6 +34,7 @@ class Slots:
         }
         self._pools: dict[str, tuple[str, int, int]] = {}
         self._next: dict[str, int] = {}
+        self._planned: dict[str, dict[int, int]] = {}
 
     def size_class(self, unit: int) -> int:
         """Units of one class have buffers of one size."""
@@ -49,6 +51,14 @@ class Slots:
         self._pools[name] = (kind, elements, limit)
         self._next[name] = number + 1
         return f"{name}.{number % limit}"
+
+    def at(self, name: str, unit: int, number: int, *, kind: str, elements: int) -> str:
+        """Buffer ``number`` of a plan, in a pool that has as many as are asked for."""
+        name = f"{name}{self._class[unit]}"
+        numbers = self._planned.setdefault(name, {})
+        place = numbers.setdefault(number, len(numbers))
+        self._pools[name], self._next[name] = (kind, elements, len(numbers)), len(numbers)
+        return f"{name}.{place}"
 
     def pools(self) -> tuple[Pool, ...]:
         """All pools, with as many buffers as were used."""
@@ -77,8 +87,11 @@ class Route(ABC):
         self.with_weights = [visit for visit in visits if visit.weights is not None]
         self.with_gradients = [visit for visit in visits if visit.gradients is not None]
         self.slots = Slots(homes, [block.units for block in model.blocks])
+        self.residency = plan_residency(model, homes, knobs, visits)
         self.full: dict[tuple[int, int], str] = {}
         """(visit with weights, unit) -> buffer with the full unit."""
+        self.resident: dict[int, str] = {}
+        """Unit -> buffer that held it whole when it came last: a slot, its home, or the copy kept for the step."""
         self.gradient: dict[tuple[int, int], str] = {}
         """(visit with gradients, unit) -> buffer that the backward pass fills."""
         self.kept: dict[int, str] = {}
@@ -142,8 +155,19 @@ class Route(ABC):
 
     # buffers
 
-    def _weight_slot(self, name: str, unit: int, elements: int) -> str:
-        return self.slots.visiting(name, unit, kind="weight", elements=elements, visits=self.knobs.look_ahead + 1)
+    def holds(self, index: int, unit: int) -> bool:
+        """Whether the whole unit is here from an earlier visit when the ``index``-th visit with weights needs it."""
+        return self.residency.full[index][unit].held
+
+    def _full_slot(self, index: int, unit: int) -> str:
+        """The buffer for a whole unit in a visit with weights."""
+        slot = self.residency.full[index][unit].slot
+        return self.slots.at("W", unit, slot, kind="weight", elements=self.homes[unit].padded)
+
+    def _slice_slot(self, index: int, unit: int, elements: int) -> str:
+        """The buffer for this device's slice of a unit that passes through."""
+        slot = self.residency.slices[index][unit].slot
+        return self.slots.at("S", unit, slot, kind="weight", elements=elements)
 
     def _gradient_slot(self, name: str, unit: int, elements: int) -> str:
         return self.slots.visiting(name, unit, kind="gradient", elements=elements, visits=self.knobs.gradient_buffers)

@@ -77,6 +77,9 @@ class Knobs:
             ``step``, until the optimizer changes them; later visits then gather inside the node only.
         gradients_scope: how often gradients leave a node: after every ``visit``, or once per ``step``, when they have
             added up (in the reduce dtype) over all its visits.
+        reuse: whether a unit that a buffer still holds from an earlier visit is not brought again, see residency.py.
+        kept_units: further units of which a device keeps its slice for later visits, under ``spread`` and ``striped``;
+            each costs one buffer of a slice.
     """
 
     placement: str
@@ -86,6 +89,8 @@ class Knobs:
     gradient_buffers: int = 2
     weights_scope: str = "visit"
     gradients_scope: str = "visit"
+    reuse: bool = True
+    kept_units: int = 0
 
     @property
     def rounds(self) -> int:

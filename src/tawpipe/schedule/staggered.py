@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.residency import passes_in_slices
 from tawpipe.schedule.route import Route
 from tawpipe.schedule.visits import Visit
 
@@ -53,6 +54,8 @@ class ExchangeRoute(Route):
                 continue
             for unit in self.model.blocks[self.with_weights[index].block].units:
                 home = self._home_node(unit)
+                if self.holds(index, unit) or self._holds_slice(index, unit):
+                    continue
                 if home == node or self.node not in (home, node):
                     continue
                 if self.keeps(unit) and index != self.pulls[unit][0]:
@@ -71,8 +74,10 @@ class ExchangeRoute(Route):
         if self.keeps(unit):
             buffer = self.kept[unit] = self._kept(unit, self.homes[unit].stripe)
         else:
-            direct = self._whole() or self.topology.local_size == 1
-            buffer = self._weight_slot("W" if direct else "S", unit, self.homes[unit].stripe)
+            in_slices = passes_in_slices(self.knobs.placement, self.topology)
+            buffer = (
+                self._slice_slot(index, unit, self.homes[unit].stripe) if in_slices else self._full_slot(index, unit)
+            )
             self._arrived[index, unit] = buffer
         return buffer
 
@@ -82,15 +87,26 @@ class ExchangeRoute(Route):
             return None
         if self._home_node(unit) == self.node:
             return f"home.w.{unit}"
-        return self.kept[unit] if self.keeps(unit) else self._arrived.pop((index, unit))
+        if self.keeps(unit):
+            return self.kept[unit]
+        if self._holds_slice(index, unit):
+            return self._slice_slot(index, unit, self.homes[unit].stripe)
+        return self._arrived.pop((index, unit))
+
+    def _holds_slice(self, index: int, unit: int) -> bool:
+        in_slices = passes_in_slices(self.knobs.placement, self.topology)
+        return in_slices and self.residency.slices[index][unit].held
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
+        if self.holds(index, unit):
+            self.full[index, unit] = self.resident[unit]
+            return
         own = self._slice(index, unit)
         if self.topology.local_size == 1:
             assert own is not None
-            self.full[index, unit] = own
+            self.full[index, unit] = self.resident[unit] = own
             return
-        target = self._weight_slot("W", unit, self.homes[unit].padded) if own is None or not self._whole() else own
+        target = self._full_slot(index, unit) if own is None or not self._whole() else own
         if self._whole():
             reads, writes, collective, root = (), (target,), "broadcast", self._carriers(unit, self.node)[0]
             if self.rank == root:
@@ -101,7 +117,7 @@ class ExchangeRoute(Route):
         yield Action(
             Op.COLLECTIVE, Lane.GATHER, reads, writes, unit=unit, collective=collective, group="node", root=root
         )
-        self.full[index, unit] = target
+        self.full[index, unit] = self.resident[unit] = target
 
     def finish(self) -> Iterator[Action]:
         while self._pulled < len(self.with_weights) + self.topology.num_nodes - 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Op, is_weight
+from tawpipe.schedule.residency import arrivals, passes_in_slices, plan_residency
 from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule
 from tawpipe.schedule.visits import forward_visits, training_visits
@@ -105,7 +106,8 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
         return _ring_formula(schedule)
     nodes, world = topology.num_nodes, topology.world_size
     visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
-    weights = [u for v in visits if v.weights is not None for u in model.blocks[v.block].units]
+    residency = plan_residency(model, schedule.homes, knobs, visits)
+    weights = list(arrivals(residency.slices if passes_in_slices(knobs.placement, topology) else residency.full))
     gradients = [u for v in visits if v.gradients is not None for u in model.trainable_units(v.block)]
     if knobs.weights_scope == "step":
         weights = sorted(set(weights))

@@ -1,0 +1,119 @@
+"""Which weights are still in a buffer when they are needed again. Imports topology and schedule only.
+
+A step goes through the blocks forward, then backward, then forward again: what was used last before a turn is used
+first after it. Buffers that look-ahead needs anyway are therefore caches: a unit that is still in one is not pulled
+again. Which one to give up for another unit is decided when the schedule is built, knowing all that will be needed (the
+one needed again last, which is optimal: Belady 1966). The plan depends on the order of the visits alone, so that it is
+the same for all ranks. Weights do not change within a step, so that no copy is ever stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.spec import Knobs, ModelSpec
+from tawpipe.schedule.visits import Visit
+from tawpipe.topology import Topology
+
+STREAMING = 2
+"""Slices that are on their way through a node at one time: one arrives while the one before is gathered from."""
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A unit in a buffer during one visit.
+
+    Args:
+        slot: number of the buffer, among those of its size.
+        held: it is there from an earlier visit; otherwise it has to come.
+    """
+
+    slot: int
+    held: bool
+
+
+def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse: bool = True) -> list[dict[int, Stay]]:
+    """For every visit the stays of the units that it needs.
+
+    >>> [list(visit.values())[0].held for visit in plan_stays([[0], [1], [2], [2], [1], [0]], capacity=2, busy=1)]
+    [False, False, False, True, True, False]
+
+    Args:
+        uses: the units of one size that a visit needs, visit after visit.
+        capacity: buffers of that size.
+        busy: so many visits before a visit may still be under way when its units come: theirs stay.
+        reuse: False to bring every unit anew for every visit, in turn into all buffers.
+    """
+    later: list[dict[int, float]] = [{} for _ in uses]  # for every visit and each of its units, when it is used next
+    following: dict[int, float] = {}
+    for number in range(len(uses) - 1, -1, -1):
+        for unit in uses[number]:
+            later[number][unit] = following.get(unit, inf)
+        following.update(dict.fromkeys(uses[number], number))
+    holds: list[int | None] = [None] * capacity
+    next_use: list[float] = [inf] * capacity
+    last_use = [-1] * capacity
+    stays: list[dict[int, Stay]] = []
+    for number, units in enumerate(uses):
+        stays.append({})
+        for unit in units:
+            held = reuse and unit in holds
+            if held:
+                slot = holds.index(unit)
+            else:
+                free = [s for s in range(capacity) if last_use[s] < number - busy or holds[s] is None]
+                slot = max(free, key=lambda s: (next_use[s] if reuse else 0, -last_use[s], -s))
+            holds[slot], next_use[slot], last_use[slot] = unit, later[number][unit], number
+            stays[number][unit] = Stay(slot, held)
+    return stays
+
+
+@dataclass(frozen=True)
+class Residency:
+    """The stays of a step, by the numbers of the visits with weights.
+
+    Args:
+        full: of whole units on a device.
+        slices: of a device's slices of units, where they come into a node so; none for visits for which the whole unit
+            is held.
+    """
+
+    full: tuple[dict[int, Stay], ...]
+    slices: tuple[dict[int, Stay], ...]
+
+
+def passes_in_slices(placement: str, topology: Topology) -> bool:
+    """Whether a unit comes into a node in slices, one for every device, before it is gathered."""
+    return placement in ("spread", "striped") and topology.num_nodes > 1 and topology.local_size > 1
+
+
+def plan_residency(model: ModelSpec, homes: Sequence[Home], knobs: Knobs, visits: Sequence[Visit]) -> Residency:
+    """Stays for all sizes of units."""
+    uses = [model.blocks[visit.block].units for visit in visits if visit.weights is not None]
+    ahead = knobs.look_ahead
+    full: list[dict[int, Stay]] = [{} for _ in uses]
+    slices: list[dict[int, Stay]] = [{} for _ in uses]
+    for size in {home.padded for home in homes}:
+        mine = [[unit for unit in units if homes[unit].padded == size] for units in uses]
+        most = max(map(len, mine), default=0)
+        if not most:
+            continue
+        found = plan_stays(mine, capacity=(ahead + 1) * most, busy=ahead, reuse=knobs.reuse)
+        missing = [[unit for unit, stay in visit.items() if not stay.held] for visit in found]
+        capacity, busy = (ahead + 1 + knobs.kept_units) * most, min(ahead, STREAMING - 1)
+        passing = plan_stays(missing, capacity=capacity, busy=busy, reuse=knobs.reuse)
+        for number in range(len(uses)):
+            full[number].update(found[number])
+            slices[number].update(passing[number])
+    return Residency(tuple(full), tuple(slices))
+
+
+def arrivals(stays: Sequence[dict[int, Stay]]) -> Iterator[int]:
+    """The unit of every stay that begins: what has to come."""
+    for visit in stays:
+        for unit, stay in visit.items():
+            if not stay.held:
+                yield unit

@@ -1,0 +1,77 @@
+"""What stays in buffers: never too much, always what is computed with, and as rarely brought anew as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tawpipe.schedule.residency import arrivals, plan_stays
+
+USES = st.lists(st.lists(st.integers(0, 5), max_size=2, unique=True), max_size=14)
+
+
+def zigzag(units: int, rounds: int) -> list[list[int]]:
+    """The order of a training step: forward, backward, forward, ..."""
+    return [[u] for _ in range(rounds) for u in (*range(units), *reversed(range(units)))]
+
+
+def fewest(uses: Sequence[Sequence[int]], capacity: int, busy: int) -> int:
+    """How many must come at least: all ways to keep something tried."""
+
+    @cache
+    def search(number: int, inside: frozenset[int]) -> int:
+        if number == len(uses):
+            return 0
+        needed = frozenset(unit for visit in uses[max(0, number - busy) : number + 1] for unit in visit)
+        missing = len(set(uses[number]) - inside)
+        optional = (inside | set(uses[number])) - needed
+        room = min(capacity - len(needed), len(optional))
+        return missing + min(search(number + 1, needed | set(kept)) for kept in combinations(sorted(optional), room))
+
+    return search(0, frozenset())
+
+
+@settings(max_examples=300, deadline=None)
+@given(uses=USES, busy=st.integers(0, 2), spare=st.integers(0, 2), reuse=st.booleans())
+def test_a_unit_has_its_buffer_while_it_may_be_in_use(uses, busy, spare, reuse):
+    most = max(map(len, uses), default=0)
+    capacity = (busy + 1) * most + spare
+    holds: dict[int, int] = {}
+    used: list[dict[int, int]] = []
+    for visit, units in zip(plan_stays(uses, capacity=capacity, busy=busy, reuse=reuse), uses, strict=True):
+        assert set(visit) == set(units)
+        for unit, stay in visit.items():
+            assert 0 <= stay.slot < capacity
+            assert not stay.held or (reuse and holds[stay.slot] == unit)
+            holds[stay.slot] = unit
+        used.append({stay.slot: unit for unit, stay in visit.items()})
+        for earlier in used[-busy - 1 :]:
+            assert all(holds[slot] == unit for slot, unit in earlier.items())
+
+
+@settings(max_examples=200, deadline=None)
+@given(uses=USES, busy=st.integers(0, 2), spare=st.integers(0, 2))
+def test_no_plan_brings_fewer(uses, busy, spare):
+    capacity = (busy + 1) * max(map(len, uses), default=0) + spare
+    found = plan_stays(uses, capacity=capacity, busy=busy)
+    assert len(list(arrivals(found))) == fewest(uses, capacity, busy)
+
+
+def test_every_turn_is_free_as_far_as_the_buffers_reach():
+    for units, rounds, capacity in ((12, 1, 4), (12, 4, 4), (5, 3, 2)):
+        came = len(list(arrivals(plan_stays(zigzag(units, rounds), capacity=capacity, busy=capacity - 1))))
+        assert came == 2 * rounds * units - (2 * rounds - 1) * capacity
+
+
+def test_with_a_buffer_for_each_everything_comes_once():
+    assert len(list(arrivals(plan_stays(zigzag(7, 3), capacity=7, busy=2)))) == 7
+
+
+def test_without_reuse_buffers_take_turns():
+    stays = plan_stays(zigzag(4, 1), capacity=3, busy=2, reuse=False)
+    assert [next(iter(visit.values())).slot for visit in stays] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert not any(stay.held for visit in stays for stay in visit.values())
