@@ -49,12 +49,14 @@ def test_same_numbers_as_one_process(pool, nodes, local):
 def test_scopes_keep_the_numbers(pool, nodes, local):
     settings = [
         setting(nodes, local, placement, 3, 1, True, "float64")
-        | {"weights_scope": weights, "gradients_scope": gradients}
-        for placement, weights, gradients in [
-            ("spread", "step", "visit"),
-            ("spread", "step", "step"),
-            ("striped", "step", "step"),
-            ("hybrid", "visit", "step"),
+        | {"weights_scope": weights, "gradients_scope": gradients, "kept_units": kept}
+        for placement, weights, gradients, kept in [
+            ("spread", "step", "visit", 0),
+            ("spread", "step", "step", 0),
+            ("striped", "step", "step", 0),
+            ("hybrid", "visit", "step", 0),
+            ("spread", "visit", "visit", 2),
+            ("striped", "visit", "step", 1),
         ]
     ]
     check(pool, nodes, local, settings)

@@ -63,6 +63,8 @@ class Pipeline:
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
         weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
+        kept_units: under ``spread`` and ``striped``, of how many more units than look-ahead needs a device keeps its
+            slice for later visits; each costs a buffer of that size and saves transfers between nodes.
         gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
@@ -93,6 +95,7 @@ class Pipeline:
         look_ahead: int = 2,
         gradient_buffers: int = 2,
         weights_scope: str = "visit",
+        kept_units: int = 0,
         gradients_scope: str = "visit",
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
@@ -117,6 +120,7 @@ class Pipeline:
             "look_ahead": look_ahead,
             "gradient_buffers": gradient_buffers,
             "weights_scope": weights_scope,
+            "kept_units": kept_units,
             "gradients_scope": gradients_scope,
         }
         self.chain = Chain(model, loss=loss)

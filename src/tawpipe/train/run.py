@@ -129,6 +129,7 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         look_ahead=chosen.look_ahead,
         gradient_buffers=chosen.gradient_buffers,
         weights_scope=chosen.weights_scope,
+        kept_units=chosen.kept_units,
         gradients_scope=chosen.gradients_scope,
         dtype=dtype,
         reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
