@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
 from tawpipe.errors import UserError
+from tawpipe.lab import shipped_deepspeed
 from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import make, makers
 from tawpipe.lab.fsdp_collectives import (
@@ -241,7 +242,7 @@ def test_settings_that_cannot_work_are_named(
 
 
 def test_every_name_has_a_maker() -> None:
-    assert {name for name, _ in CONTENDERS.values()} | {"zbv"} == set(makers())
+    assert {name for name, _ in CONTENDERS.values()} | {"zbv", *shipped_deepspeed.NAMES} == set(makers())
 
 
 def test_sleeping_is_counted() -> None:

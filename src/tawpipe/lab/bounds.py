@@ -1,4 +1,4 @@
-"""How fast a setting could be at best. Imports topology, schedule, simulate and lab.
+"""How fast a setting could be at best, for the timed workload. Imports topology, schedule, simulate and lab.
 
 Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
 and ends with nothing under way:
@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
+from tawpipe.lab.shipped_traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
@@ -30,7 +31,7 @@ from tawpipe.topology import Topology
 
 WeightsScope = Literal["visit", "step", "replica"]
 GradientsScope = Literal["visit", "step"]
-SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "hsdp")
+SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "hsdp", "zero3", "zero-hpz")
 PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
 
 
@@ -93,7 +94,7 @@ def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology 
     received = [link.bytes_received(costs.weight_bytes, costs.gradient_bytes) for link in traffic]
     compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
     pairs = enumerate(zip(sent, received, strict=True))
-    links = [_link_seconds(costs.node_link(node), topology, out, back) for node, (out, back) in pairs]
+    links = [link_seconds(costs.node_link(node), topology, out, back) for node, (out, back) in pairs]
     needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
     return Bounds(compute, max(links), needed, tuple(sent), tuple(received))
 
@@ -110,28 +111,10 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
     return total
 
 
-def _link_seconds(link: LinkModel, topology: Topology, sent: float, received: float) -> float:
+def link_seconds(link: LinkModel, topology: Topology, sent: float, received: float) -> float:
+    """For which a node's link is busy with so many bytes out and in."""
     rate = link.bytes_per_s * (1 if link.shared else topology.local_size)
     return max(sent, received) / rate if link.full_duplex else (sent + received) / rate
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """What crosses a node's link per round, in each direction, as shares of W.
-
-    Args:
-        rounds: gathers of a step's micro-batches.
-        forward, backward: weights in the forward and in the backward pass of every round.
-        gradients: in the backward pass of every round, or of the last one only (``reduce_last``).
-        once: weights cross in the first round only.
-    """
-
-    rounds: int
-    forward: float
-    backward: float
-    gradients: float
-    reduce_last: bool = False
-    once: bool = False
 
 
 def scope_bounds(
@@ -160,7 +143,7 @@ def scope_bounds(
         raise UserError("scope of gradients", gradients, "one of visit, step")
     per_device = -(-workload.micro_batches // topology.world_size)
     share = 1 - 1 / topology.num_nodes
-    kind = _Sharded(
+    kind = ShardedTraffic(
         rounds=max(1, -(-per_device // micro_batches_per_visit)),
         forward=0.0 if weights == "replica" else share,
         backward=share if weights == "visit" else 0.0,
@@ -174,17 +157,20 @@ def scope_bounds(
 def shipped_bounds(
     name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
 ) -> Bounds:
-    """Of a rival as shipped by torch, with the knobs of its contender.
+    """Of a rival as shipped by torch or DeepSpeed, with the knobs of its contender.
 
-    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): torch gathers and reduces over all
+    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): they gather and reduce over all
     ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
-    its forward to its backward pass, all layers are where they are not resharded after forward, and over the whole step
-    with ``keep_weights``.
+    its forward to its backward pass, the first one (FSDP2) from one round to the next, all layers are where they are
+    not resharded after forward, and over the whole step with ``keep_weights``.
 
-    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round.
+    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round; W / L less from
+      the second on.
     * ``fsdp2-node`` (integer ``reshard_after_forward``): no weights between nodes in the backward pass.
     * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
     * ``hsdp``: weights of a ``replica``, gradients per ``step``, see ``scope_bounds``.
+    * ``zero3``: as ``fsdp2``, but it keeps as many last layers as it gathers ahead (``prefetch``).
+    * ``zero-hpz``: weights between nodes in the first round's forward pass only.
 
     Pipelines: see ``_pipeline_bounds``.
 
@@ -197,32 +183,20 @@ def shipped_bounds(
         return _pipeline_bounds(name, workload, topology, between, int(knobs.get("stages_per_rank", usual)))
     if name not in SHARDED:
         raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
-    per_gather = int(knobs.get("micro_batches_per_gather", 1))
     if name == "hsdp":
+        per_gather = int(knobs.get("micro_batches_per_gather", 1))
         return scope_bounds(
             workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
         )
-    nodes, devices = topology.num_nodes, topology.world_size
-    # Over which ranks weights are gathered and gradients reduced, each by itself: either may be replaced by ours.
-    ring, tree = (1 - 1 / devices if nodes > 1 else 0.0), 1 - 1 / nodes
-    hierarchical = name == "fsdp2-hierarchical"
-    gathered = tree if hierarchical else ring
-    reduction = knobs.get("reduction", "hierarchical" if hierarchical else "gloo")
-    reduced = tree if reduction == "hierarchical" else ring
-    keep = bool(knobs.get("keep_weights", False))
-    inside = name == "fsdp2-node" or keep or not knobs.get("reshard_after_forward", True)
-    kind = _Sharded(
-        rounds=max(1, -(-workload.micro_batches // (devices * per_gather))),
-        forward=gathered,
-        backward=0.0 if inside else gathered * (1 - 1 / workload.layers),
-        gradients=reduced,
-        reduce_last=not knobs.get("reduce_every_round", True),
-        once=keep,
-    )
+    first, last = 1, 1
+    if name == "zero3":
+        first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), workload.layers)
+    shares = {"first": first / workload.layers, "last": last / workload.layers}
+    kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
     return _sharded_bounds(workload, topology, between, kind)
 
 
-def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkModel, kind: _Sharded) -> Bounds:
+def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic) -> Bounds:
     """Bounds of data parallelism with sharded weights.
 
     By dependencies, whatever is overlapped: before all computing come the weights of the first layer; or, before all of
@@ -237,15 +211,12 @@ def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkMo
     size = -(-per_device // kind.rounds)
     first = min(size, per_device)
     last = per_device - (kind.rounds - 1) * size
-    moved = weight * (
-        (1 if kind.once else kind.rounds) * (kind.forward + kind.backward)
-        + (1 if kind.reduce_last else kind.rounds) * kind.gradients
-    )
+    moved = weight * kind.total
     rate = between.bytes_per_s * (1 if between.shared else topology.local_size)
     weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
     before = max(weights_in / layers, weights_in - (layers - 1) * first * workload.forward_s)
     after = max(gradients_out / layers, gradients_out - (layers - 1) * last * backward_s)
-    link = _link_seconds(between, topology, moved, moved)
+    link = link_seconds(between, topology, moved, moved)
     each = (moved,) * topology.num_nodes
     return Bounds(compute, link, max(link, before + compute + after), each, each)
 
@@ -264,18 +235,10 @@ def _pipeline_bounds(
     micro-batch's time, so that a step takes at least (M + (P-1)/v) / M of its computing. ZBV fills the end with weight
     gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them.
     """
-    devices, micro_batches = topology.world_size, workload.micro_batches
-    stages = devices * stages_per_rank
-    at = [s % devices if name != "zbv" or s < devices else stages - 1 - s for s in range(stages)]
-    node = [topology.node_of(rank) for rank in at]
-    sent, received = [0.0] * topology.num_nodes, [0.0] * topology.num_nodes
-    amount = float(micro_batches * workload.activation_bytes)
-    for here, there in pairwise(node):
-        if here != there:
-            for source, target in ((here, there), (there, here)):
-                sent[source] += amount
-                received[target] += amount
-    layers_per_stage = workload.layers / stages
+    devices = topology.world_size
+    node = nodes_of_stages(name, topology, stages_per_rank)
+    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, stages_per_rank)
+    layers_per_stage = workload.layers / len(node)
     backward_s = workload.backward_input_s + workload.backward_weight_s
     compute = workload.compute_s / devices
     borders = sum(a != b for a, b in pairwise(node[:devices]))
@@ -283,5 +246,5 @@ def _pipeline_bounds(
     needed = (devices - 1) * layers_per_stage * workload.forward_s + crossing + compute
     if name != "zbv":
         needed += (devices - 1) * layers_per_stage * backward_s + crossing
-    links = [_link_seconds(between, topology, s, r) for s, r in zip(sent, received, strict=True)]
-    return Bounds(compute, max(links), max(compute, *links, needed), tuple(sent), tuple(received))
+    link = max(link_seconds(between, topology, one, one) for one in moved)
+    return Bounds(compute, link, max(compute, link, needed), moved, moved)

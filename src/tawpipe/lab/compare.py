@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -22,16 +23,20 @@ from typing import Any
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload_costs
+from tawpipe.lab.bounds_real import LinkBounds, real_bounds
 from tawpipe.lab.cluster import Cluster
 from tawpipe.lab.cluster_rates import parse_rates
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
+from tawpipe.lab.workload import RealWorkload, spell_out
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
 CLUSTER = "tawpipe-compare"
 BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
+LARGEST_DIFFERENCE = 1e-4
+"""Of two strategies' losses, relative, beyond which they have not trained the same thing."""
 INSIDE = LinkModel(2e9)
 """A node's loopback, for the bounds; what is lost on it is nearly nothing."""
 FRAMES = 1448 / 1514
@@ -100,6 +105,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list
     for i, entry in enumerate(suite.strategies):
         reading = found.get(i, {"failed": failed.get(i, "not run")})
         rows.append(_row(suite, cell, topology, entry, reading))
+    check_losses(rows)
     return rows
 
 
@@ -108,12 +114,14 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
 
     Two steps with a twentieth of the seconds on links without a limit: what a rank holds does not depend on them.
     """
-    fast = replace(
-        cell.workload,
-        forward_s=cell.workload.forward_s / 20,
-        backward_input_s=cell.workload.backward_input_s / 20,
-        backward_weight_s=cell.workload.backward_weight_s / 20,
-    )
+    fast = cell.workload
+    if not isinstance(fast, RealWorkload):
+        fast = replace(
+            fast,
+            forward_s=fast.forward_s / 20,
+            backward_input_s=fast.backward_input_s / 20,
+            backward_weight_s=fast.backward_weight_s / 20,
+        )
     found: dict[int, list[float]] = {}
     with (
         Cluster.create(cell.nodes, rate="none", name=CLUSTER) as cluster,
@@ -137,7 +145,7 @@ def _launch(
     running.unlink(missing_ok=True)
     entries = [asdict(suite.strategies[i]) for i in tried]
     content = {
-        "workload": asdict(cell.workload),
+        "workload": spell_out(cell.workload),
         "slow": cell.slow and asdict(cell.slow),
         "entries": entries,
         "warmup": warmup,
@@ -160,7 +168,7 @@ def _launch(
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-def bounds_of(cell: Cell, entry: Entry) -> Bounds:
+def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
     """The bounds of a strategy in a cell, from the setting alone.
 
     Raises:
@@ -169,6 +177,8 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds:
     topology = Topology.grid(cell.nodes, cell.local)
     rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
+    if isinstance(cell.workload, RealWorkload):
+        return real_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
     if entry.strategy in ours.NAMES:
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
         workload = cell.workload.split(ours.settings_of(entry.strategy, entry.knobs).parts_per_layer)
@@ -187,6 +197,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "label": entry.label,
         "status": "ok",
         "reason": "",
+        "loss": None,
     }
     try:
         bounds = bounds_of(cell, entry)
@@ -208,15 +219,33 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         },
         "link_bytes_sent": [statistics.median(column) for column in zip(*reading["sent"], strict=True)],
         "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
-        "exposed_communication_s": statistics.median(reading["exposed"]),
+        "exposed_communication_s": statistics.median(reading["exposed"]) if reading["exposed"] else None,
         "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
         "node_delay_s": reading["delays"],
         "cpu_busy": busy,
+        "loss": [loss if math.isfinite(loss) else None for loss in reading["loss"]] or None,
         "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
     }
     if busy > BUSIEST:
         row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
     return row
+
+
+def check_losses(rows: list[dict[str, Any]]) -> None:
+    """Mark those rows of a cell as failed that have not trained what the first one did; void ones as well."""
+    trained = [row for row in rows if row["loss"]]
+    first = next((row for row in trained if None not in row["loss"]), None)
+    for row in trained:
+        if first is None or None in row["loss"]:
+            row |= {"status": "failed", "reason": "a loss is not finite"}
+            continue
+        for step, (mine, other) in enumerate(zip(row["loss"], first["loss"], strict=True), start=1):
+            if abs(mine - other) > LARGEST_DIFFERENCE * abs(other):
+                reason = (
+                    f"not the same training: the loss of step {step} is {mine:.6g}, of {first['label']} {other:.6g}"
+                )
+                row |= {"status": "failed", "reason": reason}
+                break
 
 
 def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,7 +272,8 @@ def _line(row: dict[str, Any]) -> str:
     if "seconds_per_step" not in row:
         return f"  {row['label']}: {row['status']}, {row['reason']}"
     median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
-    note = f", {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
+    note = f", last loss {row['loss'][-1]}" if row["loss"] else ""
+    note += f", {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
     if cost := row.get("disturbance"):
         largest, total = cost["largest_node_delay_s"], cost["sum_of_node_delays_s"]
         note += f", slow nodes added {cost['added_s']:.2f} s (largest delay {largest:.2f} s, sum {total:.2f} s)"

@@ -1,4 +1,4 @@
-"""What the lab measures: something that runs complete training steps. Imports the timed workload, topology and errors.
+"""What the lab measures: something that runs complete training steps. Imports workloads, topology and errors.
 
 Every worker process of a launch makes its own contender of every strategy, after the ranks have joined, and the harness
 alternates single steps of them.
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from tawpipe.errors import UserError
 from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.workload import RealWorkload, Workload
 from tawpipe.topology import Topology
 
 Settings = TypeVar("Settings")
@@ -26,13 +26,19 @@ class Contender(Protocol):
         origin: ``shipped`` by others, called through its public interface, or ``ours``: a schedule in this project's
             runtime.
         knobs: every setting it runs with, those left at their default included.
-        sleeper: computes for it; the harness sets its pace.
+        loss_share: what this rank knows of the last step's loss: those of all ranks add up to it. None for a timed
+            workload, which has no loss.
     """
 
     name: str
     origin: str
     knobs: dict[str, object]
-    sleeper: Sleeper
+    loss_share: float | None
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """Computes for it, at a pace that the harness sets; None where it really computes."""
+        ...
 
     def step(self) -> None:
         """One complete training step on this rank. None of its communication is under way when it returns."""
@@ -41,8 +47,8 @@ class Contender(Protocol):
     def busy(self) -> dict[str, float]:
         """Seconds since the last call that a lane was busy, for the lanes of which that is known.
 
-        COMPUTE is the sleeping that stands for computation. A lane of transfers is also busy while it waits for the
-        other side.
+        COMPUTE is the sleeping that stands for computation, of which a real workload has none. A lane of transfers is
+        also busy while it waits for the other side.
         """
         ...
 
@@ -58,22 +64,21 @@ class Maker(Protocol):
         UserError: the strategy cannot run this workload on this topology, or does not know a knob.
     """
 
-    def __call__(
-        self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any
-    ) -> Contender: ...
+    def __call__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender: ...
 
 
 def makers() -> dict[str, Maker]:
     """Every strategy that is shipped by others, by its name."""
-    from tawpipe.lab import shipped, shipped_pipeline
+    from tawpipe.lab import shipped, shipped_deepspeed, shipped_pipeline
 
     return {
         **dict.fromkeys(shipped.NAMES, shipped.make),
+        **dict.fromkeys(shipped_deepspeed.NAMES, shipped_deepspeed.make),
         **dict.fromkeys(shipped_pipeline.NAMES, shipped_pipeline.make),
     }
 
 
-def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """The contender called ``name`` on this rank; see `Maker`."""
     known = makers()
     if name not in known:
@@ -92,3 +97,15 @@ def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, o
         if knob not in known:
             raise UserError(f"knob of {name}", knob, f"one of {', '.join(known)}")
     return cls(**knobs)
+
+
+def check_clipping(name: str, workload: Workload, knobs: Mapping[str, object]) -> None:
+    """Real workloads say themselves to which norm gradients are clipped.
+
+    Raises:
+        UserError: a knob that says so, too.
+    """
+    if isinstance(workload, RealWorkload):
+        for knob in ("clip", "clip_norm"):
+            if knob in knobs:
+                raise UserError(f"knob of {name}", knob, "nothing here: the workload has a clip_norm, alike for all")

@@ -2,13 +2,16 @@
 
 Imports topology, model.units, schedule, runtime and lab. A strategy here is a placement and knobs, nothing else:
 
-* ``tawpipe-whole``: as its paper has it, units on one device, staggered; ``tawpipe-striped``;
+* ``tawpipe-whole``: as its paper has it, units on one device, staggered, every visit's weights pulled anew;
+* ``tawpipe-striped``: units over the devices of one node;
 * ``tawpipe-spread``: every unit over all devices, which is hierarchical flat sharding under another name;
 * ``tawpipe-step``: ``spread`` with weights kept in the node for the step and gradients sent home once;
 * ``flat``: ring collectives over the whole cluster, fully overlapped;
 * ``hsdp-ours``: one copy of everything per node;
 * ``weipipe``: weights and gradients round a ring of all devices;
 * ``no-grouping``: ``tawpipe-spread`` as if every device were a node; ``no-overlap``: everything in one lane.
+
+This is for the timed workload; `tawpipe.lab.ours_real` runs the same strategies on a real one.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import read_settings
+from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.runtime.compute import StepInput
@@ -35,13 +38,13 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.build import build_training
-from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
+from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule, share_micro_batches
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.schedule.verify import verify
 from tawpipe.topology import Topology
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "tawpipe-whole": {"placement": "whole"},
+    "tawpipe-whole": {"placement": "whole", "reuse": False},
     "tawpipe-striped": {"placement": "striped"},
     "tawpipe-spread": {"placement": "spread"},
     "tawpipe-step": {"placement": "spread", "weights_scope": "step", "gradients_scope": "step"},
@@ -88,17 +91,16 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
     return read_settings(OurSettings, name, {**STRATEGIES[name], **knobs})
 
 
-def schedule_of(name: str, workload: TimedWorkload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
+def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
     """The schedule that a strategy runs.
 
     Raises:
         UserError: the strategy cannot run this workload on this topology.
     """
     settings = settings_of(name, knobs)
-    logical = Topology.grid(topology.world_size, 1) if name == "no-grouping" else topology
     schedule = build_training(
-        workload_model(workload.split(settings.parts_per_layer)),
-        logical,
+        _model_of(workload.split(settings.parts_per_layer)),
+        logical_topology(name, topology),
         Knobs(
             placement=settings.placement,
             micro_batches=share_micro_batches(workload.micro_batches, topology.world_size),
@@ -114,15 +116,34 @@ def schedule_of(name: str, workload: TimedWorkload, topology: Topology, knobs: M
     return without_overlap(schedule) if name == "no-overlap" else schedule
 
 
-def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> OurContender:
+def logical_topology(name: str, topology: Topology) -> Topology:
+    """What a strategy takes for nodes."""
+    return Topology.grid(topology.world_size, 1) if name == "no-grouping" else topology
+
+
+def _model_of(workload: Workload) -> ModelSpec:
+    if isinstance(workload, RealWorkload):
+        from tawpipe.lab.real_modules import real_model_spec
+
+        return real_model_spec(workload)
+    return workload_model(workload)
+
+
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """The contender on this rank; see ``contender.Maker``."""
+    check_clipping(name, workload, knobs)
+    if isinstance(workload, RealWorkload):
+        from tawpipe.lab.ours_real import PipelineContender
+
+        return PipelineContender(name, workload, topology, rank, knobs)
     return OurContender(name, workload, topology, rank, settings_of(name, knobs), knobs)
 
 
 class OurContender:
-    """A schedule, run step by step."""
+    """A schedule of a timed workload, run step by step."""
 
     origin = "ours"
+    loss_share: float | None = None
 
     def __init__(
         self,

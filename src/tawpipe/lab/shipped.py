@@ -1,6 +1,6 @@
 """Rivals that shard, as torch ships them: FSDP2 in its settings, called through its public interface only.
 
-Imports the timed modules, the collectives for FSDP2's hooks, topology and torch.
+Imports tasks, the collectives for FSDP2's hooks, topology and torch.
 
 What they do on the CPU with gloo, which has no streams:
 
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import Contender, read_settings
+from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.fsdp_collectives import (
     BackgroundReduction,
     HierarchicalGather,
@@ -35,14 +35,11 @@ from tawpipe.lab.fsdp_collectives import (
     RingReduction,
     TransferLanes,
 )
-from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.timed_modules import TimedChain, TimedLayer, timed_loss
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.task import task_of
+from tawpipe.lab.workload import Workload
 from tawpipe.topology import Topology
 
 NAMES = ("fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical")
-LEARNING_RATE = 1e-4
-LARGEST_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class ShardedSettings:
             raise UserError("reduction", self.reduction, "one of gloo, ring, hierarchical")
 
 
-def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """FSDP2 in one of its settings; see `tawpipe.lab.contender.Maker`.
 
     ``fsdp2`` shards over all ranks; ``fsdp2-node`` does the same, and keeps weights sharded inside the node from the
@@ -93,6 +90,7 @@ def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **kn
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
+    check_clipping(name, workload, knobs)
     settings = read_settings(ShardedSettings, name, knobs)
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
@@ -115,29 +113,30 @@ def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **kn
 class _Sharded:
     origin = "shipped"
 
-    def __init__(
-        self, name: str, workload: TimedWorkload, topology: Topology, rank: int, settings: ShardedSettings
-    ) -> None:
-        self.name, self.workload, self.settings = name, workload, settings
+    def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, settings: ShardedSettings) -> None:
+        self.name, self.settings = name, settings
         self.knobs: dict[str, object] = asdict(settings)
-        self._rounds = workload.micro_batches // (topology.world_size * settings.micro_batches_per_gather)
+        mine = workload.micro_batches // topology.world_size
+        self._first, self._rounds = rank * mine, mine // settings.micro_batches_per_gather
         self._busy = BusyTime()
-        self.sleeper = Sleeper(self._busy)
+        self._task = task_of(workload, self._busy)
+        self.sleeper = self._task.sleeper
         self.layers, self.model = self._shard(topology)
         # The sharded ones: while a layer has its weights gathered, the module shows others.
         self.parameters = list(self.model.parameters())
         self.gradient_norm: Tensor | None = None
+        self.loss_share: float | None = None
+        self._steps = 0
         self._lanes = TransferLanes(self._busy)
         self._reduction = self._plug_in(topology, rank)
         if settings.prefetch:
             self._prefetch_in_the_background()
-        self._optimizer = (
-            torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True) if workload.optimizer else None
-        )
+        self._optimizer = self._task.optimizer(self.parameters)
 
     # construction
 
-    def _shard(self, topology: Topology) -> tuple[list[TimedLayer], nn.Module]:
+    def _shard(self, topology: Topology) -> tuple[list[nn.Module], nn.Module]:
+        """The parts of the model, called layers here although an embedding or a head may be among them; the model."""
         if self.name == "hsdp":
             mesh = DeviceMesh("cpu", torch.tensor(topology.nodes), mesh_dim_names=("replicate", "shard"))
         else:
@@ -146,13 +145,12 @@ class _Sharded:
         if self.name == "fsdp2-node" and reshard:
             reshard = topology.local_size
         layers = []
-        for i in range(self.workload.layers):
-            last = i == self.workload.layers - 1
-            layer = TimedLayer(self.workload, self.sleeper)
-            # Sharded one by one as they are made, so that no process ever holds the whole model.
+        # Sharded one by one as they are made, so that no process ever holds the whole of a large model.
+        for i, layer in enumerate(self._task.parts()):
+            last = i == self._task.num_parts - 1
             fully_shard(layer, mesh=mesh, reshard_after_forward=False if last else reshard)
             layers.append(layer)
-        model = TimedChain(layers, self.workload, embeds=True)
+        model = self._task.whole(layers)
         fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -205,12 +203,17 @@ class _Sharded:
     # a step
 
     def step(self) -> None:
-        tokens = torch.zeros(self.settings.micro_batches_per_gather, 1)
+        task, together = self._task, self.settings.micro_batches_per_gather
         gradients: list[list[Tensor]] = []
+        losses: list[Tensor] = []
         for done in range(self._rounds):
             last = done == self._rounds - 1
             self._prepare_round(last=last)
-            timed_loss(self.model(tokens)).backward()
+            begin = self._first + done * together
+            inputs, targets = task.batch(self._steps, range(begin, begin + together))
+            loss = task.loss(self.model(inputs), targets)
+            loss.backward()
+            losses.append(loss.detach())
             if self._reduction is not None and (last or self.settings.reduce_every_round):
                 # Taken off before the next round, or FSDP2 would add to what is still on its way.
                 gradients.append([self._take_gradient(parameter) for parameter in self.parameters])
@@ -218,11 +221,13 @@ class _Sharded:
             self._reduction.finish()
             self._put_back(gradients)
         if self.settings.clip:
-            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, LARGEST_NORM)
+            self.gradient_norm = nn.utils.clip_grad_norm_(self.parameters, task.largest_norm)
         if self._optimizer is not None:
             self._optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
+        self.loss_share = sum(map(float, losses)) if task.has_loss else None
+        self._steps += 1
 
     def _prepare_round(self, *, last: bool) -> None:
         if self._rounds == 1:

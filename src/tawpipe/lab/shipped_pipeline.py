@@ -1,6 +1,6 @@
 """Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
 
-Imports the timed modules, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
+Imports tasks, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
 neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
 are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
 take them as arguments, and then refuses middle stages whose example needs no gradient.
@@ -20,15 +20,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from tawpipe.errors import UserError
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import Contender, read_settings
-from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.timed_modules import TimedChain, TimedLayer, timed_loss
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.contender import Contender, check_clipping, read_settings
+from tawpipe.lab.task import task_of
+from tawpipe.lab.workload import RealWorkload, Workload
 from tawpipe.topology import Topology
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
-LEARNING_RATE = 1e-4
-LARGEST_NORM = 1.0
 ZBV_NEEDS = "2.13"
 """The torch whose zbv runs with gloo; 2.11's begins with a message from a rank to itself, which gloo refuses."""
 
@@ -49,15 +46,16 @@ class PipelineSettings:
     clip: bool = True
 
 
-def make(name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
+    check_clipping(name, workload, knobs)
     usual = 1 if name == "1f1b" else 2
     settings = read_settings(PipelineSettings, name, {"stages_per_rank": usual, **knobs})
     _check(name, settings, workload, topology.world_size)
     return _Pipeline(name, workload, topology, rank, settings)
 
 
-def _check(name: str, settings: PipelineSettings, workload: TimedWorkload, ranks: int) -> None:
+def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int) -> None:
     if name == "zbv" and torch.__version__ < ZBV_NEEDS:
         raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
     each = settings.stages_per_rank
@@ -69,6 +67,8 @@ def _check(name: str, settings: PipelineSettings, workload: TimedWorkload, ranks
     parts = settings.parts_per_layer
     if not isinstance(parts, int) or parts < 1:
         raise UserError("parts_per_layer", parts, "a whole number of at least 1")
+    if isinstance(workload, RealWorkload):
+        workload.split(parts)
     stages = each * ranks
     if workload.layers * parts % stages:
         needed = stages // gcd(stages, workload.layers)
@@ -87,52 +87,56 @@ class _Pipeline:
     origin = "shipped"
 
     def __init__(
-        self, name: str, workload: TimedWorkload, topology: Topology, rank: int, settings: PipelineSettings
+        self, name: str, workload: Workload, topology: Topology, rank: int, settings: PipelineSettings
     ) -> None:
-        self.name, self.workload = name, workload
+        self.name = name
         self.knobs: dict[str, object] = asdict(settings)
         self._clip = settings.clip
         self.gradient_norm: Tensor | None = None
         self._busy = BusyTime()
-        self.sleeper = Sleeper(self._busy)
+        self._task = task_of(workload, self._busy)
+        self.sleeper = self._task.sleeper
         indices = stages_of(name, rank, topology.world_size, settings.stages_per_rank)
         stages = self._stages(indices, topology.world_size * settings.stages_per_rank, settings.parts_per_layer)
         self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
         self.model = nn.ModuleList(stage.submod for stage in stages)
+        self._micro_batches = range(workload.micro_batches)
         self._schedule = self._make_schedule(stages)
-        self._optimizer = (
-            torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True) if workload.optimizer else None
-        )
+        self._optimizer = self._task.optimizer(self.model.parameters())
+        self.loss_share: float | None = None
+        self._steps = 0
 
     def _stages(self, indices: Sequence[int], num_stages: int, parts: int) -> list[PipelineStage]:
-        each = self.workload.layers * parts // num_stages
-        stages = []
-        for index in indices:
-            layers = [TimedLayer(self.workload, self.sleeper, parts=parts) for _ in range(each)]
-            chain = TimedChain(layers, self.workload, embeds=index == 0)
-            stages.append(PipelineStage(chain, index, num_stages, torch.device("cpu")))
-        return stages
+        modules = [self._task.stage(index, num_stages, parts_per_layer=parts) for index in indices]
+        device = torch.device("cpu")
+        return [PipelineStage(m, index, num_stages, device) for m, index in zip(modules, indices, strict=True)]
 
     def _make_schedule(
         self, stages: list[PipelineStage]
     ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
-        count = self.workload.micro_batches
+        count, loss = len(self._micro_batches), self._task.loss
         # The loss is a sum over micro-batches, so gradients need no scaling.
         if self.name == "1f1b":
-            return Schedule1F1B(stages[0], count, loss_fn=timed_loss, scale_grads=False)
+            return Schedule1F1B(stages[0], count, loss_fn=loss, scale_grads=False)
         kind = ScheduleInterleaved1F1B if self.name == "interleaved-1f1b" else ScheduleZBVZeroBubble
-        return kind(list(stages), count, loss_fn=timed_loss, scale_grads=False)
+        return kind(list(stages), count, loss_fn=loss, scale_grads=False)
 
     def step(self) -> None:
-        rows = torch.zeros(self.workload.micro_batches, 1)
+        inputs, targets = self._task.batch(self._steps, self._micro_batches)
+        losses: list[Tensor] = []  # filled where the last stage is
         self._schedule.step(
-            *((rows,) if self._feeds else ()), target=rows if self._ends else None, return_outputs=False
+            *((inputs,) if self._feeds else ()),
+            target=targets if self._ends else None,
+            losses=losses,
+            return_outputs=False,
         )
         if self._clip:
             self._clip_gradients()
         if self._optimizer is not None:
             self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
+        self.loss_share = sum(float(loss.detach()) for loss in losses) if self._task.has_loss else None
+        self._steps += 1
 
     def _clip_gradients(self) -> None:
         parameters = list(self.model.parameters())
@@ -140,7 +144,7 @@ class _Pipeline:
         square = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(square)
         self.gradient_norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, self.gradient_norm)
+        nn.utils.clip_grads_with_norm_(parameters, self._task.largest_norm, self.gradient_norm)
 
     def busy(self) -> dict[str, float]:
         return self._busy.take()

@@ -11,6 +11,8 @@ cells:
 strategies:
   - {strategy: fsdp2, knobs: {micro_batches_per_gather: 2}}
   - {strategy: tawpipe-spread, knobs: {micro_batches_per_visit: 2}}
+
+A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe.lab.workload`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.lab.sleeper import Slowdown
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.workload import KINDS, RealWorkload, Workload, spell_out
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,19 @@ class Cell:
     Args:
         rate: of the links between nodes, as ``tawpipe lab up`` takes it.
         loopback_rate: inside a node; None for as fast as it is.
-        slow: how nodes are slowed down now and then; None for not at all.
+        slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
     """
 
     name: str
     nodes: int
     local: int
     rate: str
-    workload: TimedWorkload
+    workload: Workload
     loopback_rate: str | None = None
     slow: Slowdown | None = None
 
     def spelled_out(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "workload": spell_out(self.workload)}
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,23 @@ def read_suite(values: Any) -> Suite:
     cells = []
     for one in given.get("cells", ()):
         cell = _known(Cell, one, "a cell")
-        workload = _make(TimedWorkload, cell.get("workload"), f"the workload of cell {cell.get('name')}")
+        workload = _read_workload(cell.get("workload"), f"the workload of cell {cell.get('name')}")
+        if cell.get("slow") is not None and isinstance(workload, RealWorkload):
+            raise UserError("slow", cell["slow"], f"nothing in cell {cell.get('name')}, which really computes")
         slow = cell.get("slow") and _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
         cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
     entries = tuple(_make(Entry, one, "a strategy") for one in given.get("strategies", ()))
     if not cells or not entries:
         raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
     return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
+
+
+def _read_workload(values: Any, what: str) -> Workload:
+    given = dict(values) if isinstance(values, dict) else values
+    kind = given.pop("kind", "timed") if isinstance(given, dict) else "timed"
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UserError("--suite", {"kind": kind}, f"{what} is of one of the kinds {', '.join(KINDS)}")
+    return _make(KINDS[kind], given, what)
 
 
 def _known(cls: type, values: Any, what: str) -> dict[str, Any]:

@@ -9,6 +9,21 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"ours": "#2a6fdb", "shipped": "#b0b4bb"}
+COLUMNS = (
+    "strategy",
+    "origin",
+    "s/step (min-max)",
+    "physical bound",
+    "of it",
+    "dependency bound",
+    "of it",
+    "MB sent per node (predicted)",
+    "not computing s",
+    "CPU",
+    "peak GiB",
+)
+LOSS = "loss of the last step"
+"""A column more, where a real model was trained."""
 
 
 def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -23,22 +38,38 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     """A table per cell, the fastest strategy first."""
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for cell, some in cells_of(rows).items():
-        workload = some[0]["cell"]["workload"]
-        backward_s = workload["backward_input_s"] + workload["backward_weight_s"]
+        columns = [*COLUMNS, LOSS] if _is_real(some[0]) else COLUMNS
         lines += [
             f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
             "",
-            f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each "
-            f"{workload['forward_s']:g} s forward and {backward_s:g} s backward, "
-            f"{workload['micro_batches']} micro-batches.",
+            _describe(some[0]),
             "",
-            "| strategy | origin | s/step (min-max) | physical bound | of it | dependency bound | of it "
-            "| MB sent per node (predicted) | not computing s | CPU | peak GiB |",
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| " + " | ".join(columns) + " |",
+            "| --- | --- " + "| ---: " * (len(columns) - 2) + "|",
         ]
-        lines += [_table_row(row) for row in sorted(some, key=_order)]
+        lines += [_table_row(row, len(columns)) for row in sorted(some, key=_order)]
         lines += ["", *_disturbance_table(some)]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _is_real(row: dict[str, Any]) -> bool:
+    return row["cell"]["workload"].get("kind") == "real"
+
+
+def _describe(row: dict[str, Any]) -> str:
+    workload = row["cell"]["workload"]
+    if _is_real(row):
+        return (
+            f"A Llama of {workload['layers']} layers, hidden size {workload['hidden_size']}, intermediate size "
+            f"{workload['intermediate_size']}, {workload['heads']} heads, {workload['vocabulary']} tokens in the "
+            f"vocabulary; {workload['micro_batches']} micro-batches of {workload['sequence_length']} tokens, AdamW."
+        )
+    backward_s = workload["backward_input_s"] + workload["backward_weight_s"]
+    return (
+        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each "
+        f"{workload['forward_s']:g} s forward and {backward_s:g} s backward, "
+        f"{workload['micro_batches']} micro-batches."
+    )
 
 
 def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -67,9 +98,14 @@ def _order(row: dict[str, Any]) -> float:
     return row["seconds_per_step"]["median"] if "seconds_per_step" in row else float("inf")
 
 
-def _table_row(row: dict[str, Any]) -> str:
+def _number(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"
+
+
+def _table_row(row: dict[str, Any], num_columns: int) -> str:
     if "seconds_per_step" not in row:
-        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} " + "| " * 8 + "|"
+        empty = "| " * (num_columns - 3)
+        return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} {empty}|"
     seconds = row["seconds_per_step"]
     median = seconds["median"]
     sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
@@ -80,13 +116,15 @@ def _table_row(row: dict[str, Any]) -> str:
         f"{median:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
         f"{physical:.2f}",
         f"{physical / median:.3f}",
-        f"{dependency:.2f}",
-        f"{dependency / median:.3f}",
+        _number(dependency, 2),
+        _number(dependency and dependency / median, 3),
         f"{sent:.1f} ({predicted:.1f})",
-        f"{row['exposed_communication_s']:.2f}",
+        _number(row["exposed_communication_s"], 2),
         f"{row['cpu_busy']:.0%}",
-        "-" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
+        _number(row["peak_gib"], 2),
     ]
+    if _is_real(row):
+        columns.append(_number(row["loss"][-1], 5))
     return "| " + " | ".join(columns) + " |"
 
 
@@ -97,7 +135,10 @@ def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cells = {cell: [r for r in some if "seconds_per_step" in r] for cell, some in cells_of(rows).items()}
+    cells = {
+        cell: [r for r in some if "seconds_per_step" in r and r["status"] != "failed"]
+        for cell, some in cells_of(rows).items()
+    }
     cells = {cell: sorted(some, key=_order, reverse=True) for cell, some in cells.items() if some}
     if not cells:
         return

@@ -1,6 +1,6 @@
 """The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
 
-Imports the timed workload, the sleeper and torch.
+Imports the timed workload, the sleeper and torch; `tawpipe.lab.task` says what `TimedTask` is for.
 
 The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
 
@@ -16,15 +16,19 @@ a layer's input is there, relies on that.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.sleeper import Sleeper
 from tawpipe.lab.workload import TimedWorkload
 
 INITIAL_WEIGHT = 0.01
+LEARNING_RATE = 1e-4
+LARGEST_NORM = 1.0
 
 
 class _InputPart(torch.autograd.Function):
@@ -108,6 +112,37 @@ class TimedChain(nn.Module):
         return x
 
 
-def timed_loss(output: Tensor, target: Tensor | None = None) -> Tensor:
+def timed_loss(output: Tensor) -> Tensor:
     """The sum over micro-batches of the mean output."""
     return output.sum() / output.shape[1]
+
+
+class TimedTask:
+    """The timed workload for rivals; see `tawpipe.lab.task.Task`. Its parts are layers."""
+
+    largest_norm = LARGEST_NORM
+    has_loss = False
+
+    def __init__(self, workload: TimedWorkload, busy: BusyTime) -> None:
+        self.workload, self.num_parts, self.sleeper = workload, workload.layers, Sleeper(busy)
+
+    def parts(self) -> Iterator[nn.Module]:
+        return (TimedLayer(self.workload, self.sleeper) for _ in range(self.num_parts))
+
+    def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
+        return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, embeds=True)
+
+    def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
+        count = self.workload.layers * parts_per_layer // num_stages
+        layers = [TimedLayer(self.workload, self.sleeper, parts=parts_per_layer) for _ in range(count)]
+        return TimedChain(layers, self.workload, embeds=index == 0)
+
+    def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(micro_batches), 1)
+        return rows, rows
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return timed_loss(output)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True) if self.workload.optimizer else None

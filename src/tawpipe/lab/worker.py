@@ -25,7 +25,7 @@ from tawpipe.lab.cluster import own_traffic
 from tawpipe.lab.contender import Contender
 from tawpipe.lab.contender import make as make_shipped
 from tawpipe.lab.sleeper import Pace, Slowdown
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.workload import Workload, from_spelled_out
 from tawpipe.topology import Topology
 from tawpipe.train.metrics import peak_memory_bytes
 
@@ -43,7 +43,9 @@ class Readings:
     cpu_busy: list[float] = field(default_factory=list)
     """Share of the machine's processors that were busy, in every step."""
     exposed: list[float] = field(default_factory=list)
-    """Seconds of every step in which a device did not compute, mean over the ranks."""
+    """Seconds of every step in which a device did not compute, mean over the ranks; nothing for a real workload."""
+    loss: list[float] = field(default_factory=list)
+    """Of every step; nothing for a timed workload."""
     delays: list[list[float]] = field(default_factory=list)
     """Seconds of every step by which every node's computing was slowed down, mean over its ranks."""
     lanes: dict[str, float] = field(default_factory=dict)
@@ -61,7 +63,7 @@ def main(job_path: str, result_path: str) -> int:
     dist.init_process_group("gloo", timeout=STEP_TIMEOUT)
     rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
     topology = Topology.grid(dist.get_world_size() // local, local)
-    workload = TimedWorkload(**job["workload"])
+    workload = from_spelled_out(job["workload"])
     pace = Pace(Slowdown(**job["slow"]) if job["slow"] else None, topology.node_of(rank))
     readings = [Readings() for _ in job["entries"]]
     contenders: list[Contender | None] = []
@@ -69,7 +71,7 @@ def main(job_path: str, result_path: str) -> int:
     for entry, reading in zip(job["entries"], readings, strict=True):
         contender = _make(entry, workload, topology, rank, reading)
         contenders.append(contender)
-        if contender is not None:
+        if contender is not None and contender.sleeper is not None:
             contender.sleeper.pace = pace
     _forget_peak()
     for sample in range(-job["warmup"], job["samples"]):
@@ -89,7 +91,7 @@ def main(job_path: str, result_path: str) -> int:
 
 
 def _make(
-    entry: dict[str, Any], workload: TimedWorkload, topology: Topology, rank: int, reading: Readings
+    entry: dict[str, Any], workload: Workload, topology: Topology, rank: int, reading: Readings
 ) -> Contender | None:
     """A contender, or None with the reason noted, on all ranks alike."""
     name, knobs = entry["strategy"], entry["knobs"]
@@ -115,10 +117,12 @@ def _note(result_path: str, rank: int, number: int) -> None:
 def _measure(contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int) -> None:
     """One step; that of a negative number does not count."""
     contender.busy()
-    before = contender.sleeper.delay_s
+    sleeper = contender.sleeper
+    before = sleeper.delay_s if sleeper is not None else 0.0
     dist.barrier()
     traffic, ticks, begin = own_traffic(), _processor_ticks(), time.perf_counter()
-    contender.sleeper.pace.begin(sample)
+    if sleeper is not None:
+        sleeper.pace.begin(sample)
     contender.step()
     dist.barrier()
     seconds = time.perf_counter() - begin
@@ -127,7 +131,8 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     sent, received = _gather(float(moved.sent)), _gather(float(moved.received))
     computing = _gather(busy.get("COMPUTE", 0.0))
     lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
-    delays = _gather(contender.sleeper.delay_s - before)
+    delays = _gather(sleeper.delay_s - before if sleeper is not None else 0.0)
+    loss = None if contender.loss_share is None else sum(_gather(contender.loss_share))
     if sample < 0:
         return
     reading.seconds.append(seconds)
@@ -136,7 +141,10 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     reading.received.append([received[r] for r in first])
     total = after[1] - ticks[1]
     reading.cpu_busy.append((after[0] - ticks[0]) / total if total else 0.0)
-    reading.exposed.append(seconds - sum(computing) / len(computing))
+    if sleeper is not None:
+        reading.exposed.append(seconds - sum(computing) / len(computing))
+    if loss is not None:
+        reading.loss.append(loss)
     reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])
     for name, value in lanes.items():
         reading.lanes[name] = reading.lanes.get(name, 0.0) + value

@@ -1,11 +1,15 @@
-"""The timed workload: real transfers of real bytes, computation as sleeps of given seconds. Imports errors.
+"""The workloads of the lab, as settings. Imports errors.
 
-Scheduling and network are what is measured then, and many ranks run on few cores.
+* timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
+  measured then, and many ranks run on few cores.
+* real: a small model with its optimizer. It shows that all strategies train the same thing: their losses agree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
 
@@ -34,6 +38,8 @@ class TimedWorkload:
     activation_bytes: int
     optimizer: bool = True
 
+    kind: ClassVar[str] = "timed"
+
     def split(self, parts: int) -> TimedWorkload:
         """The same work with every layer cut into ``parts`` equal layers.
 
@@ -59,3 +65,80 @@ class TimedWorkload:
     def compute_s(self) -> float:
         """Of all layers and micro-batches together; divided by the devices it bounds a step from below."""
         return self.layers * self.micro_batches * (self.forward_s + self.backward_input_s + self.backward_weight_s)
+
+
+@dataclass(frozen=True)
+class RealWorkload:
+    """A Llama with random weights, trained in fp32 with AdamW on random tokens. A micro-batch is one sequence.
+
+    Args:
+        layers: decoder layers; embedding and head have weights as well, and are not tied.
+        heads: of the attention, for queries, keys and values alike.
+        vocabulary: tokens that there are.
+        micro_batches: of one step, over all devices.
+        clip_norm: largest global gradient norm.
+        seed: of initial weights and of tokens.
+
+    Raises:
+        UserError: a setting that cannot work.
+    """
+
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    vocabulary: int
+    sequence_length: int
+    micro_batches: int
+    learning_rate: float = 1e-3
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    kind: ClassVar[str] = "real"
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary", "micro_batches")
+        for name, least in (*((size, 1) for size in sizes), ("sequence_length", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise UserError(name, value, f"a whole number of at least {least}")
+        for name in ("learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise UserError(name, value, "a number above 0")
+        if self.hidden_size % (2 * self.heads):
+            raise UserError("hidden_size", self.hidden_size, f"a multiple of twice the heads, which are {self.heads}")
+
+    def split(self, parts: int) -> RealWorkload:
+        """The same workload: a real layer stands for no other.
+
+        Raises:
+            UserError: there should be more than one part.
+        """
+        if parts != 1:
+            raise UserError("parts_per_layer", parts, "1, because the layers of a real model cannot be cut")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, that a prediction is made for: all but the first of every sequence."""
+        return self.micro_batches * (self.sequence_length - 1)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of the boundary between two layers, for one micro-batch."""
+        return 4 * self.sequence_length * self.hidden_size
+
+
+Workload = TimedWorkload | RealWorkload
+KINDS: dict[str, type[TimedWorkload] | type[RealWorkload]] = {cls.kind: cls for cls in (TimedWorkload, RealWorkload)}
+
+
+def spell_out(workload: Workload) -> dict[str, Any]:
+    """Every setting, the kind among them; plain values."""
+    return {"kind": workload.kind, **asdict(workload)}
+
+
+def from_spelled_out(values: Mapping[str, Any]) -> Workload:
+    """What was spelled out."""
+    return KINDS[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})

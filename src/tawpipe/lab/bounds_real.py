@@ -1,0 +1,80 @@
+"""What of a bound is known for a real workload: its bytes, and so what its links need at least. Imports topology,
+schedule, simulate and lab.
+
+How long a device computes does not follow from the setting. So there is no bound by dependencies, and the physical one
+is that of the node's link that is busy longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.lab import ours, shipped
+from tawpipe.lab.bounds import PIPELINES, link_seconds
+from tawpipe.lab.real_modules import real_model_spec
+from tawpipe.lab.shipped_traffic import pipeline_bytes, sharded_traffic
+from tawpipe.lab.workload import RealWorkload
+from tawpipe.schedule.traffic import link_elements
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+
+WIDTH = 4
+"""Bytes of an element, fp32 everywhere."""
+
+
+@dataclass(frozen=True)
+class LinkBounds:
+    """Of one strategy in one setting; what ``Bounds`` has as well means the same.
+
+    Args:
+        sent_bytes, received_bytes: least bytes of every node's link.
+    """
+
+    physical_s: float
+    sent_bytes: tuple[float, ...]
+    received_bytes: tuple[float, ...]
+    dependency_s: None = None
+
+
+def real_bounds(
+    name: str, workload: RealWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
+) -> LinkBounds:
+    """Of any strategy, shipped or ours.
+
+    Raises:
+        UserError: no such strategy or knob, or it cannot run there.
+    """
+    if name in ours.NAMES:
+        traffic = link_elements(ours.schedule_of(name, workload, topology, knobs), physical=topology)
+        sent = [link.bytes_sent(WIDTH, WIDTH) for link in traffic]
+        received = [link.bytes_received(WIDTH, WIDTH) for link in traffic]
+    else:
+        sent = received = _shipped_bytes(name, workload, topology, knobs)
+    links = [link_seconds(between, topology, s, r) for s, r in zip(sent, received, strict=True)]
+    return LinkBounds(max(links), tuple(sent), tuple(received))
+
+
+def _shipped_bytes(name: str, workload: RealWorkload, topology: Topology, knobs: Mapping[str, Any]) -> Sequence[float]:
+    """Of every node's link in each direction, as ``bounds.shipped_bounds`` counts them, for parts of unequal size.
+
+    Of FSDP2 the head is kept from the forward to the backward pass, and the embedding from one round to the next.
+    """
+    if name in PIPELINES:
+        usual = 1 if name == "1f1b" else 2
+        amount = workload.micro_batches * workload.activation_bytes
+        return pipeline_bytes(name, amount, topology, int(knobs.get("stages_per_rank", usual)))
+    if name not in shipped.NAMES:
+        raise UserError("strategy", name, f"one of {', '.join((*ours.NAMES, *shipped.NAMES, *PIPELINES))}")
+    model = real_model_spec(workload)
+    parts = [WIDTH * sum(model.units[unit].numel for unit in block.units) for block in model.blocks]
+    if name == "hsdp":
+        moved = 2 * (1 - 1 / topology.num_nodes) * sum(parts)
+    else:
+        first, last = parts[0] / sum(parts), parts[-1] / sum(parts)
+        moved = (
+            sum(parts) * sharded_traffic(name, workload.micro_batches, topology, knobs, first=first, last=last).total
+        )
+    return (moved,) * topology.num_nodes

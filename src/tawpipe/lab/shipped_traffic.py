@@ -1,0 +1,97 @@
+"""What the rivals as shipped pass between nodes. Imports topology.
+
+W is the bytes of all weights, P the devices, R the rounds of gathers in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tawpipe.topology import Topology
+
+
+@dataclass(frozen=True)
+class ShardedTraffic:
+    """What crosses a node's link per round, in each direction, as shares of W.
+
+    Args:
+        rounds: gathers of a step's micro-batches.
+        forward, backward: weights in the forward and in the backward pass of every round.
+        gradients: in the backward pass of every round, or of the last one only (``reduce_last``).
+        once: weights cross in the first round only.
+        first: of the weights that are kept from one round to the next, as a share of W.
+    """
+
+    rounds: int
+    forward: float
+    backward: float
+    gradients: float
+    reduce_last: bool = False
+    once: bool = False
+    first: float = 0.0
+
+    @property
+    def gathers(self) -> int:
+        return 1 if self.once else self.rounds
+
+    @property
+    def total(self) -> float:
+        """Of a step, as a multiple of W."""
+        reductions = 1 if self.reduce_last else self.rounds
+        kept = (self.gathers - 1) * self.forward * self.first
+        return self.gathers * (self.forward + self.backward) - kept + reductions * self.gradients
+
+
+def sharded_traffic(
+    name: str, micro_batches: int, topology: Topology, knobs: Mapping[str, Any], *, first: float, last: float
+) -> ShardedTraffic:
+    """What rivals that shard, other than HSDP, pass over every node's link; see ``bounds.shipped_bounds``.
+
+    Args:
+        first, last: shares of W of what is kept from one round to the next, and from the forward to the backward pass.
+    """
+    per_gather = int(knobs.get("micro_batches_per_gather", 1))
+    nodes, devices = topology.num_nodes, topology.world_size
+    # Over which ranks weights are gathered and gradients reduced, each by itself: either may be replaced by ours.
+    ring, tree = (1 - 1 / devices if nodes > 1 else 0.0), 1 - 1 / nodes
+    hierarchical = name == "fsdp2-hierarchical"
+    gathered = tree if hierarchical else ring
+    reduction = knobs.get("reduction", "hierarchical" if hierarchical else "gloo")
+    reduced = tree if reduction == "hierarchical" else ring
+    keep = bool(knobs.get("keep_weights", False)) or name == "zero-hpz"
+    inside = name == "fsdp2-node" or keep or not knobs.get("reshard_after_forward", True)
+    return ShardedTraffic(
+        rounds=max(1, -(-micro_batches // (devices * per_gather))),
+        forward=gathered,
+        backward=0.0 if inside else gathered * (1 - last),
+        gradients=reduced,
+        reduce_last=not knobs.get("reduce_every_round", True),
+        once=keep,
+        first=first,
+    )
+
+
+def pipeline_bytes(name: str, amount: float, topology: Topology, stages_per_rank: int) -> tuple[float, ...]:
+    """What every node's link carries, out and in alike.
+
+    Args:
+        amount: bytes of the activations of all micro-batches at one boundary between stages.
+    """
+    moved = [0.0] * topology.num_nodes
+    for here, there in pairwise(nodes_of_stages(name, topology, stages_per_rank)):
+        if here != there:  # activations one way, as many gradients the other
+            moved[here] += amount
+            moved[there] += amount
+    return tuple(moved)
+
+
+def nodes_of_stages(name: str, topology: Topology, stages_per_rank: int) -> list[int]:
+    """The node of every stage, in the order of the pipeline."""
+    ranks = topology.world_size
+    stages = range(ranks * stages_per_rank)
+    turns = name == "zbv"
+    at = [len(stages) - 1 - s if turns and s >= ranks else s % ranks for s in stages]
+    return [topology.node_of(rank) for rank in at]
