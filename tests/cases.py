@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -322,8 +322,10 @@ def _checkpointed(world: World, *, seed: int = 0, dtype: str = "float64", **knob
     return Pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
 
 
-def not_finite(world: World) -> tuple[str, bool]:
-    """A loss that is not finite: what is raised, and whether every weight is as before."""
+def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:
+    """A loss that is not finite: what is raised, whether every weight is as before, and whether training goes on from a
+    state that is loaded then.
+    """
     poisoned = [False]
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -335,6 +337,7 @@ def not_finite(world: World) -> tuple[str, bool]:
     pipeline.step(batch)
     pipeline.drain()
     before = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
+    pipeline.save(folder)
     poisoned[0] = world.rank == 0  # one rank's bad number is everyone's
     assert not pipeline.step(batch).finite
     poisoned[0] = False
@@ -344,12 +347,21 @@ def not_finite(world: World) -> tuple[str, bool]:
         message = "nothing was raised"
     except RunError as error:
         message = str(error)
-    same = True
-    for name, value in before.items():
-        now = pipeline.parameter(name)
-        same = same and (value is None or (now is not None and torch.equal(value, now)))
+    same = _same_weights(pipeline, before)
+    pipeline.load(folder)
+    goes_on = pipeline.step(batch).finite
+    pipeline.drain()
+    changed = not _same_weights(pipeline, before)  # all ranks ask, rank 0 sees
+    goes_on = goes_on and (changed or world.rank > 0)
     pipeline.close()
-    return message, same
+    return message, same, goes_on
+
+
+def _same_weights(pipeline: Pipeline, before: Mapping[str, Tensor | None]) -> bool:
+    """Whether the weights are those of ``before``, which are None on ranks other than 0."""
+    now = {name: pipeline.parameter(name) for name in before}
+    pairs = zip(before.values(), now.values(), strict=True)
+    return all(old is None or (new is not None and torch.equal(old, new)) for old, new in pairs)
 
 
 def mismatched(world: World) -> str:

@@ -63,10 +63,13 @@ def scopes(placement: str) -> st.SearchStrategy[dict[str, str]]:
     )
 
 
-def caches(placement: str) -> st.SearchStrategy[dict[str, Any]]:
-    """What is kept in buffers because it is needed again."""
-    kept = st.integers(0, 3) if placement in ("spread", "striped") else st.just(0)
-    return st.fixed_dictionaries({"reuse": st.booleans(), "kept_units": kept})
+@st.composite
+def scopes_and_caches(draw: st.DrawFn, placement: str) -> dict[str, Any]:
+    """What is kept because it is needed again: for a scope, or in buffers."""
+    found: dict[str, Any] = {**draw(scopes(placement)), "reuse": draw(st.booleans())}
+    if placement in ("spread", "striped") and found["weights_scope"] == "visit":
+        found["kept_units"] = draw(st.integers(0, 3))
+    return found
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         micro_batches_per_visit=per_visit,
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        **draw(scopes(placement)),
-        **draw(caches(placement)),
+        **draw(scopes_and_caches(placement)),
     )
     return Shape(topology, draw(st.integers(least, max(5, least))), knobs)
 
@@ -123,6 +125,5 @@ def schedules(
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        **draw(scopes(placement)),
-        **draw(caches(placement)),
+        **draw(scopes_and_caches(placement)),
     )

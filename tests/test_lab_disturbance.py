@@ -58,16 +58,23 @@ def test_a_sleeper_tells_what_the_slow_spells_have_cost():
 
 def test_rows_say_what_was_added_beside_the_delays_of_the_nodes():
     calm, slow = load_suite("jitter").cells
-    first = {"cell": calm.spelled_out(), "label": "x", "seconds_per_step": {"median": 5.0, "samples": [5.0, 5.0]}}
+    first = {
+        "cell": calm.spelled_out(),
+        "label": "x",
+        "status": "ok",
+        "seconds_per_step": {"median": 5.0, "samples": [5.0, 5.0]},
+    }
     second = {
         "cell": slow.spelled_out(),
         "label": "x",
-        "seconds_per_step": {"median": 5.5, "samples": [5.25, 5.75]},
+        "status": "ok",
+        "seconds_per_step": {"samples": [5.25, 5.75]},
         "node_delay_s": [[0.25, 0.0, 0.25], [0.5, 0.25, 0.0]],
     }
     assert disturbance(first, []) == {}
     assert disturbance(second, []) == {}
     assert disturbance(second, [{**first, "label": "y"}]) == {}
+    assert disturbance(second, [{**first, "status": "void"}]) == {}
     assert disturbance(second, [first])["disturbance"] == {
         "added_s": 0.5,
         "largest_node_delay_s": 0.375,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from schedules import SCOPED, make, schedules
+from tawpipe.errors import UserError
 from tawpipe.schedule.build import build_evaluation
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
 from tawpipe.schedule.traffic import LinkTraffic, link_elements, link_elements_formula
@@ -53,11 +54,18 @@ def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(placement):
     assert moved == 2 * rounds * units - (2 * rounds - 1) * 4
 
 
+@pytest.mark.parametrize("local", [1, 2])
 @pytest.mark.parametrize("placement", ["spread", "striped"])
-def test_with_a_buffer_for_every_slice_weights_move_once(placement):
-    most = make(even(12), 3, 2, 18, placement=placement, kept_units=12)
+def test_with_a_buffer_for_every_slice_weights_move_once(placement, local):
+    most, least = (make(even(12), 3, local, 9 * local, placement=placement, kept_units=n) for n in (12, 0))
     assert total(most) == (1 + 3) * Fraction(2, 3)
-    assert most.pool_elements(0, "weight") > make(even(12), 3, 2, 18, placement=placement).pool_elements(0, "weight")
+    assert most.pool_elements(0, "weight") > least.pool_elements(0, "weight")
+
+
+@pytest.mark.parametrize("knobs", [{"placement": "whole"}, {"placement": "spread", "weights_scope": "step"}])
+def test_keeping_units_where_nothing_could_be_kept_is_refused(knobs):
+    with pytest.raises(UserError, match="kept_units"):
+        make(even(4), 2, 2, 4, kept_units=1, **knobs)
 
 
 @pytest.mark.parametrize("placement", ["flat", *SCOPED, "hybrid"])

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ class Pipeline:
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
         weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
-        kept_units: under ``spread`` and ``striped``, of how many more units than look-ahead needs a device keeps its
-            slice for later visits; each costs a buffer of that size and saves transfers between nodes.
+        kept_units: under ``spread`` and ``striped``, on several nodes: of how many more units than look-ahead needs a
+            device keeps its slice for later visits. Each costs a buffer of that size and saves transfers between nodes.
         gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
@@ -257,10 +258,13 @@ class Pipeline:
             self._training = mode
 
     def _check(self, result: StepResult) -> None:
-        if not result.finite:
-            raise RunError(
-                f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; the update was left out"
-            )
+        if result.finite:
+            return
+        if isfinite(result.loss) and isfinite(result.grad_norm):
+            raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
+        raise RunError(
+            f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; the update was left out"
+        )
 
     def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
         schedule = self.schedule(local.rows, training=training)

@@ -126,7 +126,8 @@ def scope_bounds(
     gradients: GradientsScope = "visit",
     micro_batches_per_visit: int = 1,
 ) -> Bounds:
-    """The least that any schedule needs whose nodes keep copies for so long, whatever its placement.
+    """The least that any schedule needs whose nodes keep copies for so long and no longer, whatever its placement. (One
+    that finds some of the weights of a visit still in its buffers needs less, see schedule/residency.py.)
 
     With one copy of everything in the cluster a node is home to 1/D of the weights on average, so that (1 - 1/D) W must
     enter it whenever its other weights are gone, and as many gradients must leave it. Per direction and step, R rounds:

@@ -99,7 +99,8 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
             failed[number] = reason
-    for i, peak in _measure_memory(suite, cell, list(found)).items() if suite.memory else ():
+    running = [i for i, reading in found.items() if not reading["failed"]]
+    for i, peak in _measure_memory(suite, cell, running).items() if suite.memory else ():
         found[i]["peak_bytes"] = peak
     rows = []
     for i, entry in enumerate(suite.strategies):
@@ -128,9 +129,11 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
     ):
         for i in measured:
-            alone = _launch(
-                cluster, Path(folder), suite, replace(cell, workload=fast, slow=None), [i], warmup=0, samples=2
-            )
+            quick = replace(cell, workload=fast, slow=None)
+            try:
+                alone = _launch(cluster, Path(folder), suite, quick, [i], warmup=0, samples=2)
+            except RunError:  # what was timed stays
+                alone = None
             found[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
     return found
 
@@ -251,16 +254,17 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
 def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
     """What slow spells of the nodes have cost, where an earlier row is the same without them; else nothing.
 
-    ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than the median of the
-    undisturbed ones; ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most, the
-    least that a step can lose; and ``sum_of_node_delays_s``, what is lost if every node waits for every other one.
+    ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than without them;
+    ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most: what a step loses at
+    least if no device idles, and more than one loses whose devices wait anyway; and ``sum_of_node_delays_s``, what is
+    lost if every node waits for every other one.
     """
     if not row["cell"]["slow"] or "seconds_per_step" not in row:
         return {}
     for other in earlier:
         same = {**row["cell"], "name": other["cell"]["name"], "slow": None} == other["cell"]
-        if same and other["label"] == row["label"] and "seconds_per_step" in other:
-            calm, delays = other["seconds_per_step"]["median"], row["node_delay_s"]
+        if same and other["label"] == row["label"] and other["status"] == "ok":
+            calm, delays = statistics.mean(other["seconds_per_step"]["samples"]), row["node_delay_s"]
             added = statistics.mean(row["seconds_per_step"]["samples"]) - calm
             largest = statistics.mean(max(step) for step in delays)
             total = statistics.mean(sum(step) for step in delays)

@@ -97,18 +97,27 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     return _Zero(name, workload, topology, settings, _deepspeed(name, topology, rank))
 
 
+def load(name: str) -> Any:
+    """The module, for the CPU.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        return import_module("deepspeed")
+    except ImportError as error:
+        raise UserError("strategy", name, f"DeepSpeed, from: pip install deepspeed ninja ({error})") from error
+
+
 def _deepspeed(name: str, topology: Topology, rank: int) -> Any:
     """The module, in the process group that exists.
 
     Raises:
         UserError: it, or something that it needs, is not installed.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(topology.local_of(rank)))
-    try:
-        deepspeed = import_module("deepspeed")
-    except ImportError as error:
-        raise UserError("strategy", name, f"DeepSpeed, from: pip install deepspeed ninja ({error})") from error
+    deepspeed = load(name)
     try:
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     except (RuntimeError, OSError) as error:

@@ -22,7 +22,7 @@ from tawpipe.errors import UserError
 from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.task import task_of
-from tawpipe.lab.workload import RealWorkload, Workload
+from tawpipe.lab.workload import Workload
 from tawpipe.topology import Topology
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
@@ -67,8 +67,7 @@ def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int
     parts = settings.parts_per_layer
     if not isinstance(parts, int) or parts < 1:
         raise UserError("parts_per_layer", parts, "a whole number of at least 1")
-    if isinstance(workload, RealWorkload):
-        workload.split(parts)
+    workload.split(parts)
     stages = each * ranks
     if workload.layers * parts % stages:
         needed = stages // gcd(stages, workload.layers)

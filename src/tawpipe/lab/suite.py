@@ -130,7 +130,10 @@ def read_suite(values: Any) -> Suite:
         workload = _read_workload(cell.get("workload"), f"the workload of cell {cell.get('name')}")
         if cell.get("slow") is not None and isinstance(workload, RealWorkload):
             raise UserError("slow", cell["slow"], f"nothing in cell {cell.get('name')}, which really computes")
-        slow = cell.get("slow") and _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
+        slow = cell.get("slow")
+        slow = (
+            None if slow is None else _make(Slowdown, cell["slow"], f"what slows the nodes of cell {cell.get('name')}")
+        )
         cells.append(_make(Cell, {**cell, "workload": workload, "slow": slow}, f"cell {cell.get('name')}"))
     entries = tuple(_make(Entry, one, "a strategy") for one in given.get("strategies", ()))
     if not cells or not entries:

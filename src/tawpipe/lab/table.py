@@ -129,7 +129,7 @@ def _table_row(row: dict[str, Any], num_columns: int) -> str:
 
 
 def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds per step as bars, the physical bound as a mark on each; one panel per cell."""
+    """Seconds per step as bars, the physical bound as a mark on each, void rows hatched; one panel per cell."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -150,6 +150,8 @@ def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
         medians = [row["seconds_per_step"]["median"] for row in some]
         bars = axis.barh([row["label"] for row in some], medians, color=[COLORS[row["origin"]] for row in some])
         for bar, row in zip(bars, some, strict=True):
+            if row["status"] == "void":
+                bar.set_hatch("//")
             middle = bar.get_y() + bar.get_height() / 2
             bound = row["physical_bound_s"]
             axis.plot([bound, bound], [bar.get_y(), bar.get_y() + bar.get_height()], color="#111", linewidth=2)
@@ -158,7 +160,8 @@ def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlim(0, max(medians) * 1.12)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("seconds per step; black: physical bound; blue: in this project's runtime", fontsize=9)
+    legend = "seconds per step; black: physical bound; blue: in this project's runtime; hatched: void"
+    axes[-1, 0].set_xlabel(legend, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -67,18 +67,18 @@ class _Join(torch.autograd.Function):
 
 
 class TimedLayer(nn.Module):
-    """A layer, or one of ``parts`` equal parts of one: a flat fp32 weight and sleeps.
+    """A layer: a flat fp32 weight and sleeps.
 
     An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
     """
 
-    def __init__(self, workload: TimedWorkload, sleeper: Sleeper, *, parts: int = 1) -> None:
+    def __init__(self, workload: TimedWorkload, sleeper: Sleeper) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((workload.layer_elements // parts,), INITIAL_WEIGHT))
+        self.weight = nn.Parameter(torch.full((workload.layer_elements,), INITIAL_WEIGHT))
         self.sleeper = sleeper
-        self.forward_s = workload.forward_s / parts
-        self.backward_input_s = workload.backward_input_s / parts
-        self.backward_weight_s = workload.backward_weight_s / parts
+        self.forward_s = workload.forward_s
+        self.backward_input_s = workload.backward_input_s
+        self.backward_weight_s = workload.backward_weight_s
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[0]
@@ -133,8 +133,8 @@ class TimedTask:
         return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, embeds=True)
 
     def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
-        count = self.workload.layers * parts_per_layer // num_stages
-        layers = [TimedLayer(self.workload, self.sleeper, parts=parts_per_layer) for _ in range(count)]
+        cut = self.workload.split(parts_per_layer)
+        layers = [TimedLayer(cut, self.sleeper) for _ in range(cut.layers // num_stages)]
         return TimedChain(layers, self.workload, embeds=index == 0)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, end_of_step, forward
 from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
+from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
 from tawpipe.schedule.routes import make_route
@@ -82,6 +83,8 @@ def _check(topology: Topology, knobs: Knobs) -> None:
             raise UserError(f"schedule.{name}", getattr(knobs, name), f"at least {least}")
     if knobs.kept_units < 0 or (knobs.kept_units and knobs.placement not in ("spread", "striped")):
         raise UserError("schedule.kept_units", knobs.kept_units, "0, or more under placement spread or striped")
+    if knobs.kept_units and knobs.weights_scope == "step":
+        raise UserError("schedule.kept_units", knobs.kept_units, "0 at weights_scope step, which keeps all of them")
     for name in ("weights_scope", "gradients_scope"):
         scope = getattr(knobs, name)
         if scope not in SCOPES:
@@ -95,7 +98,8 @@ def _check(topology: Topology, knobs: Knobs) -> None:
 def _build(name: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, training: bool) -> Schedule:
     homes = place_units(model, topology, knobs.placement)
     visits = training_visits(model, knobs) if training else forward_visits(model, knobs)
-    routes = [make_route(rank, topology, model, knobs, homes, visits) for rank in range(topology.world_size)]
+    residency = plan_residency(model, topology, homes, knobs, visits)
+    routes = [make_route(rank, topology, model, knobs, homes, visits, residency) for rank in range(topology.world_size)]
     programs = tuple(tuple(_program(route, visits, training=training)) for route in routes)
     pools = tuple(route.slots.pools() for route in routes)
     return Schedule(name, topology, model, knobs, homes, programs, pools, training)

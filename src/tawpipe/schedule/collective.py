@@ -73,7 +73,7 @@ class CollectiveRoute(Route):
         if hop == self.there[-1]:
             return source, self._full_slot(index, unit)
         slot = self._slice_slot(index, unit, elements)
-        return (slot, "") if self.residency.slices[index][unit].held else (source, slot)
+        return (slot, "") if self.residency.holds_slice(index, unit) else (source, slot)
 
     def push(self, visit: Visit) -> Iterator[Action]:
         assert visit.gradients is not None

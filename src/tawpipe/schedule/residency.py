@@ -77,23 +77,33 @@ class Residency:
 
     Args:
         full: of whole units on a device.
-        slices: of a device's slices of units, where they come into a node so; none for visits for which the whole unit
-            is held.
+        slices: of a device's slices of units, where units come into a node so, else None; of a visit for which the
+            whole unit is held, there are none.
     """
 
     full: tuple[dict[int, Stay], ...]
-    slices: tuple[dict[int, Stay], ...]
+    slices: tuple[dict[int, Stay], ...] | None
+
+    def holds_slice(self, visit: int, unit: int) -> bool:
+        """Whether a device has its slice of the unit from an earlier visit."""
+        return self.slices is not None and self.slices[visit][unit].held
+
+    def arrivals(self) -> Iterator[int]:
+        """The units that come into a node in the course of the step."""
+        for visit in self.full if self.slices is None else self.slices:
+            for unit, stay in visit.items():
+                if not stay.held:
+                    yield unit
 
 
-def passes_in_slices(placement: str, topology: Topology) -> bool:
-    """Whether a unit comes into a node in slices, one for every device, before it is gathered."""
-    return placement in ("spread", "striped") and topology.num_nodes > 1 and topology.local_size > 1
-
-
-def plan_residency(model: ModelSpec, homes: Sequence[Home], knobs: Knobs, visits: Sequence[Visit]) -> Residency:
+def plan_residency(
+    model: ModelSpec, topology: Topology, homes: Sequence[Home], knobs: Knobs, visits: Sequence[Visit]
+) -> Residency:
     """Stays for all sizes of units."""
     uses = [model.blocks[visit.block].units for visit in visits if visit.weights is not None]
-    ahead = knobs.look_ahead
+    ahead, several = knobs.look_ahead, topology.num_nodes > 1 and knobs.placement in ("spread", "striped")
+    in_slices = several and topology.local_size > 1
+    kept = knobs.kept_units if several else 0
     full: list[dict[int, Stay]] = [{} for _ in uses]
     slices: list[dict[int, Stay]] = [{} for _ in uses]
     for size in {home.padded for home in homes}:
@@ -101,19 +111,12 @@ def plan_residency(model: ModelSpec, homes: Sequence[Home], knobs: Knobs, visits
         most = max(map(len, mine), default=0)
         if not most:
             continue
-        found = plan_stays(mine, capacity=(ahead + 1) * most, busy=ahead, reuse=knobs.reuse)
+        capacity = ahead + 1 + (0 if in_slices else kept)
+        found = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=knobs.reuse)
         missing = [[unit for unit, stay in visit.items() if not stay.held] for visit in found]
-        capacity, busy = (ahead + 1 + knobs.kept_units) * most, min(ahead, STREAMING - 1)
-        passing = plan_stays(missing, capacity=capacity, busy=busy, reuse=knobs.reuse)
+        capacity, busy = ahead + 1 + kept, min(ahead, STREAMING - 1)
+        passing = plan_stays(missing, capacity=capacity * most, busy=busy, reuse=knobs.reuse)
         for number in range(len(uses)):
             full[number].update(found[number])
             slices[number].update(passing[number])
-    return Residency(tuple(full), tuple(slices))
-
-
-def arrivals(stays: Sequence[dict[int, Stay]]) -> Iterator[int]:
-    """The unit of every stay that begins: what has to come."""
-    for visit in stays:
-        for unit, stay in visit.items():
-            if not stay.held:
-                yield unit
+    return Residency(tuple(full), tuple(slices) if in_slices else None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.placement import Home
-from tawpipe.schedule.residency import plan_residency
+from tawpipe.schedule.residency import Residency
 from tawpipe.schedule.spec import Knobs, ModelSpec, Pool
 from tawpipe.schedule.visits import Visit
 from tawpipe.topology import Topology
@@ -81,13 +81,14 @@ class Route(ABC):
         knobs: Knobs,
         homes: tuple[Home, ...],
         visits: tuple[Visit, ...],
+        residency: Residency,
     ) -> None:
+        self.residency = residency
         self.rank, self.topology, self.model, self.knobs, self.homes = rank, topology, model, knobs, homes
         self.node, self.local = topology.node_of(rank), topology.local_of(rank)
         self.with_weights = [visit for visit in visits if visit.weights is not None]
         self.with_gradients = [visit for visit in visits if visit.gradients is not None]
         self.slots = Slots(homes, [block.units for block in model.blocks])
-        self.residency = plan_residency(model, homes, knobs, visits)
         self.full: dict[tuple[int, int], str] = {}
         """(visit with weights, unit) -> buffer with the full unit."""
         self.resident: dict[int, str] = {}
@@ -166,6 +167,7 @@ class Route(ABC):
 
     def _slice_slot(self, index: int, unit: int, elements: int) -> str:
         """The buffer for this device's slice of a unit that passes through."""
+        assert self.residency.slices is not None
         slot = self.residency.slices[index][unit].slot
         return self.slots.at("S", unit, slot, kind="weight", elements=elements)
 

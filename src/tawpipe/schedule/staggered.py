@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.residency import passes_in_slices
 from tawpipe.schedule.route import Route
 from tawpipe.schedule.visits import Visit
 
@@ -54,7 +53,7 @@ class ExchangeRoute(Route):
                 continue
             for unit in self.model.blocks[self.with_weights[index].block].units:
                 home = self._home_node(unit)
-                if self.holds(index, unit) or self._holds_slice(index, unit):
+                if self.holds(index, unit) or self.residency.holds_slice(index, unit):
                     continue
                 if home == node or self.node not in (home, node):
                     continue
@@ -74,7 +73,7 @@ class ExchangeRoute(Route):
         if self.keeps(unit):
             buffer = self.kept[unit] = self._kept(unit, self.homes[unit].stripe)
         else:
-            in_slices = passes_in_slices(self.knobs.placement, self.topology)
+            in_slices = self.residency.slices is not None
             buffer = (
                 self._slice_slot(index, unit, self.homes[unit].stripe) if in_slices else self._full_slot(index, unit)
             )
@@ -89,13 +88,9 @@ class ExchangeRoute(Route):
             return f"home.w.{unit}"
         if self.keeps(unit):
             return self.kept[unit]
-        if self._holds_slice(index, unit):
+        if self.residency.holds_slice(index, unit):
             return self._slice_slot(index, unit, self.homes[unit].stripe)
         return self._arrived.pop((index, unit))
-
-    def _holds_slice(self, index: int, unit: int) -> bool:
-        in_slices = passes_in_slices(self.knobs.placement, self.topology)
-        return in_slices and self.residency.slices[index][unit].held
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
         if self.holds(index, unit):

@@ -1,4 +1,5 @@
-"""How much crosses which link: counted from a schedule's actions, and from a closed formula that knows no actions.
+"""How much crosses which link: counted from a schedule's actions, and from a formula that knows no actions, only what
+stays in buffers (residency.py).
 
 Imports topology and schedule only. Elements, not bytes: weights and gradients may travel in different dtypes.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Op, is_weight
-from tawpipe.schedule.residency import arrivals, passes_in_slices, plan_residency
+from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule
 from tawpipe.schedule.visits import forward_visits, training_visits
@@ -106,8 +107,7 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
         return _ring_formula(schedule)
     nodes, world = topology.num_nodes, topology.world_size
     visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
-    residency = plan_residency(model, schedule.homes, knobs, visits)
-    weights = list(arrivals(residency.slices if passes_in_slices(knobs.placement, topology) else residency.full))
+    weights = list(plan_residency(model, topology, schedule.homes, knobs, visits).arrivals())
     gradients = [u for v in visits if v.gradients is not None for u in model.trainable_units(v.block)]
     if knobs.weights_scope == "step":
         weights = sorted(set(weights))

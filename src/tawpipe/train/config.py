@@ -40,8 +40,8 @@ class ScheduleConfig:
     look_ahead: int = bounded(2, minimum=1)
     """How many visits ahead weights are fetched; every one costs a buffer of the largest unit's size."""
     kept_units: int = bounded(0, minimum=0)
-    """Under placement spread and striped: of how many more units a process keeps its slice until they are needed again.
-    Each saves transfers between nodes and costs a buffer of a unit's size over the processes of a node."""
+    """Under placement spread and striped, on several nodes: of how many more units a process keeps its slice until they
+    are needed again. Each saves transfers between nodes and costs a unit's size over the processes of a node."""
     gradient_buffers: int = bounded(2, minimum=1)
     """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
     reduce_dtype: Literal["float32", "same"] = "float32"
