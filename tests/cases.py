@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tawpipe.batches import LocalBatch
+from tawpipe.batches import Deal, LocalBatch
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
@@ -175,12 +174,13 @@ def rank_without_rows(world: World) -> float:
 
 
 def packed_rows(world: World) -> list[int]:
-    """What this rank's shares of a batch hold."""
-    pipeline = Pipeline(llama(torch.float32), world=world, micro_batch=2)
-    rows = [row for share in pipeline.shares(7) for row in share.rows]
-    assert all(isinstance(batch, MicroBatch) for batch in pipeline._deal.local(batches(7)[0]).micro_batches)
-    pipeline.close()
-    return rows
+    """The rows of a batch that this rank's shares name, and that its micro-batches really hold."""
+    deal, batch = Deal(micro_batch=2, rank=world.rank, world_size=world.size), batches(7)[0]
+    shares, local = deal.shares(7), deal.local(batch)
+    for share, own in zip(shares, local.micro_batches, strict=True):
+        assert own.index == share.index
+        assert torch.equal(own.input_ids, batch["input_ids"][share.rows.start : share.rows.stop])
+    return [row for share in shares for row in share.rows]
 
 
 def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:

@@ -20,22 +20,12 @@ from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from timed import LAYERS, STEPS, WORKLOAD
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
-STEPS = 3
-LAYERS = 4
 WORLD, NODE = 4, 2
 PADDED = 1004
-WORKLOAD: dict[str, Any] = {
-    "layers": LAYERS,
-    "layer_bytes": 4 * 1002,  # elements that do not divide by four ranks
-    "forward_s": 0.001,
-    "backward_input_s": 0.002,
-    "backward_weight_s": 0.003,
-    "micro_batches": 8,
-    "activation_bytes": 4 * 64,
-}
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("zero3", {}),
     "zero3 without prefetch": ("zero3", {"prefetch": 0}),

@@ -29,18 +29,8 @@ from tawpipe.lab.timed_modules import INITIAL_WEIGHT
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
+from timed import LAYERS, STEPS, WORKLOAD
 
-STEPS = 3
-LAYERS = 4
-WORKLOAD: dict[str, Any] = {
-    "layers": LAYERS,
-    "layer_bytes": 4 * 1002,  # elements that do not divide by four ranks
-    "forward_s": 0.001,
-    "backward_input_s": 0.002,
-    "backward_weight_s": 0.003,
-    "micro_batches": 8,
-    "activation_bytes": 4 * 64,
-}
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),
     "fsdp2 by itself": ("fsdp2", {"prefetch": 0}),

@@ -109,3 +109,27 @@ def check_clipping(name: str, workload: Workload, knobs: Mapping[str, object]) -
         for knob in ("clip", "clip_norm"):
             if knob in knobs:
                 raise UserError(f"knob of {name}", knob, "nothing here: the workload has a clip_norm, alike for all")
+
+
+def check_sharding(name: str, workload: Workload, topology: Topology, per_gather: int) -> None:
+    """Whether a rival that shards can share out the micro-batches, ``per_gather`` of them at a time.
+
+    Raises:
+        UserError: their number does not divide, or the ranks of a node are not consecutive.
+    """
+    together = topology.world_size * per_gather
+    if workload.micro_batches % together:
+        wanted = f"{name} needs a multiple of {together} (devices x micro-batches per gather)"
+        raise UserError("micro_batches", workload.micro_batches, wanted)
+    if topology != Topology.grid(topology.num_nodes, topology.local_size):
+        raise UserError("topology", topology.nodes, f"{name} needs the ranks of a node to be consecutive")
+
+
+def check_grid(name: str, topology: Topology) -> None:
+    """Whether there is a node to keep something in, and another one.
+
+    Raises:
+        UserError: there is not.
+    """
+    if not 1 < topology.local_size < topology.world_size:
+        raise UserError("topology", str(topology), f"{name} needs several nodes of several processes")

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import Contender, check_clipping, read_settings
+from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
 from tawpipe.lab.fsdp_collectives import (
     BackgroundReduction,
     HierarchicalGather,
@@ -94,19 +94,11 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     settings = read_settings(ShardedSettings, name, knobs)
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
-    together = topology.world_size * settings.micro_batches_per_gather
-    if workload.micro_batches % together:
-        raise UserError(
-            "micro_batches",
-            workload.micro_batches,
-            f"{name} needs a multiple of {together} (devices x micro-batches per gather)",
-        )
-    if topology != Topology.grid(topology.num_nodes, topology.local_size):
-        raise UserError("topology", topology.nodes, f"{name} needs the ranks of a node to be consecutive")
+    check_sharding(name, workload, topology, settings.micro_batches_per_gather)
     if name == "hsdp" and settings.reduction != "gloo":
         raise UserError("reduction", settings.reduction, "gloo: hsdp reduces in its own way")
-    if name == "fsdp2-node" and not 1 < topology.local_size < topology.world_size:
-        raise UserError("topology", str(topology), "fsdp2-node needs several nodes of several processes")
+    if name == "fsdp2-node":
+        check_grid(name, topology)
     return _Sharded(name, workload, topology, rank, settings)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import Contender, read_settings
+from tawpipe.lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe.lab.sleeper import Sleeper
 from tawpipe.lab.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
@@ -83,17 +83,9 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     settings = read_settings(ZeroSettings, name, knobs)
     if isinstance(workload, RealWorkload):
         raise UserError("workload", workload.kind, f"timed: {name} is not made for any other")
-    together = topology.world_size * settings.micro_batches_per_gather
-    if workload.micro_batches % together:
-        raise UserError(
-            "micro_batches",
-            workload.micro_batches,
-            f"{name} needs a multiple of {together} (devices x micro-batches per gather)",
-        )
-    if topology != Topology.grid(topology.num_nodes, topology.local_size):
-        raise UserError("topology", topology.nodes, f"{name} needs the ranks of a node to be consecutive")
-    if name == "zero-hpz" and not 1 < topology.local_size < topology.world_size:
-        raise UserError("topology", str(topology), "zero-hpz needs several nodes of several processes")
+    check_sharding(name, workload, topology, settings.micro_batches_per_gather)
+    if name == "zero-hpz":
+        check_grid(name, topology)
     return _Zero(name, workload, topology, settings, _deepspeed(name, topology, rank))
 
 

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, end_of_step, forward
+from tawpipe.schedule.collective import CollectiveRoute
 from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
-from tawpipe.schedule.routes import make_route
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
+from tawpipe.schedule.staggered import ExchangeRoute
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
 from tawpipe.schedule.weipipe import build_weipipe
 from tawpipe.topology import Topology
@@ -99,10 +100,18 @@ def _build(name: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, tra
     homes = place_units(model, topology, knobs.placement)
     visits = training_visits(model, knobs) if training else forward_visits(model, knobs)
     residency = plan_residency(model, topology, homes, knobs, visits)
-    routes = [make_route(rank, topology, model, knobs, homes, visits, residency) for rank in range(topology.world_size)]
+    kind = _kind_of_route(topology, knobs.placement)
+    routes = [kind(rank, topology, model, knobs, homes, visits, residency) for rank in range(topology.world_size)]
     programs = tuple(tuple(_program(route, visits, training=training)) for route in routes)
     pools = tuple(route.slots.pools() for route in routes)
     return Schedule(name, topology, model, knobs, homes, programs, pools, training)
+
+
+def _kind_of_route(topology: Topology, placement: str) -> type[Route]:
+    """How weights reach a device and gradients go home. ``striped`` on one node is one hop of collectives."""
+    staggered = placement == "whole" and topology.world_size > 1
+    staggered |= placement == "striped" and topology.num_nodes > 1
+    return ExchangeRoute if staggered else CollectiveRoute
 
 
 def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iterator[Action]:
