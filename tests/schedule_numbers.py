@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -123,7 +123,7 @@ class Numbers:
             hazards: Hazards[Issued] = Hazards()
             for _ in range(steps):
                 for action in program:
-                    issued = Issued(rank, action, hazards.before(reads=action.reads, writes=action.writes))
+                    issued = Issued(rank, action, hazards.before(reads=action.reads, writes=action.writes, frees=action.frees))
                     hazards.record(issued, reads=action.reads, writes=action.writes, frees=action.frees)
                     self.lanes.setdefault((rank, action.lane), deque()).append(issued)
         self.posted: dict[tuple, deque[tuple[Issued, Transfer]]] = {}
@@ -244,6 +244,9 @@ class Numbers:
             self._forward(head)
         elif action.op is Op.BACKWARD:
             self._backward(head)
+        elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            self.held[head.rank][action.writes[0]] = self.held[head.rank][action.reads[0]]
+            self._free(head)
         elif action.op is Op.ZERO:
             buffers[action.writes[0]][:] = 0
         elif action.op is Op.ADD:
@@ -281,12 +284,19 @@ class Numbers:
             held[f"ctx.{m}"] = m
         result = self.model.forward(b, held[f"ctx.{m}"], x, self._weights(head))
         held[f"loss.{m}" if kind == "head" else f"x.{m}.{b + 1}"] = result
+        for name in self._kept(head.action.writes):
+            held[name] = x
         self._free(head)
+
+    @staticmethod
+    def _kept(names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.startswith(("graph.", "kept."))]
 
     def _backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         spec = self.schedule.model.blocks[b]
-        x = 0 if spec.kind == "embedding" else held[f"x.{m}.{b}"]
+        source = [*self._kept(head.action.reads), f"x.{m}.{b}"][0]
+        x = 0 if spec.kind == "embedding" else held[source]
         weights = self._weights(head)
         dx = 1
         if spec.kind == "head":

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tawpipe.schedule.build import build_evaluation, build_training
 from tawpipe.schedule.placement import ALL_PLACEMENTS
-from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.spec import KEPT, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
 from tawpipe.topology import Topology
 
 SCOPED = ("spread", "striped", "whole")
@@ -115,6 +115,9 @@ def schedules(
     ring = placement == "ring"
     layers = draw(st.integers(nodes * local, nodes * local + 7) if ring else st.integers(1, 7))
     shape = draw(st.sampled_from(("plain", "tied", "lora", "frozen")))
+    offloaded = 0 if ring else draw(st.integers(0, layers))
+    others = layers - offloaded
+    recompute = draw(st.lists(st.sampled_from(tuple(KEPT)), min_size=others, max_size=others))
     return make(
         llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen")),
         nodes,
@@ -125,5 +128,7 @@ def schedules(
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
+        recompute=("full", *["full"] * offloaded, *recompute, "full"),
+        offloaded_layers=offloaded,
         **draw(scopes_and_caches(placement)),
     )

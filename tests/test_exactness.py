@@ -68,6 +68,33 @@ def test_a_ring_keeps_the_numbers(pool, nodes, local):
     check(pool, nodes, local, [setting(nodes, local, "ring", *row, "float64") for row in [(1, 2, True), (3, 1, False)]])
 
 
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2)], ids=lambda n: str(n))
+def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, nodes, local):
+    settings = [
+        setting(nodes, local, placement, rounds, 2, True, "float64")
+        | {"recompute": recompute, "offloaded_layers": offloaded}
+        for placement, rounds, recompute, offloaded in [
+            ("spread", 3, "none", 0),
+            ("spread", 1, "selective", 0),
+            ("whole", 2, "none:2,selective:1,full", 2),
+            ("striped", 2, "full", 5),
+        ]
+    ]
+    check(pool, nodes, local, settings)
+
+
+def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
+    """With dropout, too: what is not computed again has drawn the same random numbers."""
+    knobs = {"dropout": 0.3, "rows": 5, "placement": "spread"}
+    plain, *others = (
+        pool.run("cases:weights_after", 2, 2, recompute=recompute, **knobs)[0]
+        for recompute in ("full", "selective", "none")
+    )
+    for losses, weights in others:
+        assert losses == plain[0]
+        assert all(torch.equal(weights[name], value) for name, value in plain[1].items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("placement", PLACEMENTS)

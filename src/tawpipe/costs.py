@@ -4,6 +4,7 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tawpipe.schedule.spec import Schedule
@@ -36,7 +37,8 @@ class Costs:
         link_sent_bytes, link_received_bytes: for every node's link to the others.
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
         buffer_bytes: pools of units and slices on their way.
-        activation_bytes: boundary activations, inputs of blocks and their gradients.
+        activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
+        host_bytes: activations that wait in the host's memory.
     """
 
     parameters: int
@@ -48,13 +50,14 @@ class Costs:
     home_bytes: int
     buffer_bytes: int
     activation_bytes: int
+    host_bytes: int = 0
 
 
-def costs(schedule: Schedule, widths: Widths, *, boundary_bytes: int) -> Costs:
+def costs(schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, int]) -> Costs:
     """Add up a schedule.
 
     Args:
-        boundary_bytes: of one boundary activation, [micro-batch, S, H] in the compute dtype.
+        activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
     """
     ranks = range(schedule.topology.world_size)
     traffic = link_elements(schedule)
@@ -69,6 +72,8 @@ def costs(schedule: Schedule, widths: Widths, *, boundary_bytes: int) -> Costs:
         + schedule.pool_elements(rank, "gradient") * widths.gradient
         for rank in ranks
     ]
+    on_host = {kind: each for kind, each in activation_bytes.items() if kind == "host"}
+    on_device = {kind: each for kind, each in activation_bytes.items() if kind != "host"}
     knobs = schedule.knobs
     units = schedule.model.units
     return Costs(
@@ -83,7 +88,8 @@ def costs(schedule: Schedule, widths: Widths, *, boundary_bytes: int) -> Costs:
         link_received_bytes=tuple(link.bytes_received(widths.weight, widths.gradient) for link in traffic),
         home_bytes=max(home),
         buffer_bytes=max(buffers),
-        activation_bytes=max(schedule.peak_activations(rank) for rank in ranks) * boundary_bytes,
+        activation_bytes=max(schedule.peak_activations(rank, on_device) for rank in ranks),
+        host_bytes=max(schedule.peak_activations(rank, on_host) for rank in ranks),
     )
 
 

@@ -33,9 +33,11 @@ from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.state import load_state, save_state
+from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_evaluation, build_training, place_units
 from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
 from tawpipe.schedule.verify import verify
@@ -67,6 +69,9 @@ class Pipeline:
         kept_units: under ``spread`` and ``striped``, on several nodes: of how many more units than look-ahead needs a
             device keeps its slice for later visits. Each costs a buffer of that size and saves transfers between nodes.
         gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
+        recompute: what backward passes compute again: ``full``, ``selective`` (all but attention) or ``none``, for
+            all layers, or from the last layer on: ``none:4,selective:8,full``.
+        offloaded_layers: the inputs of so many first layers wait for their backward pass in the host's memory.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
@@ -98,6 +103,8 @@ class Pipeline:
         weights_scope: str = "visit",
         kept_units: int = 0,
         gradients_scope: str = "visit",
+        recompute: str = "full",
+        offloaded_layers: int = 0,
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
@@ -115,13 +122,14 @@ class Pipeline:
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
         wide = torch.promote_types(dtype, torch.float32)
-        self._knobs = {
+        self._knobs: dict[str, Any] = {
             "placement": placement,
             "micro_batches_per_visit": micro_batches_per_visit,
             "look_ahead": look_ahead,
             "gradient_buffers": gradient_buffers,
             "weights_scope": weights_scope,
             "kept_units": kept_units,
+            "offloaded_layers": offloaded_layers,
             "gradients_scope": gradients_scope,
         }
         self.chain = Chain(model, loss=loss)
@@ -131,6 +139,7 @@ class Pipeline:
         else:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.spec = model_spec(self.chain)
+        self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
         self.step_number = 0
         self._training: bool | None = None
         self._generation = 0  # changes whenever weights may have
@@ -334,8 +343,16 @@ class Pipeline:
             optimizer_states=self.optimizers.states_per_element,
         )
         hidden = self.chain.config.get_text_config().hidden_size
-        boundary = min(self.micro_batch, rows) * sequence_length * hidden * self.dtype.itemsize
-        return costs(self.schedule(rows), widths, boundary_bytes=boundary)
+        tokens = min(self.micro_batch, rows) * sequence_length
+        boundary = tokens * hidden * self.dtype.itemsize
+        sizes = {"x": boundary, "dx": boundary, "host": boundary}
+        sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
+        return costs(self.schedule(rows), widths, activation_bytes=sizes)
+
+    @cached_property
+    def _kept_per_token(self) -> dict[str, int]:
+        """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""
+        return kept_per_token(self.chain) if set(self._knobs["recompute"]) != {"full"} else {}
 
     # weights
 

@@ -105,7 +105,8 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         if action.op is Op.FORWARD:
             total += costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
-            total += costs.backward_s(rank, action.block, action.micro_batch)
+            again = schedule.knobs.recomputes(action.block)
+            total += costs.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
     return total

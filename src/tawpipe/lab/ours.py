@@ -38,6 +38,7 @@ from tawpipe.runtime.optimizer import UnitOptimizers, adamw
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Lane
+from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_training
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule, share_micro_batches
 from tawpipe.schedule.transform import without_overlap
@@ -76,6 +77,7 @@ class OurSettings:
     gradients_scope: str = "visit"
     reuse: bool = True
     kept_units: int = 0
+    recompute: str = "full"
     parts_per_layer: int = 1
     clip_norm: float | None = 1.0
     strict: bool = True
@@ -99,8 +101,12 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         UserError: the strategy cannot run this workload on this topology.
     """
     settings = settings_of(name, knobs)
+    model = _model_of(workload.split(settings.parts_per_layer))
+    recompute = recompute_of_blocks(settings.recompute, model)
+    if "selective" in recompute and isinstance(workload, TimedWorkload):
+        raise UserError("recompute", settings.recompute, "full or none: a timed layer has no attention of its own")
     schedule = build_training(
-        _model_of(workload.split(settings.parts_per_layer)),
+        model,
         logical_topology(name, topology),
         Knobs(
             placement=settings.placement,
@@ -112,6 +118,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
             gradients_scope=settings.gradients_scope,
             reuse=settings.reuse,
             kept_units=settings.kept_units,
+            recompute=recompute,
         ),
     )
     return without_overlap(schedule) if name == "no-overlap" else schedule
@@ -205,7 +212,8 @@ class _SleepingCompute:
     """
 
     def __init__(self, workload: TimedWorkload, schedule: Schedule, sleeper: Sleeper) -> None:
-        self._workload, self._model, self._sleep = workload, schedule.model, sleeper.compute
+        self._workload, self._model, self._knobs = workload, schedule.model, schedule.knobs
+        self._sleep = sleeper.compute
         self._boundaries: dict[tuple[int, int], Tensor] = {}
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
@@ -216,9 +224,16 @@ class _SleepingCompute:
 
     def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
         if self._model.blocks[action.block].kind == "layer":
-            self._sleep(self._workload.backward_input_s)
+            again = self._knobs.recomputes(action.block)
+            self._sleep(self._workload.backward_input_s - (self._workload.forward_s if again == "none" else 0))
             self._sleep(self._workload.backward_weight_s)
             del self._boundaries[action.block, action.micro_batch]
+
+    def offload(self, action: Action) -> None:
+        pass
+
+    def reload(self, action: Action) -> None:
+        pass
 
     def losses(self, action: Action) -> list[Tensor]:
         return []

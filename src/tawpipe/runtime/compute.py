@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Context
+from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.spec import ModelSpec
 
@@ -56,9 +58,13 @@ class Compute:
     def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
         self._held: dict[str, Any] = {}
+        self._bound: dict[int, Tensor] = {}
+        """Unit -> the buffer that its parameters are views of."""
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
-        """FORWARD: no graph, except the embedding's where its backward pass can use it without weights."""
+        """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
+        it without weights.
+        """
         block, m = self.spec.blocks[action.block], action.micro_batch
         self._bind(action, buffers)
         self._seed(action, given)
@@ -72,15 +78,33 @@ class Compute:
             self._held[f"x.{m}.1"] = hidden.detach()
         else:
             hidden, entry = self._held[f"x.{m}.{action.block}"], self._held[f"ctx.{m}"]
-            with torch.no_grad():
-                if block.kind == "layer":
-                    self._held[f"x.{m}.{action.block + 1}"] = self.chain.layer(action.block, hidden, entry.context)
-                else:
+            if block.kind == "layer":
+                self._held[f"x.{m}.{action.block + 1}"] = self._layer_forward(action, hidden, entry.context)
+            else:
+                with torch.no_grad():
                     self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
         self._free(action)
 
+    def _layer_forward(self, action: Action, hidden: Tensor, context: Context) -> Tensor:
+        """A layer's output; what the action writes besides is what its backward pass starts from."""
+        b = action.block
+        layer = partial(self.chain.layer, b, context=context)
+        kept = next((name for name in action.writes if name.startswith(("graph.", "kept."))), None)
+        if kept is None:
+            with torch.no_grad():
+                return layer(hidden)
+        leaf = hidden.detach().requires_grad_(b > self.spec.first_backward)
+        if kept.startswith("graph."):
+            output = keep_graph(layer, leaf, self.spec.blocks[b].units, self._bound)
+        else:
+            output = keep_attention(layer, leaf, random=self.chain.draws_random_numbers)
+        self._held[kept] = (leaf, output)
+        return output.detach()
+
     def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
-        """BACKWARD: recompute with a graph, propagate, gradients of weights into their buffers."""
+        """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
+        their buffers.
+        """
         block, m, b = self.spec.blocks[action.block], action.micro_batch, action.block
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
@@ -98,8 +122,12 @@ class Compute:
             arriving = self._held[f"dx.{m}.{b + 1}"]
             with torch.enable_grad():
                 hidden = None
-                if block.kind == "layer":
+                if kept := next((name for name in action.reads if name.startswith(("graph.", "kept."))), None):
+                    hidden, output = self._held[kept]
+                elif block.kind == "layer":
                     hidden = self._held[f"x.{m}.{b}"].detach().requires_grad_(wanted)
+                    if hidden.is_cuda:
+                        hidden.record_stream(torch.cuda.current_stream())  # it may have come in another lane's stream
                     output = self.chain.layer(b, hidden, entry.context)
                 elif entry.embedded is not None:
                     output, entry.embedded = entry.embedded, None
@@ -112,6 +140,23 @@ class Compute:
             self._held[f"dx.{m}.{b}"] = gradient
         for unit in units:
             self.chain.finish_collect(unit)
+        self._free(action)
+
+    def offload(self, action: Action) -> None:
+        """OFFLOAD: copy an activation into pinned memory of the host; the device's copy is dropped."""
+        (source,), (target,) = action.reads, action.writes
+        here = self._held[source]
+        there = torch.empty(here.shape, dtype=here.dtype, pin_memory=here.is_cuda)
+        self._held[target] = there.copy_(here, non_blocking=True)
+        if here.is_cuda:
+            here.record_stream(torch.cuda.current_stream())  # it was made in another lane's stream
+        self._free(action)
+
+    def reload(self, action: Action) -> None:
+        """RELOAD: bring it back."""
+        (source,), (target,) = action.reads, action.writes
+        there = self._held[source]
+        self._held[target] = there.to(self.chain.device, non_blocking=True, copy=True)
         self._free(action)
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
@@ -149,6 +194,7 @@ class Compute:
         if names:
             for unit, name in zip(self.spec.blocks[action.block].units, names, strict=True):
                 self.chain.bind(unit, buffers[name])
+                self._bound[unit] = buffers[name]
 
     def _free(self, action: Action) -> None:
         for name in action.frees:

@@ -34,6 +34,10 @@ class BlockCompute(Protocol):
 
     def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
 
+    def offload(self, action: Action) -> None: ...
+
+    def reload(self, action: Action) -> None: ...
+
     def losses(self, action: Action) -> list[Tensor]: ...
 
 
@@ -142,6 +146,8 @@ class Executor:
             Op.ADD: lambda action, _: self._add(action),
             Op.EXCHANGE: lambda action, _: transport.exchange(action, self._buffers),
             Op.COLLECTIVE: lambda action, _: transport.collective(action, self._buffers),
+            Op.OFFLOAD: lambda action, _: compute.offload(action),
+            Op.RELOAD: lambda action, _: compute.reload(action),
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
         }
@@ -194,9 +200,9 @@ class Executor:
         self._finite.fill_(1)
 
     def _submit(self, action: Action, run: Callable[[], None]) -> Event:
-        after = self._hazards.before(reads=action.reads, writes=action.writes)
-        event = self._lanes[action.lane].submit(run, after, str(action))
-        self._hazards.record(event, reads=action.reads, writes=action.writes, frees=action.frees, lane=action.lane)
+        names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
+        event = self._lanes[action.lane].submit(run, self._hazards.before(**names), str(action))
+        self._hazards.record(event, **names)
         return event
 
     # actions

@@ -19,15 +19,19 @@ class Lane(StrEnum):
     """Weights between nodes."""
     INTER_G = "INTER_G"
     """Gradients between nodes."""
+    HOST = "HOST"
+    """Activations between the device and its host's memory."""
 
 
 class Op(StrEnum):
     """What an action does."""
 
     FORWARD = "FORWARD"
-    """One block on one micro-batch, without a graph (the embedding may keep its own)."""
+    """One block on one micro-batch; without a graph, unless it writes one (the embedding may keep its own)."""
     BACKWARD = "BACKWARD"
-    """Recompute one block on one micro-batch and propagate; for the head: the loss and its gradient at once."""
+    """Propagate through one block on one micro-batch, recomputing what it did not keep; for the head: the loss and its
+    gradient at once.
+    """
     ZERO = "ZERO"
     """Clear a gradient buffer on a rank that has no micro-batch in this visit."""
     EXCHANGE = "EXCHANGE"
@@ -38,6 +42,10 @@ class Op(StrEnum):
     """Into a home gradient, in the schedule's order."""
     NORM = "NORM"
     """Gradient norm, loss and token count over the world."""
+    OFFLOAD = "OFFLOAD"
+    """An activation from the device to its host's memory."""
+    RELOAD = "RELOAD"
+    """The same activation back."""
     UPDATE = "UPDATE"
     """The optimizer on the home stripe of one unit."""
 
@@ -59,8 +67,10 @@ def is_gradient(name: str) -> bool:
 
 
 def is_activation(name: str) -> bool:
-    """What blocks hand to one another on one rank, ``x.. dx.. ctx..``, and the losses ``loss..``."""
-    return name.startswith(("x.", "dx.", "ctx.", "loss."))
+    """What blocks hand to one another on one rank, ``x.. dx.. ctx..``, what a block keeps for its own backward pass,
+    ``graph..`` or ``kept..``, what waits for it in the host's memory, ``host..``, and the losses ``loss..``.
+    """
+    return name.startswith(("x.", "dx.", "ctx.", "graph.", "kept.", "host.", "loss."))
 
 
 @dataclass(frozen=True, slots=True)

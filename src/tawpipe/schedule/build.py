@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.blocks import backward, end_of_step, forward
+from tawpipe.schedule.blocks import backward, end_of_step, forward, offload, reload
 from tawpipe.schedule.collective import CollectiveRoute
 from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
-from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
+from tawpipe.schedule.spec import KEPT, Knobs, ModelSpec, Schedule
 from tawpipe.schedule.staggered import ExchangeRoute
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
 from tawpipe.schedule.weipipe import build_weipipe
@@ -56,7 +56,7 @@ def build_training(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedu
     Raises:
         UserError: a knob has a value that cannot work, or nothing in the model is trainable.
     """
-    _check(topology, knobs)
+    _check(model, topology, knobs)
     if not any(unit.trainable for unit in model.units):
         raise UserError("--model", "no trainable parameter", "at least one parameter must require a gradient")
     if knobs.placement == "ring" and topology.world_size > 1:
@@ -70,13 +70,13 @@ def build_evaluation(model: ModelSpec, topology: Topology, knobs: Knobs) -> Sche
     Raises:
         UserError: a knob has a value that cannot work.
     """
-    _check(topology, knobs)
+    _check(model, topology, knobs)
     if knobs.placement == "ring" and topology.world_size > 1:
         return build_weipipe(model, topology, knobs, training=False)
     return _build("evaluation", model, topology, knobs, training=False)
 
 
-def _check(topology: Topology, knobs: Knobs) -> None:
+def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
     if knobs.placement not in ALL_PLACEMENTS:
         raise UserError("schedule.placement", knobs.placement, f"one of {', '.join(ALL_PLACEMENTS)}")
     for name, least in (("micro_batches_per_visit", 1), ("look_ahead", 0), ("gradient_buffers", 1)):
@@ -93,6 +93,21 @@ def _check(topology: Topology, knobs: Knobs) -> None:
         reason = FIXED_SCOPES.get((name, knobs.placement))
         if scope != "visit" and reason:
             raise UserError(f"schedule.{name}", scope, f"visit under placement {knobs.placement}: {reason}")
+    layers = sum(block.kind == "layer" for block in model.blocks)
+    if not 0 <= knobs.offloaded_layers <= layers:
+        raise UserError("schedule.offloaded_layers", knobs.offloaded_layers, f"0 to {layers}, the layers of the model")
+    if knobs.offloaded_layers and knobs.placement == "ring":
+        raise UserError("schedule.offloaded_layers", knobs.offloaded_layers, "0 under placement ring")
+    if any(knobs.keeps(block) for block in range(1, knobs.offloaded_layers + 1)):
+        raise UserError(
+            "schedule.offloaded_layers",
+            knobs.offloaded_layers,
+            "layers that recompute everything: what the others keep instead of their input stays on the device",
+        )
+    kinds = {block.kind for block, how in zip(model.blocks, knobs.recompute, strict=False) if how != "full"}
+    if unknown := set(knobs.recompute) - set(KEPT):
+        raise UserError("schedule.recompute", sorted(unknown), f"of {', '.join(KEPT)}")
+    assert len(knobs.recompute) in (0, len(model.blocks)) and kinds <= {"layer"}
     assert len(knobs.micro_batches) == topology.world_size
 
 
@@ -117,7 +132,7 @@ def _kind_of_route(topology: Topology, placement: str) -> type[Route]:
 def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iterator[Action]:
     model, knobs = route.model, route.knobs
     ahead = 0
-    for visit in visits:
+    for number, visit in enumerate(visits):
         weights: tuple[str, ...] = ()
         if visit.weights is not None:
             while ahead <= min(visit.weights + knobs.look_ahead, len(route.with_weights) - 1):
@@ -125,13 +140,19 @@ def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iter
                 ahead += 1
             weights = tuple(route.full[visit.weights, unit] for unit in model.blocks[visit.block].units)
         own = knobs.in_round(route.rank, visit.round)
+        kept = knobs.keeps(visit.block) if training else ""
+        for soon in visits[number + 1 : number + 2]:  # a visit ahead, so that it comes back while this one computes
+            if soon.backward and knobs.offloads(soon.block):
+                yield from (reload(soon.block, m) for m in knobs.in_round(route.rank, soon.round))
         if visit.backward:
             gradients = route.gradient_buffers(visit) if visit.gradients is not None else {}
-            yield from backward(model, visit.block, own, weights, gradients)
+            yield from backward(model, visit.block, own, weights, gradients, kept=kept)
         else:
             keep = training and visit.block >= model.first_backward
             for m in own:
-                yield forward(model, visit.block, m, weights, keep=keep)
+                yield forward(model, visit.block, m, weights, keep=keep, kept=kept)
+                if keep and knobs.offloads(visit.block):
+                    yield offload(visit.block, m)
         if visit.gradients is not None:
             yield from route.push(visit)
     yield from route.finish()

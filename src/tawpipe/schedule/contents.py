@@ -170,6 +170,8 @@ class Contents:
         action = running.action
         if action.op in (Op.FORWARD, Op.BACKWARD):
             self._compute(running)
+        elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            self._activations(running)
         elif action.op is Op.ZERO:
             self._write(action.writes[0], self._gradient(action.unit, running), running)
         elif action.op is Op.ADD:

@@ -81,6 +81,8 @@ class _Checker:
             Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: self._collective,
             Op.NORM: self._norm,
+            Op.OFFLOAD: self._host,
+            Op.RELOAD: self._host,
         }[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
@@ -108,6 +110,7 @@ class _Checker:
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
         backward = action.op is Op.BACKWARD
+        kept = self.schedule.knobs.keeps(b) if self.schedule.training and spec.needs_backward else ""
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
         reads, writes = {f"x.{m}.{b}", f"ctx.{m}"}, {f"x.{m}.{b + 1}"}
@@ -117,6 +120,10 @@ class _Checker:
             writes = {f"loss.{m}"}
         elif backward:
             reads, writes = reads | {f"dx.{m}.{b + 1}"}, set()
+            if kept:
+                reads = reads - {f"x.{m}.{b}"} | {f"{kept}.{m}.{b}"}
+        elif kept:
+            writes |= {f"{kept}.{m}.{b}"}
         if backward and b > self.model.first_backward:
             writes |= {f"dx.{m}.{b}"}
         if [set(filter(is_activation, names)) for names in (action.reads, action.writes)] != [reads, writes]:
@@ -133,6 +140,15 @@ class _Checker:
             yield "has nothing to do with the norm"
         if not set(action.frees) <= reads:
             yield "frees something else than an activation that it reads"
+
+    def _host(self, action: Action) -> Iterator[str]:
+        b, m = action.block, action.micro_batch
+        if not self.schedule.training or not self.schedule.knobs.offloads(b) or m not in self.own:
+            yield "moves the input of a block that does not wait in the host's memory"
+        pair = f"x.{m}.{b}", f"host.{m}.{b}"
+        source, target = pair if action.op is Op.OFFLOAD else pair[::-1]
+        if (action.reads, action.writes, action.frees) != ((source,), (target,), (source,)):
+            yield f"must read and free {source} and write {target}"
 
     def _zero(self, action: Action) -> Iterator[str]:
         if action.reads or action.frees or len(action.writes) != 1 or not action.gradients or not self._unit(action):

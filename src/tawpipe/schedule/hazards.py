@@ -25,8 +25,20 @@ class Hazards(Generic[Event]):
         self._readers: dict[str, dict[object, Event]] = {}
         """Buffer -> lane -> its last reader there; readers without a lane stand for themselves."""
 
-    def before(self, *, reads: Iterable[str], writes: Iterable[str]) -> list[Event]:
-        """The events that an action must wait for: writers of what it reads, writers and readers of what it writes."""
+    def before(
+        self,
+        *,
+        reads: Iterable[str],
+        writes: Iterable[str],
+        frees: Iterable[str] = (),
+        lane: Hashable | None = None,
+    ) -> list[Event]:
+        """The events that an action must wait for: writers of what it reads, writers and readers of what it writes,
+        readers of what it frees.
+
+        Args:
+            lane: what the action runs on, as for ``record``: readers there end before it begins.
+        """
         found: list[Event] = []
         for name in reads:
             if name in self._writer:
@@ -35,6 +47,8 @@ class Hazards(Generic[Event]):
             if name in self._writer:
                 found.append(self._writer[name])
             found.extend(self._readers.get(name, {}).values())
+        for name in frees:
+            found.extend(event for key, event in self._readers.get(name, {}).items() if lane is None or key != lane)
         return list(dict.fromkeys(found))
 
     def record(
@@ -66,7 +80,7 @@ class Hazards(Generic[Event]):
         self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()
     ) -> list[Event]:
         """``before`` and ``record`` in one."""
-        found = self.before(reads=reads, writes=writes)
+        found = self.before(reads=reads, writes=writes, frees=frees)
         self.record(event, reads=reads, writes=writes, frees=frees)
         return found
 

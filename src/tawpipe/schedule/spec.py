@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,6 +64,10 @@ class ModelSpec:
         return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
 
 
+KEPT = {"full": "", "selective": "kept", "none": "graph"}
+"""How much a backward pass computes again, and the name of what is kept instead."""
+
+
 @dataclass(frozen=True)
 class Knobs:
     """What may be chosen for a schedule.
@@ -78,6 +83,9 @@ class Knobs:
         gradients_scope: how often gradients leave a node: after every ``visit``, or once per ``step``, when they have
             added up (in the reduce dtype) over all its visits.
         reuse: whether a unit that a buffer still holds from an earlier visit is not brought again, see residency.py.
+        recompute: of every block, what its backward pass computes again: ``full``, all of its forward pass;
+            ``selective``, all but attention, whose results are kept; ``none``, nothing. Empty: full everywhere.
+        offloaded_layers: the first layers, as many, whose inputs wait for their backward pass in the host's memory.
         kept_units: further units of which a device keeps its slice for later visits, under ``spread`` and ``striped``;
             each costs one buffer of a slice.
     """
@@ -91,6 +99,20 @@ class Knobs:
     gradients_scope: str = "visit"
     reuse: bool = True
     kept_units: int = 0
+    recompute: tuple[str, ...] = ()
+    offloaded_layers: int = 0
+
+    def recomputes(self, block: int) -> str:
+        """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``."""
+        return self.recompute[block] if self.recompute else "full"
+
+    def offloads(self, block: int) -> bool:
+        """Whether the input of a block waits in the host's memory. Layers are the blocks from 1 on."""
+        return 1 <= block <= self.offloaded_layers
+
+    def keeps(self, block: int) -> str:
+        """The kind of activation in which a block keeps results for its backward pass; empty if it keeps none."""
+        return KEPT[self.recomputes(block)]
 
     @property
     def rounds(self) -> int:
@@ -174,14 +196,19 @@ class Schedule:
                 found[f"home.w.{unit}"] = found[f"home.g.{unit}"] = home.stripe
         return found
 
-    def peak_activations(self, rank: int) -> int:
-        """The most boundary activations (inputs of blocks, and their gradients) that a program keeps at one time."""
-        alive: set[str] = set()
-        peak = 0
+    def peak_activations(self, rank: int, sizes: Mapping[str, int] | None = None) -> int:
+        """The most that a program keeps at one time for backward passes.
+
+        Args:
+            sizes: of one activation of a kind, the first part of its name; by default one of each boundary activation
+                (inputs of blocks, and their gradients), so that these are counted.
+        """
+        sizes = {"x": 1, "dx": 1} if sizes is None else sizes
+        total = peak = 0
         for action in self.programs[rank]:
-            alive.update(name for name in action.writes if name.startswith(("x.", "dx.")))
-            peak = max(peak, len(alive))
-            alive.difference_update(action.frees)
+            total += sum(sizes.get(name.partition(".")[0], 0) for name in action.writes)
+            peak = max(peak, total)
+            total -= sum(sizes.get(name.partition(".")[0], 0) for name in action.frees)
         return peak
 
     def counts(self, rank: int) -> Counter[Op]:

@@ -51,7 +51,7 @@ class _Sequence:
             hazards: Hazards[_Waiting] = Hazards()
             self.left.append(deque())
             for index, action in enumerate(program):
-                found = hazards.before(reads=action.reads, writes=action.writes)
+                found = hazards.before(reads=action.reads, writes=action.writes, frees=action.frees)
                 waiting = _Waiting(rank, index, action, len(found), [])
                 for other in found:
                     other.waiters.append(waiting)

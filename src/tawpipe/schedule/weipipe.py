@@ -92,7 +92,8 @@ class _Worker:
             weights = [self._weights(turn, Stream.FORWARD, unit) for unit in self.model.blocks[block].units]
             keep = self.ring.training and block >= self.model.first_backward
             for m in self.ring.micro_batches(number):
-                yield forward(self.model, block, m, weights, keep=keep)
+                kept = self.knobs.keeps(block) if keep else ""
+                yield forward(self.model, block, m, weights, keep=keep, kept=kept)
 
     def _backward(self, turn: int, number: int, slot: int) -> Iterator[Action]:
         for block in self.ring.backward_blocks(slot):
@@ -103,7 +104,8 @@ class _Worker:
                 if not accumulate:
                     self._made[unit] = self._gradient_slot("G", unit, self.knobs.gradient_buffers)
                 gradients[unit] = (self._made[unit], accumulate)
-            yield from backward(self.model, block, self.ring.micro_batches(number), weights, gradients)
+            own, kept = self.ring.micro_batches(number), self.knobs.keeps(block)
+            yield from backward(self.model, block, own, weights, gradients, kept=kept)
 
     # transfers
 

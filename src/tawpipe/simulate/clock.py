@@ -217,11 +217,14 @@ class Player:
         if action.op is Op.FORWARD:
             work = costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
-            work = costs.backward_s(rank, action.block, action.micro_batch)
+            again = self.schedule.knobs.recomputes(action.block)
+            work = costs.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE:
             work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe)
         elif action.op is Op.ADD:
             work = costs.add_s * self.transfers.elements(rank, action.writes[0])
+        elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            work = costs.host_s(action.micro_batch)
         elif action.op is Op.ZERO:
             work = 0.0
         else:

@@ -74,10 +74,12 @@ class BlockCost:
     Args:
         forward: for the head of an evaluation, with the loss.
         backward: with the recomputation; for the head the loss, its forward pass included.
+        attention: of ``forward``, what selective recomputation does not compute again.
     """
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
+    attention: Seconds = Seconds()
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class CostModel:
         reduce_scatter: ``pairwise``, every rank sends every other its piece, as the runtime does on gloo; ``ring``, as
             NCCL does. They move equal bytes where every member is on a node of its own; over a group with several
             members on a node the ring moves fewer between the nodes.
+        host: between a device and its host's memory; every rank has one.
+        boundary_bytes: of a boundary activation, for every token.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -112,6 +116,8 @@ class CostModel:
     sizes: Mapping[int, MicroBatchSize] = field(default_factory=dict)
     compute_factor: Mapping[int, float] = field(default_factory=dict)
     reduce_scatter: str = "pairwise"
+    host: LinkModel = LinkModel(math.inf)
+    boundary_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "gradient_bytes"):
@@ -186,8 +192,16 @@ class CostModel:
     def forward_s(self, rank: int, block: int, micro_batch: int) -> float:
         return self._block(block).forward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
 
-    def backward_s(self, rank: int, block: int, micro_batch: int) -> float:
-        return self._block(block).backward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
+    def backward_s(self, rank: int, block: int, micro_batch: int, recompute: str = "full") -> float:
+        """Seconds of a backward pass that computes again what ``recompute`` says, see ``Knobs``."""
+        cost, size = self._block(block), self._size(micro_batch)
+        saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
+        return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
+
+    def host_s(self, micro_batch: int) -> float:
+        """Seconds in which a boundary activation passes between a device and its host."""
+        amount = self.boundary_bytes * self._size(micro_batch).tokens
+        return self.host.latency_s + amount / self.host.bytes_per_s
 
     def update_seconds(self, rank: int, elements: int) -> float:
         return self.update_s * elements * self.compute_factor.get(rank, 1.0)

@@ -42,6 +42,12 @@ class ScheduleConfig:
     kept_units: int = bounded(0, minimum=0)
     """Under placement spread and striped, on several nodes: of how many more units a process keeps its slice until they
     are needed again. Each saves transfers between nodes and costs a unit's size over the processes of a node."""
+    recompute: str = "full"
+    """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
+    are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
+    backwards: none:4,selective:8,full."""
+    offloaded_layers: int = bounded(0, minimum=0)
+    """The inputs of so many first layers wait for their backward pass in the host's memory."""
     gradient_buffers: int = bounded(2, minimum=1)
     """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
     reduce_dtype: Literal["float32", "same"] = "float32"

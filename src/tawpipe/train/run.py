@@ -131,6 +131,8 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         weights_scope=chosen.weights_scope,
         kept_units=chosen.kept_units,
         gradients_scope=chosen.gradients_scope,
+        recompute=chosen.recompute,
+        offloaded_layers=chosen.offloaded_layers,
         dtype=dtype,
         reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
         clip_norm=settings.clip_norm or None,

@@ -1,0 +1,129 @@
+"""What a layer keeps from its forward pass, so that its backward pass computes less again. Imports model and torch.
+
+Weights must not be kept: they come anew for the backward pass, into whatever buffer is free then. ``keep_graph`` leaves
+notes in the graph where autograd saved one, and finds it in the buffers of the backward visit. ``keep_attention`` needs
+no such care: what it computes again reads the parameters, which are bound by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+
+PROBED_TOKENS = 32
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A note in the place of a saved view of a unit's buffer."""
+
+    unit: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mapping[int, Tensor]) -> Tensor:
+    """``layer(hidden)`` with its whole graph, but without its weights.
+
+    Args:
+        hidden: [b, S, H].
+        units: whose parameters the layer uses.
+        bound: unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when
+            the same units must be bound, wherever they are then.
+    """
+    own = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
+
+    def pack(saved: Tensor) -> Any:
+        storage = saved.untyped_storage().data_ptr()
+        for unit, flat, place in own:
+            offset = saved.storage_offset() - flat.storage_offset()
+            if storage == place and 0 <= offset < flat.numel():
+                return _Weight(unit, offset, tuple(saved.shape), saved.stride())
+        return saved
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Weight):
+            return kept
+        flat = bound[kept.unit]
+        return flat.as_strided(kept.size, kept.stride, flat.storage_offset() + kept.offset)
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+        return layer(hidden)
+
+
+def keep_attention(layer: Layer, hidden: Tensor, *, random: bool) -> Tensor:
+    """``layer(hidden)`` with a graph that keeps the results of attention and computes the rest again.
+
+    Attention is the part that grows with the square of a document's length, and its result is small.
+
+    Args:
+        random: whether the layer draws random numbers, which must come the same again.
+    """
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    with torch.enable_grad():
+        found = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name()
+    is_attention = ("attention" in name or "attn" in name) and "backward" not in name
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def kept_per_token(chain: Chain) -> dict[str, int]:
+    """Bytes that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``) keep of a layer for every token.
+
+    Counted by running the first and the last layer on a few tokens; the layer that keeps more counts. What is kept
+    grows with the tokens alone, because no kernel keeps a matrix of scores.
+    """
+    ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
+    batch = MicroBatch.from_rows(ids, ids).to(chain.device)
+    most = {"graph": 0, "kept": 0}
+    with torch.no_grad():
+        hidden, context = chain.embed(batch)
+    layers = [i for i, block in enumerate(chain.blocks) if block.kind == "layer"]
+    for block in {layers[0], layers[-1]}:
+        stored: dict[int, Tensor] = {}
+
+        def store(saved: Tensor, stored: dict[int, Tensor] = stored) -> Tensor:
+            if saved.untyped_storage().nbytes() > saved.element_size():  # else a placeholder of a weight
+                stored[saved.untyped_storage().data_ptr()] = saved
+            return saved
+
+        leaf = hidden.detach().requires_grad_()
+        with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
+            output = chain.layer(block, leaf, context)
+        stored[output.untyped_storage().data_ptr()] = output
+        total = sum(saved.untyped_storage().nbytes() for saved in stored.values())
+        most["graph"] = max(most["graph"], total // PROBED_TOKENS)
+        own = attention.bytes + leaf.nbytes + output.nbytes
+        most["kept"] = max(most["kept"], own // PROBED_TOKENS)
+    return most
+
+
+class _Attention(TorchDispatchMode):
+    """Adds up the results of attention."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if _policy(None, func) is CheckpointPolicy.MUST_SAVE:
+            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        return found
