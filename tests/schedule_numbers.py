@@ -81,10 +81,11 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
                     gradients[u] = (gradients[u] + model.gradient(u, len(gradients[u]), m, xs[b], dx)) % PRIME
                 reads = spec.blocks[b].backward_reads_weights or spec.blocks[b].kind == "head"
                 dx = model.backward(b, m, dx, [weights[u] for u in spec.blocks[b].units] if reads else [])
-        norms.append((losses + sum(int(g.sum()) for g in gradients)) % PRIME)
+        early = schedule.training and schedule.knobs.early_updates
+        norms.append((losses + (3 if early else 1) * sum(int(g.sum()) for g in gradients)) % PRIME)
         for u, unit in enumerate(spec.units):
             if unit.trainable and schedule.training:
-                weights[u] = update(weights[u], gradients[u], norms[-1])
+                weights[u] = update(weights[u], gradients[u], len(schedule.micro_batches) if early else norms[-1])
     return weights, norms
 
 
@@ -108,6 +109,7 @@ class Numbers:
         self.buffers: list[dict[str, np.ndarray]] = []
         self.held: list[dict[str, int]] = []
         self.norms: list[list[int]] = []
+        self.counts: dict[int, int] = {}
         self.lanes: dict[tuple[int, Lane], deque[Issued]] = {}
         for rank, program in enumerate(schedule.programs):
             pools = schedule.pools[rank]
@@ -208,7 +210,10 @@ class Numbers:
 
     def _collective(self, members: list[Issued]) -> None:
         action, buffers = members[0].action, self.buffers
-        if action.op is Op.NORM:
+        if action.op is Op.COUNT:
+            for one in members:
+                self.counts[one.rank] = sum(len(self.schedule.knobs.micro_batches[other.rank]) for other in members)
+        elif action.op is Op.NORM:
             total = 0
             for one in members:
                 total += sum(int(buffers[one.rank][n].sum()) for n in one.action.reads if is_gradient(n))
@@ -257,7 +262,8 @@ class Numbers:
             self._fill(buffers, action.writes[0], total % PRIME)
         elif action.op is Op.UPDATE:
             weights, gradient = buffers[f"home.w.{action.unit}"], buffers[f"home.g.{action.unit}"]
-            weights[:] = update(weights, gradient, self.norms[head.rank][-1])
+            early = "count" in action.reads
+            weights[:] = update(weights, gradient, self.counts[head.rank] if early else self.norms[head.rank][-1])
             gradient[:] = gradient * 3 % PRIME
         else:
             raise WrongNumbers(f"nobody runs {action}")

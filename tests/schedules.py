@@ -130,5 +130,6 @@ def schedules(
         gradient_buffers=draw(st.integers(1, 3)),
         recompute=("full", *["full"] * offloaded, *recompute, "full"),
         offloaded_layers=offloaded,
+        early_updates=draw(st.booleans()),
         **draw(scopes_and_caches(placement)),
     )

@@ -95,6 +95,22 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
         assert all(torch.equal(weights[name], value) for name, value in plain[1].items())
 
 
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 2)], ids=lambda n: str(n))
+def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
+    settings = [
+        setting(nodes, local, placement, rounds, 1, tied, "float64")
+        | {"clip_norm": None, "finite_check": False, "gradients_scope": scope}
+        for placement, rounds, tied, scope in [
+            ("spread", 3, True, "visit"),
+            ("spread", 2, False, "step"),
+            ("striped", 2, False, "visit"),
+            ("whole", 1, True, "visit"),
+            ("hybrid", 2, False, "step"),
+        ]
+    ]
+    check(pool, nodes, local, settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -76,6 +76,9 @@ class Pipeline:
             for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
         clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
+        finite_check: whether updates wait for the check that loss and gradient norm are finite. Without it and without
+            clipping every unit is updated as soon as its gradient is complete; numbers that are not finite have then
+            reached the weights when ``step``, ``drain`` or ``save`` says so.
         chunk_tokens: tokens for which logits exist at one time.
         seed: of initial weights and of dropout. With dropout, torch's default generators are seeded in every block, so
             that numbers depend on (seed, step, micro-batch, block) alone: draw yours from generators of your own.
@@ -108,6 +111,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
+        finite_check: bool = True,
         chunk_tokens: int = 1024,
         seed: int = 0,
         world: World | None = None,
@@ -131,7 +135,10 @@ class Pipeline:
             "kept_units": kept_units,
             "offloaded_layers": offloaded_layers,
             "gradients_scope": gradients_scope,
+            "early_updates": not finite_check,
         }
+        if clip_norm is not None and not finite_check:
+            raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")
         self.chain = Chain(model, loss=loss)
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
@@ -220,7 +227,7 @@ class Pipeline:
 
         Raises:
             RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
-                has changed the weights; ``load`` goes on from a good state.
+                has changed the weights (unless ``finite_check`` is off); ``load`` goes on from a good state.
         """
         while len(self._recent) > 1:  # at most one step ahead of the results
             self._check(self._recent.popleft())
@@ -271,9 +278,9 @@ class Pipeline:
             return
         if isfinite(result.loss) and isfinite(result.grad_norm):
             raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
-        raise RunError(
-            f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; the update was left out"
-        )
+        early = self._knobs["early_updates"]
+        outcome = "they have reached the weights: finite_check is off" if early else "the update was left out"
+        raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
 
     def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
         schedule = self.schedule(local.rows, training=training)

@@ -65,7 +65,7 @@ class OurSettings:
 
     Args:
         parts_per_layer: every layer of the workload is cut into so many; a ring needs a layer per device.
-        clip_norm: largest global gradient norm; None for no clipping.
+        clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
         strict: check sequence number and action of every message.
     """
 
@@ -119,6 +119,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
             reuse=settings.reuse,
             kept_units=settings.kept_units,
             recompute=recompute,
+            early_updates=settings.clip_norm is None,
         ),
     )
     return without_overlap(schedule) if name == "no-overlap" else schedule

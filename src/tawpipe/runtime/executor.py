@@ -74,7 +74,9 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """False if loss or norm, of this step or of one before it, was not finite: the weights were not touched."""
+        """False if loss or norm, of this step or of one before it, was not finite. The weights were not touched, unless
+        updates are early.
+        """
         return bool(self._read(3))
 
 
@@ -83,7 +85,7 @@ class UpdateRule:
     """How NORM and UPDATE treat the gradients of one step.
 
     Args:
-        clip_norm: largest global norm, None for no clipping.
+        clip_norm: largest global norm, None for no clipping; None where updates are early.
         rate: multiplies every initial learning rate.
     """
 
@@ -139,6 +141,7 @@ class Executor:
         self._hazards: Hazards[Event] = Hazards()
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)
+        self._always = torch.ones((), dtype=torch.float64, device=self.device)
         self._run: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
@@ -148,6 +151,7 @@ class Executor:
             Op.COLLECTIVE: lambda action, _: transport.collective(action, self._buffers),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
             Op.RELOAD: lambda action, _: compute.reload(action),
+            Op.COUNT: self._count,
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
         }
@@ -221,8 +225,17 @@ class Executor:
             target.add_(self._buffers[name])
 
     @torch.no_grad()
+    def _count(self, action: Action, step: _Step) -> None:
+        """Sum the tokens over the world; leave the factor for the updates that do not wait for the norm."""
+        tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
+        tokens += sum(batch.tokens for batch in step.given.micro_batches.values())
+        self.transport.all_reduce(action, tokens)
+        self._factor.copy_(1 / (step.given.scale * tokens[0].clamp(min=1)))
+
+    @torch.no_grad()
     def _norm(self, action: Action, step: _Step) -> None:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
+        scaled = "count" in action.reads  # by the updates, which were early
         units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
         gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -235,10 +248,10 @@ class Executor:
         self.transport.all_reduce(action, sums)
         tokens = sums[2].clamp(min=1)
         mean = 1 / (step.given.scale * tokens)
-        norm, loss = sums[0].sqrt() * mean, sums[1] / tokens
+        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / tokens
         clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
-        # As torch.nn.utils.clip_grad_norm_ does it.
-        self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
+        if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
+            self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64)
         if "norm" in action.reads:  # once not finite, no later step may change the weights either, and each says so
             finite = self._finite.mul_(finite)
@@ -248,5 +261,5 @@ class Executor:
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
         self._buffers[f"home.g.{action.unit}"].mul_(self._factor)
-        self.optimizers.step(action.unit, self._finite, step.rule.rate)
+        self.optimizers.step(action.unit, self._finite if "norm" in action.reads else self._always, step.rule.rate)
         self.storage.refresh(action.unit)

@@ -40,6 +40,8 @@ class Op(StrEnum):
     """An operation of all members of a group."""
     ADD = "ADD"
     """Into a home gradient, in the schedule's order."""
+    COUNT = "COUNT"
+    """Tokens of the step over the world, for updates that do not wait for NORM."""
     NORM = "NORM"
     """Gradient norm, loss and token count over the world."""
     OFFLOAD = "OFFLOAD"
@@ -108,8 +110,8 @@ class Action:
         frees: those of ``reads`` that nobody reads afterwards (activations).
         block, micro_batch, unit: what it is about, -1 where that does not apply.
         collective: what a COLLECTIVE does.
-        group: of a COLLECTIVE, of NORM (``world``), and of an EXCHANGE: all its peers are in it, and it is the
-            communicator whose order its transfers share.
+        group: of a COLLECTIVE, of COUNT and NORM (``world``), and of an EXCHANGE: all its peers are in it, and it is
+            the communicator whose order its transfers share.
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
 

@@ -1,5 +1,4 @@
-"""What a rank computes, as actions: a block on its micro-batches, the end of a step. Imports topology,
-errors and schedule.
+"""What a rank computes, as actions: a block on its micro-batches. Imports errors and schedule.
 
 Activations have names: ``x.m.b`` is the input of block b for micro-batch m, ``dx.m.b`` its gradient, ``graph.m.b`` or
 ``kept.m.b`` what the block keeps for its backward pass instead of its input, ``host.m.b`` its input in the host's
@@ -12,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.placement import Home
 from tawpipe.schedule.spec import KEPT, ModelSpec
-from tawpipe.topology import Topology
 
 
 def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
@@ -123,29 +120,3 @@ def backward(
         for unit, (buffer, accumulate) in gradients.items():
             if not accumulate:
                 yield Action(Op.ZERO, Lane.COMPUTE, (), (buffer,), unit=unit)
-
-
-def end_of_step(
-    rank: int,
-    topology: Topology,
-    model: ModelSpec,
-    homes: Sequence[Home],
-    micro_batches: Sequence[int],
-    *,
-    training: bool,
-) -> Iterator[Action]:
-    """NORM, and in training UPDATE of every trainable unit at home here, first blocks first.
-
-    NORM reads the gradients of first copies only: the sum over the world counts every gradient once. In training it
-    adds to what ``norm`` holds, so that a number that was not finite is not forgotten.
-    """
-    mine = [u for u, home in enumerate(homes) if model.units[u].trainable and home.index(rank) is not None]
-    lane = Lane.INTER_G if topology.world_size > 1 else Lane.COMPUTE
-    gradients = tuple(f"home.g.{unit}" for unit in mine if rank in homes[unit].ranks) if training else ()
-    losses = tuple(f"loss.{m}" for m in micro_batches)
-    before = ("norm",) if training else ()
-    yield Action(Op.NORM, lane, (*gradients, *losses, *before), ("norm",), losses, group="world")
-    if training:
-        for unit in sorted(mine, key=lambda u: model.units[u].blocks[0]):
-            names = (f"home.w.{unit}", f"home.g.{unit}")
-            yield Action(Op.UPDATE, Lane.COMPUTE, ("norm", *names), names, unit=unit)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.blocks import backward, end_of_step, forward, offload, reload
+from tawpipe.schedule.blocks import backward, forward, offload, reload
 from tawpipe.schedule.collective import CollectiveRoute
 from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
@@ -20,6 +20,7 @@ from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
 from tawpipe.schedule.spec import KEPT, Knobs, ModelSpec, Schedule
 from tawpipe.schedule.staggered import ExchangeRoute
+from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
 from tawpipe.schedule.weipipe import build_weipipe
 from tawpipe.topology import Topology
@@ -117,9 +118,12 @@ def _build(name: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, tra
     residency = plan_residency(model, topology, homes, knobs, visits)
     kind = _kind_of_route(topology, knobs.placement)
     routes = [kind(rank, topology, model, knobs, homes, visits, residency) for rank in range(topology.world_size)]
-    programs = tuple(tuple(_program(route, visits, training=training)) for route in routes)
+    programs = []
+    for route in routes:
+        end = StepEnd(route.rank, topology, model, homes, knobs, training=training)
+        programs.append(tuple(end.close(tuple(_program(route, visits, training=training)))))
     pools = tuple(route.slots.pools() for route in routes)
-    return Schedule(name, topology, model, knobs, homes, programs, pools, training)
+    return Schedule(name, topology, model, knobs, homes, tuple(programs), pools, training)
 
 
 def _kind_of_route(topology: Topology, placement: str) -> type[Route]:
@@ -156,5 +160,3 @@ def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iter
         if visit.gradients is not None:
             yield from route.push(visit)
     yield from route.finish()
-    own = knobs.micro_batches[route.rank]
-    yield from end_of_step(route.rank, route.topology, model, route.homes, own, training=training)

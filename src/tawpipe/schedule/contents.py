@@ -6,7 +6,7 @@ Contents are symbolic: weights know their unit, stripes and version, gradients t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op, is_activation, is_gradient, is_weight
 from tawpipe.schedule.spec import Schedule
@@ -21,7 +21,7 @@ class Content:
     """What a buffer of weights or gradients holds.
 
     Args:
-        kind: ``w`` weights, ``g`` gradients.
+        kind: ``w`` weights, ``g`` gradients, ``m`` gradients that an update has scaled to those of the mean loss.
         stripes: which stripes of the unit, in order.
         version: of weights: the number of updates before it; of gradients: the step.
         parts: of gradients: the (block, micro-batch) pairs summed in it.
@@ -65,13 +65,15 @@ class Contents:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.schedule, self._early = schedule, schedule.training and schedule.knobs.early_updates
         self.held: list[dict[str, Content]] = []
         self.alive: list[set[str]] = []
         """Activations and losses of every rank."""
         self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
         self._normed = [-1] * schedule.topology.world_size
         """The step of every rank's last NORM."""
+        self._counted = [-1] * schedule.topology.world_size
+        """The step of every rank's last COUNT."""
         for rank in range(schedule.topology.world_size):
             homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
             self.held.append({f"home.w.{unit}": Content("w", unit, (i,)) for unit, i in homes if i is not None})
@@ -159,9 +161,13 @@ class Contents:
         """NORM on one of the ranks."""
         for name in running.action.reads:
             if is_gradient(name):
-                self._expect_complete(running, name)
+                self._expect_complete(running, name, kind="m" if self._early else "g")
         self._activations(running)
         self._normed[running.rank] = running.step
+
+    def count(self, running: Running) -> None:
+        """COUNT on one of the ranks."""
+        self._counted[running.rank] = running.step
 
     # on one rank
 
@@ -217,11 +223,11 @@ class Contents:
             alive.add(name)
         alive.difference_update(action.frees)
 
-    def _expect_complete(self, running: Running, name: str) -> None:
+    def _expect_complete(self, running: Running, name: str, kind: str = "g") -> None:
         content = self._read(name, running)
         unit = int(name.rpartition(".")[2])
         expected = Content(
-            "g", unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
+            kind, unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
         )
         if content != expected:
             if missing := sorted(expected.parts - content.parts):
@@ -232,12 +238,15 @@ class Contents:
     def _update(self, running: Running) -> None:
         rank, unit = running.rank, running.action.unit
         weights, gradient = f"home.w.{unit}", f"home.g.{unit}"
-        if self._normed[rank] != running.step:
-            raise ScheduleError(f"updates before the NORM of its step: {running}")
+        if (self._counted if self._early else self._normed)[rank] != running.step:
+            raise ScheduleError(f"updates before the {'COUNT' if self._early else 'NORM'} of its step: {running}")
         self._expect_complete(running, gradient)
         content = self._read(weights, running)
         self._write(weights, Content("w", unit, content.stripes, content.version + 1), running)
-        del self.held[rank][gradient]  # scaled by the clipping factor: no longer a sum of contributions
+        if self._early:
+            self.held[rank][gradient] = replace(self.held[rank][gradient], kind="m")
+        else:  # scaled by the clipping factor too: nothing that anybody could use
+            del self.held[rank][gradient]
 
     def expect_end(self, steps: int) -> None:
         """After all steps every home has its updates, and no activation is left behind."""

@@ -52,6 +52,7 @@ class _Checker:
         self.buffers = schedule.buffer_elements(rank)
         self.own = schedule.knobs.micro_batches[rank]
         homes = [unit for unit, home in enumerate(schedule.homes) if home.index(rank) is not None]
+        self.early = schedule.training and schedule.knobs.early_updates
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
     def faults(self, action: Action) -> Iterator[str]:
@@ -60,13 +61,13 @@ class _Checker:
             if len(set(names)) < len(names):
                 yield "names a buffer twice"
         for name in (*action.reads, *action.writes):
-            if name not in self.buffers and not is_activation(name) and name != "norm":
+            if name not in self.buffers and not is_activation(name) and name not in ("norm", "count"):
                 yield f"{name} is in no pool and no home"
         if bool(action.transfers) != (action.op is Op.EXCHANGE) or bool(action.collective) != (
             action.op is Op.COLLECTIVE
         ):
             yield "has transfers or a collective that its operation does not take, or none"
-        if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.NORM)):
+        if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
         if action.op is Op.UPDATE:
             yield from self._update(action)
@@ -80,6 +81,7 @@ class _Checker:
             Op.ADD: self._add,
             Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: self._collective,
+            Op.COUNT: self._count,
             Op.NORM: self._norm,
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
@@ -88,8 +90,9 @@ class _Checker:
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
         """Of a whole program."""
         counts = Counter(action.op for action in program)
-        if counts[Op.NORM] != 1:
-            yield f"has {counts[Op.NORM]} NORM"
+        for op, wanted in ((Op.NORM, 1), (Op.COUNT, int(self.early))):
+            if counts[op] != wanted:
+                yield f"has {counts[op]} {op}"
         updates = Counter(action.unit for action in program if action.op is Op.UPDATE)
         if updates != Counter(self.updated):
             yield f"updates the units {sorted(updates.elements())}, at home are {self.updated}"
@@ -203,12 +206,16 @@ class _Checker:
         if any(name.startswith("home.") for name in action.writes):
             yield "a collective writes into a home"
 
+    def _count(self, action: Action) -> Iterator[str]:
+        if (action.group, action.reads, action.writes, action.frees) != ("world", (), ("count",), ()):
+            yield "must be over the world, read nothing and write count"
+
     def _norm(self, action: Action) -> Iterator[str]:
         first = {f"home.g.{unit}" for unit in self.updated if self.rank in self.schedule.homes[unit].ranks}
         losses = {f"loss.{m}" for m in self.own}
         if action.group != "world":
             yield "NORM is over the world"
-        expected = first | losses | ({"norm"} if self.schedule.training else set())
+        expected = first | losses | ({"norm"} if self.schedule.training else set()) | ({"count"} if self.early else set())
         if set(action.reads) != expected or action.writes != ("norm",) or set(action.frees) != losses:
             yield f"must read {sorted(expected)}, write norm and free the losses"
 
@@ -216,5 +223,6 @@ class _Checker:
         names = {f"home.w.{action.unit}", f"home.g.{action.unit}"}
         if action.lane is not Lane.COMPUTE or action.unit not in self.updated or action.frees:
             yield "updates what is not at home here, or not on COMPUTE"
-        if set(action.reads) != names | {"norm"} or set(action.writes) != names:
-            yield f"must read norm and {sorted(names)} and write these two"
+        after = "count" if self.early else "norm"
+        if set(action.reads) != names | {after} or set(action.writes) != names:
+            yield f"must read {after} and {sorted(names)} and write these two"

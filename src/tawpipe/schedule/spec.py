@@ -86,6 +86,7 @@ class Knobs:
         recompute: of every block, what its backward pass computes again: ``full``, all of its forward pass;
             ``selective``, all but attention, whose results are kept; ``none``, nothing. Empty: full everywhere.
         offloaded_layers: the first layers, as many, whose inputs wait for their backward pass in the host's memory.
+        early_updates: whether a unit is updated as soon as its gradient is complete, without a look at the norm of all.
         kept_units: further units of which a device keeps its slice for later visits, under ``spread`` and ``striped``;
             each costs one buffer of a slice.
     """
@@ -101,6 +102,7 @@ class Knobs:
     kept_units: int = 0
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
+    early_updates: bool = False
 
     def recomputes(self, block: int) -> str:
         """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``."""

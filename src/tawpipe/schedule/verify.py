@@ -145,9 +145,9 @@ class _Play:
             return []
         ended = sorted(here, key=lambda part: members.index(part.rank))
         here.clear()
-        if running.action.op is Op.NORM:
+        if running.action.op in (Op.COUNT, Op.NORM):
             for part in ended:
-                self.contents.norm(part)
+                (self.contents.norm if part.action.op is Op.NORM else self.contents.count)(part)
         else:
             self.contents.collective(ended)
         return ended

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.blocks import backward, end_of_step, forward
+from tawpipe.schedule.blocks import backward, forward
 from tawpipe.schedule.ring import Journey, Ring, Stream, place_on_ring
 from tawpipe.schedule.route import Slots
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
+from tawpipe.schedule.step_end import StepEnd
 from tawpipe.topology import Topology
 
 WEIGHT_POOLS = {Stream.FORWARD: "WF", Stream.BACKWARD: "WB"}
@@ -40,7 +41,8 @@ def build_weipipe(model: ModelSpec, topology: Topology, knobs: Knobs, *, trainin
     programs, pools = [], []
     for rank in range(topology.world_size):
         worker = _Worker(ring, rank)
-        programs.append(tuple(worker.program()))
+        end = StepEnd(rank, topology, model, ring.homes, knobs, training=training)
+        programs.append(tuple(end.close(tuple(worker.program()))))
         pools.append(worker.slots.pools())
     name = "weipipe" if training else "evaluation"
     return Schedule(name, topology, model, knobs, ring.homes, tuple(programs), tuple(pools), training)
@@ -80,10 +82,6 @@ class _Worker:
             yield from self._pass_gradients_on(turn)
             if found := self.ring.forward_at(self.position, turn):
                 yield from self._forward(turn, *found)
-        own = self.knobs.micro_batches[self.rank]
-        yield from end_of_step(
-            self.rank, self.ring.topology, self.model, self.ring.homes, own, training=self.ring.training
-        )
 
     # compute
 

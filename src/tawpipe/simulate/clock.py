@@ -247,7 +247,7 @@ class Player:
         here.append(number)
         if len(here) < len(members):
             return
-        if action.op is Op.NORM:
+        if action.op in (Op.COUNT, Op.NORM):
             load = self.transfers.norm(members)
         else:
             payer = next(n for n in here if action.root < 0 or self.record.rank(n) == action.root)

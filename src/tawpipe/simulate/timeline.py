@@ -13,7 +13,7 @@ from tawpipe.schedule.spec import Schedule
 from tawpipe.simulate.costs import CostModel
 from tawpipe.topology import Topology
 
-TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.NORM)
+TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)
 
 
 @dataclass(slots=True)

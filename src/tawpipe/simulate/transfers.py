@@ -120,7 +120,7 @@ class Transfers:
         return self._collectives[key]
 
     def norm(self, members: tuple[int, ...]) -> Load:
-        """The load of NORM, an all-reduce of three numbers: latency and nothing else."""
+        """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
         key = ("NORM", members)
         if key not in self._collectives:
             self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())

@@ -74,6 +74,9 @@ class OptimizerConfig:
     """Share of --learning-rate at which the cosine ends after the last step."""
     clip_norm: float | None = bounded(1.0, minimum=0)
     """Largest global norm of the gradient; null or 0 for no clipping."""
+    finite_check: bool = True
+    """Update no weight before loss and gradient norm of the step are known to be finite. Off, and without clipping,
+    every layer is updated as soon as its gradient is there; what is not finite ends the run before a checkpoint."""
 
 
 @dataclass(frozen=True)

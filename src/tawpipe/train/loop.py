@@ -121,8 +121,10 @@ class Training:
             done = self._pending.popleft()
             result = done.result
             if not result.finite:
+                checked = self.config.optimizer.finite_check
+                outcome = "the update was left out" if checked else "it is in the weights, but in no checkpoint"
                 raise RunError(
-                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; the update was left out. "
+                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "
                     "Lower --learning-rate, or look at the data of this step"
                 )
             now = time.perf_counter()
