@@ -25,6 +25,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.traffic import scratch_bytes
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
@@ -171,6 +172,18 @@ def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, ro
     weights = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
     pipeline.close()
     return losses, weights
+
+
+def scratch(world: World) -> tuple[int, int]:
+    """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
+    wires = {"weights_wire": "int8", "gradients_wire": "fp8"}
+    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, **wires)
+    pipeline.step(batches(7)[0])
+    pipeline.drain()
+    held = sum(room.nbytes for room in pipeline.transport._scratch.values())
+    said = scratch_bytes(pipeline.schedule(7), world.rank)
+    pipeline.close()
+    return held, said
 
 
 def rank_without_rows(world: World) -> float:

@@ -8,11 +8,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tawpipe.schedule.build import build_evaluation, build_training
+from tawpipe.schedule.build import PLAIN_WIRE, build_evaluation, build_training
 from tawpipe.schedule.placement import ALL_PLACEMENTS
-from tawpipe.schedule.spec import KEPT, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.spec import KEPT, WIRES, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
 from tawpipe.topology import Topology
 
+WIRED = st.sampled_from(WIRES)
 SCOPED = ("spread", "striped", "whole")
 """Placements under which a node may keep weights and sum gradients up."""
 
@@ -131,5 +132,6 @@ def schedules(
         recompute=("full", *["full"] * offloaded, *recompute, "full"),
         offloaded_layers=offloaded,
         early_updates=draw(st.booleans()),
+        **({} if placement in PLAIN_WIRE else {"weights_wire": draw(WIRED), "gradients_wire": draw(WIRED)}),
         **draw(scopes_and_caches(placement)),
     )

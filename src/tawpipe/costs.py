@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tawpipe.schedule.spec import Schedule
-from tawpipe.schedule.traffic import link_elements
+from tawpipe.schedule.spec import Schedule, wire_width
+from tawpipe.schedule.traffic import link_elements, scratch_bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Costs:
         strategy, schedule: in words.
         link_sent_bytes, link_received_bytes: for every node's link to the others.
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
-        buffer_bytes: pools of units and slices on their way.
+        buffer_bytes: pools of units and slices on their way, messages in 8 bits included.
         activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
         host_bytes: activations that wait in the host's memory.
     """
@@ -70,12 +70,14 @@ def costs(schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, 
     buffers = [
         schedule.pool_elements(rank, "weight") * widths.weight
         + schedule.pool_elements(rank, "gradient") * widths.gradient
+        + scratch_bytes(schedule, rank)
         for rank in ranks
     ]
     on_host = {kind: each for kind, each in activation_bytes.items() if kind == "host"}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind != "host"}
     knobs = schedule.knobs
     units = schedule.model.units
+    far = wire_width(knobs.weights_wire, widths.weight), wire_width(knobs.gradients_wire, widths.gradient)
     return Costs(
         parameters=sum(unit.numel for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
@@ -84,8 +86,8 @@ def costs(schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, 
             f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(knobs.rounds, 'round')}, "
             f"{knobs.micro_batches_per_visit} per visit, look-ahead {knobs.look_ahead}"
         ),
-        link_sent_bytes=tuple(link.bytes_sent(widths.weight, widths.gradient) for link in traffic),
-        link_received_bytes=tuple(link.bytes_received(widths.weight, widths.gradient) for link in traffic),
+        link_sent_bytes=tuple(link.bytes_sent(*far) for link in traffic),
+        link_received_bytes=tuple(link.bytes_received(*far) for link in traffic),
         home_bytes=max(home),
         buffer_bytes=max(buffers),
         activation_bytes=max(schedule.peak_activations(rank, on_device) for rank in ranks),

@@ -72,6 +72,8 @@ class Pipeline:
         recompute: what backward passes compute again: ``full``, ``selective`` (all but attention) or ``none``, for
             all layers, or from the last layer on: ``none:4,selective:8,full``.
         offloaded_layers: the inputs of so many first layers wait for their backward pass in the host's memory.
+        weights_wire, gradients_wire: in what weights and gradients travel between nodes: ``dtype`` (weights in ``dtype``,
+            gradients in ``reduce_dtype``), ``int8`` or ``fp8`` with a scale for every 256 numbers.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
@@ -108,6 +110,8 @@ class Pipeline:
         gradients_scope: str = "visit",
         recompute: str = "full",
         offloaded_layers: int = 0,
+        weights_wire: str = "dtype",
+        gradients_wire: str = "dtype",
         dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
@@ -136,6 +140,8 @@ class Pipeline:
             "offloaded_layers": offloaded_layers,
             "gradients_scope": gradients_scope,
             "early_updates": not finite_check,
+            "weights_wire": weights_wire,
+            "gradients_wire": gradients_wire,
         }
         if clip_norm is not None and not finite_check:
             raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")

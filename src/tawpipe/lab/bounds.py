@@ -24,7 +24,7 @@ from tawpipe.errors import UserError
 from tawpipe.lab.shipped_traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec, wire_width
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import CostModel, LinkModel, dependency_bound
 from tawpipe.topology import Topology
@@ -90,8 +90,10 @@ def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology 
     """
     topology = physical or schedule.topology
     traffic = link_elements(schedule, physical=topology)
-    sent = [link.bytes_sent(costs.weight_bytes, costs.gradient_bytes) for link in traffic]
-    received = [link.bytes_received(costs.weight_bytes, costs.gradient_bytes) for link in traffic]
+    knobs = schedule.knobs
+    far = wire_width(knobs.weights_wire, costs.weight_bytes), wire_width(knobs.gradients_wire, costs.gradient_bytes)
+    sent = [link.bytes_sent(*far) for link in traffic]
+    received = [link.bytes_received(*far) for link in traffic]
     compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
     pairs = enumerate(zip(sent, received, strict=True))
     links = [link_seconds(costs.node_link(node), topology, out, back) for node, (out, back) in pairs]

@@ -17,6 +17,7 @@ from tawpipe.lab.bounds import PIPELINES, link_seconds
 from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.shipped_traffic import pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import RealWorkload
+from tawpipe.schedule.spec import wire_width
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -49,8 +50,9 @@ def real_bounds(
     """
     if name in ours.NAMES:
         traffic = link_elements(ours.schedule_of(name, workload, topology, knobs), physical=topology)
-        sent = [link.bytes_sent(WIDTH, WIDTH) for link in traffic]
-        received = [link.bytes_received(WIDTH, WIDTH) for link in traffic]
+        far = [wire_width(wire, WIDTH) for wire in (schedule.knobs.weights_wire, schedule.knobs.gradients_wire)]
+        sent = [link.bytes_sent(*far) for link in traffic]
+        received = [link.bytes_received(*far) for link in traffic]
     else:
         sent = received = _shipped_bytes(name, workload, topology, knobs)
     links = [link_seconds(between, topology, s, r) for s, r in zip(sent, received, strict=True)]

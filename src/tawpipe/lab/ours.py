@@ -78,6 +78,8 @@ class OurSettings:
     reuse: bool = True
     kept_units: int = 0
     recompute: str = "full"
+    weights_wire: str = "dtype"
+    gradients_wire: str = "dtype"
     parts_per_layer: int = 1
     clip_norm: float | None = 1.0
     strict: bool = True
@@ -120,6 +122,8 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
             kept_units=settings.kept_units,
             recompute=recompute,
             early_updates=settings.clip_norm is None,
+            weights_wire=settings.weights_wire,
+            gradients_wire=settings.gradients_wire,
         ),
     )
     return without_overlap(schedule) if name == "no-overlap" else schedule

@@ -5,8 +5,11 @@ operations in the order in which they were issued and two lanes must not share o
 lane thread on the CPU and order the current stream on CUDA; they are made inside a lane.
 
 In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the
-other side
-compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here by name.
+other side compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here
+by name.
+
+Where an action says so, numbers travel in 8 bits (wire.py). A gathered unit is then the same on all ranks, the owner of
+a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tawpipe.runtime.wire import Scratch, decode, encode
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.spec import Schedule
 from tawpipe.topology import Topology
@@ -67,6 +71,7 @@ class Transport:
         self._nccl = device.type == "cuda"
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
+        self._scratch = {lane: Scratch(device) for lane in Lane}
         if topology.world_size == 1:
             return
         for key in needed_groups(schedules):
@@ -120,7 +125,9 @@ class Transport:
         group = self._groups[key]
         if self.strict:
             self._check_collective(key, action)
-        if action.collective == "all_gather":
+        if action.wire:
+            self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
+        elif action.collective == "all_gather":
             self._wait(_all_gather(buffers[action.writes[0]], buffers[action.reads[0]], group=group, async_op=True))
         elif action.collective == "reduce_scatter":
             target, source = buffers[action.writes[0]], buffers[action.reads[0]]
@@ -144,11 +151,22 @@ class Transport:
         group = self._groups[key]
         if self.strict:
             self._check_exchange(key, action)
+        messages = [buffers[t.buffer] for t in action.transfers]
+        if action.wire:
+            messages = [
+                self._message(action, t.send, f"{'to' if t.send else 'from'} {t.peer} {i}", message)
+                for i, (t, message) in enumerate(zip(action.transfers, messages, strict=True))
+            ]
         operations = [
-            dist.P2POp(dist.isend if t.send else dist.irecv, buffers[t.buffer], t.peer, group) for t in action.transfers
+            dist.P2POp(dist.isend if t.send else dist.irecv, message, t.peer, group)
+            for t, message in zip(action.transfers, messages, strict=True)
         ]
         for work in dist.batch_isend_irecv(operations):
             self._wait(work)
+        if action.wire:
+            for t, message in zip(action.transfers, messages, strict=True):
+                if not t.send:
+                    decode(message, action.wire, buffers[t.buffer])
 
     def all_reduce(self, action: Action, values: Tensor) -> None:
         """Sum ``values`` over the action's group, in place."""
@@ -179,6 +197,43 @@ class Transport:
             self._wait(send)
             leaving = arriving
 
+    def _message(self, action: Action, send: bool, name: str, values: Tensor) -> Tensor:
+        """A part of an exchange in 8 bits: what is sent, or the room for what is received."""
+        message = self._scratch[action.lane].take(name, 1, values.numel(), action.wire)[0]
+        if send:
+            encode(values, action.wire, message)
+        return message
+
+    def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
+        """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""
+        members = self.topology.group(action.group, self.rank)
+        size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
+        stripe = min(source.numel(), target.numel())
+        if action.collective == "all_gather":
+            mine = scratch.take("own", 1, stripe, action.wire)
+            encode(source, action.wire, mine[0])
+            all_of_them = scratch.take("all", size, stripe, action.wire)
+            self._wait(_all_gather(all_of_them.view(-1), mine.view(-1), group=group, async_op=True))
+            for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
+                decode(message, action.wire, piece)
+            return
+        pieces = source.view(size, -1)
+        leaving = scratch.take("own", size, stripe, action.wire)
+        arriving = scratch.take("all", size, stripe, action.wire)
+        for piece, message in zip(pieces, leaving, strict=True):
+            encode(piece, action.wire, message)
+        others = [(i, member) for i, member in enumerate(members) if i != here]
+        operations = [dist.P2POp(dist.isend, leaving[i], member, group) for i, member in others]
+        operations += [dist.P2POp(dist.irecv, arriving[i], member, group) for i, member in others]
+        for work in dist.batch_isend_irecv(operations):
+            self._wait(work)
+        target.zero_()
+        for i, message in enumerate(arriving):
+            if i == here:
+                target.add_(pieces[here])
+            else:
+                decode(message, action.wire, target, add=True)
+
     @staticmethod
     def _wait(work: dist.Work | None) -> None:
         assert work is not None
@@ -191,7 +246,7 @@ class Transport:
         return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
 
     def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
-        text = f"{action.op} {action.collective} u{action.unit} r{action.root}"
+        text = f"{action.op} {action.collective} u{action.unit} r{action.root} {action.wire}"
         mine = self._header(key, text)
         members = self.topology.group(action.group, self.rank)
         all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
@@ -206,7 +261,7 @@ class Transport:
             pair = (self.rank, t.peer) if t.send else (t.peer, self.rank)
             counter = (key[0], f"{pair[0]}>{pair[1]}")
             self._sequence.setdefault(counter, 0)
-            mine = self._header(counter, f"u{t.unit}")
+            mine = self._header(counter, f"u{t.unit} {action.wire}")
             if t.send:
                 works.append(dist.isend(mine, t.peer, group=group))
             else:

@@ -114,6 +114,7 @@ class Action:
             the communicator whose order its transfers share.
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
+        wire: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits, see runtime/wire.py.
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes
@@ -138,6 +139,7 @@ class Action:
     group: str = ""
     root: int = -1
     transfers: tuple[Transfer, ...] = ()
+    wire: str = ""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -155,6 +157,8 @@ class Action:
             words.append(self.collective)
         if self.group and not (self.op is Op.EXCHANGE and self.group == "rail"):
             words.append(f"@{self.group}")
+        if self.wire:
+            words.append(f"~{self.wire}")
         for letter, number in (("b", self.block), ("m", self.micro_batch), ("u", self.unit), ("r", self.root)):
             if number >= 0:
                 words.append(f"{letter}{number}")
@@ -187,11 +191,13 @@ class Action:
                     fields["collective"] = word
                 elif word.startswith("@"):
                     fields["group"] = word[1:]
+                elif word.startswith("~"):
+                    fields["wire"] = word[1:]
                 else:
                     fields[names[word[0]]] = int(word[1:])
             if fields["op"] is Op.EXCHANGE:
                 transfers = tuple(Transfer.parse(word) for word in tail.split(" "))
-                return exchange(fields["lane"], transfers, fields.get("group", "rail"))
+                return exchange(fields["lane"], transfers, fields.get("group", "rail"), wire=fields.get("wire", ""))
             buffers, _, frees = tail.partition(" free ")
             reads, _, writes = f" {buffers} ".partition(" -> ")
             return cls(reads=tuple(reads.split()), writes=tuple(writes.split()), frees=tuple(frees.split()), **fields)
@@ -199,8 +205,8 @@ class Action:
             raise ValueError(f"not an action: {text!r}") from error
 
 
-def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail") -> Action:
+def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail", *, wire: str = "") -> Action:
     """An EXCHANGE whose reads and writes are those of its transfers. The text form leaves out ``rail``."""
     reads = tuple(dict.fromkeys(t.buffer for t in transfers if t.send))
     writes = tuple(t.buffer for t in transfers if not t.send)
-    return Action(Op.EXCHANGE, lane, reads, writes, group=group, transfers=transfers)
+    return Action(Op.EXCHANGE, lane, reads, writes, group=group, transfers=transfers, wire=wire)

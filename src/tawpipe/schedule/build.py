@@ -18,7 +18,7 @@ from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
-from tawpipe.schedule.spec import KEPT, Knobs, ModelSpec, Schedule
+from tawpipe.schedule.spec import KEPT, WIRES, Knobs, ModelSpec, Schedule
 from tawpipe.schedule.staggered import ExchangeRoute
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
@@ -38,6 +38,12 @@ FIXED_SCOPES = {
     ): "every rank is a group of its own, and weights go on to the next as soon as they were used",
     ("gradients_scope", "ring"): "gradients add up on their way round the ring, for the whole step already",
 }
+
+PLAIN_WIRE = {
+    "hybrid": "between nodes it sums up in an all-reduce, in the type of the gradients",
+    "ring": "numbers pass every process, and would be rounded each time",
+}
+"""Placement to the reason why nothing travels in 8 bits."""
 
 
 def place_units(model: ModelSpec, topology: Topology, placement: str) -> tuple[Home, ...]:
@@ -94,6 +100,12 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
         reason = FIXED_SCOPES.get((name, knobs.placement))
         if scope != "visit" and reason:
             raise UserError(f"schedule.{name}", scope, f"visit under placement {knobs.placement}: {reason}")
+    for name in ("weights_wire", "gradients_wire"):
+        wire = getattr(knobs, name)
+        if wire not in WIRES:
+            raise UserError(f"schedule.{name}", wire, f"one of {', '.join(WIRES)}")
+        if wire != "dtype" and knobs.placement in PLAIN_WIRE:
+            raise UserError(f"schedule.{name}", wire, f"dtype under {knobs.placement}: {PLAIN_WIRE[knobs.placement]}")
     layers = sum(block.kind == "layer" for block in model.blocks)
     if not 0 <= knobs.offloaded_layers <= layers:
         raise UserError("schedule.offloaded_layers", knobs.offloaded_layers, f"0 to {layers}, the layers of the model")

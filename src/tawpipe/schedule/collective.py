@@ -97,8 +97,14 @@ class CollectiveRoute(Route):
                 if self.back:
                     yield self._add_home(unit, source, self.back[-1].lane)
 
-    @staticmethod
-    def _collective(hop: Hop, unit: int, source: str, target: str) -> Action:
+    def _collective(self, hop: Hop, unit: int, source: str, target: str) -> Action:
         return Action(
-            Op.COLLECTIVE, hop.lane, (source,), (target,), unit=unit, collective=hop.collective, group=hop.group
+            Op.COLLECTIVE,
+            hop.lane,
+            (source,),
+            (target,),
+            unit=unit,
+            collective=hop.collective,
+            group=hop.group,
+            wire=self.wire(weights=hop.collective == "all_gather") if hop.far else "",
         )

@@ -69,6 +69,7 @@ class _Checker:
             yield "has transfers or a collective that its operation does not take, or none"
         if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
+        yield from self._wire(action)
         if action.op is Op.UPDATE:
             yield from self._update(action)
             return
@@ -170,7 +171,7 @@ class _Checker:
         return 0 <= action.unit < len(self.model.units) and all(name.endswith(suffix) for name in homes)
 
     def _exchange(self, action: Action) -> Iterator[str]:
-        if action != exchange(action.lane, action.transfers, action.group):
+        if action != exchange(action.lane, action.transfers, action.group, wire=action.wire):
             yield "its buffers are not those of its transfers"
         if action.group not in GROUPS:
             yield "there is no such group"
@@ -205,6 +206,18 @@ class _Checker:
             yield "reads or writes other buffers than its collective does"
         if any(name.startswith("home.") for name in action.writes):
             yield "a collective writes into a home"
+
+    def _wire(self, action: Action) -> Iterator[str]:
+        knobs = self.schedule.knobs
+        wire = knobs.weights_wire if any(map(is_weight, (*action.reads, *action.writes))) else knobs.gradients_wire
+        far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE)
+        allowed = {"" if wire == "dtype" else wire} if far else {""}
+        if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far
+            allowed.add("")
+        if action.wire not in allowed:
+            yield f"travels as {action.wire or 'dtype'}"
+        if action.wire and action.collective not in ("", "all_gather", "reduce_scatter"):
+            yield f"no {action.collective} knows 8 bits"
 
     def _count(self, action: Action) -> Iterator[str]:
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), ("count",), ()):

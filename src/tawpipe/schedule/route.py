@@ -132,6 +132,11 @@ class Route(ABC):
             found[unit] = (buffer, accumulate)
         return found
 
+    def wire(self, *, weights: bool) -> str:
+        """Of an action that takes weights, or gradients, to another node; empty for their own type."""
+        chosen = self.knobs.weights_wire if weights else self.knobs.gradients_wire
+        return "" if chosen == "dtype" else chosen
+
     # scopes
 
     def keeps(self, unit: int) -> bool:

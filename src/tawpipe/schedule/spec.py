@@ -64,6 +64,27 @@ class ModelSpec:
         return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
 
 
+WIRES = ("dtype", "int8", "fp8")
+"""What travels between nodes: numbers in their own type, or in 8 bits with a scale for every block of them."""
+WIRE_BLOCK = 256
+"""Elements that share a scale of four bytes."""
+
+
+def wire_bytes(elements: int, wire: str) -> int:
+    """Bytes of a message in 8 bits.
+
+    >>> wire_bytes(1000, "int8")
+    1016
+    """
+    assert wire in WIRES[1:], wire
+    return elements + 4 * -(-elements // WIRE_BLOCK)
+
+
+def wire_width(wire: str, width: float) -> float:
+    """Bytes of an element that travels between nodes, whose own type has ``width``."""
+    return width if wire in ("", "dtype") else 1 + 4 / WIRE_BLOCK
+
+
 KEPT = {"full": "", "selective": "kept", "none": "graph"}
 """How much a backward pass computes again, and the name of what is kept instead."""
 
@@ -87,6 +108,7 @@ class Knobs:
             ``selective``, all but attention, whose results are kept; ``none``, nothing. Empty: full everywhere.
         offloaded_layers: the first layers, as many, whose inputs wait for their backward pass in the host's memory.
         early_updates: whether a unit is updated as soon as its gradient is complete, without a look at the norm of all.
+        weights_wire, gradients_wire: in what weights and gradients travel between nodes, see ``WIRES``.
         kept_units: further units of which a device keeps its slice for later visits, under ``spread`` and ``striped``;
             each costs one buffer of a slice.
     """
@@ -103,6 +125,8 @@ class Knobs:
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
     early_updates: bool = False
+    weights_wire: str = "dtype"
+    gradients_wire: str = "dtype"
 
     def recomputes(self, block: int) -> str:
         """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``."""

@@ -66,7 +66,7 @@ class ExchangeRoute(Route):
                         buffer = self._arrival(index, unit)
                         transfers.append(Transfer(False, source, unit, buffer))
         if transfers:
-            yield exchange(Lane.INTER_W, tuple(transfers))
+            yield exchange(Lane.INTER_W, tuple(transfers), wire=self.wire(weights=True))
 
     def _arrival(self, index: int, unit: int) -> str:
         """The buffer for a slice that arrives at this rank for a visit."""
@@ -220,6 +220,6 @@ class ExchangeRoute(Route):
                 transfers.append(Transfer(False, source, unit, buffer))
                 additions.append((unit, buffer))
         if transfers:
-            yield exchange(Lane.INTER_G, tuple(transfers))
+            yield exchange(Lane.INTER_G, tuple(transfers), wire=self.wire(weights=False))
         for unit, source in additions:
             yield self._add_home(unit, source, Lane.INTER_G)

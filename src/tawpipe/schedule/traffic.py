@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tawpipe.schedule.actions import Action, Op, is_weight
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import Ring, Stream
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.spec import Schedule, wire_bytes
 from tawpipe.schedule.visits import forward_visits, training_visits
 from tawpipe.topology import Topology
 
@@ -30,11 +30,11 @@ class LinkTraffic:
     gradients_sent: int = 0
     gradients_received: int = 0
 
-    def bytes_sent(self, weight_bytes: int, gradient_bytes: int) -> int:
-        return self.weights_sent * weight_bytes + self.gradients_sent * gradient_bytes
+    def bytes_sent(self, weight_bytes: float, gradient_bytes: float) -> int:
+        return round(self.weights_sent * weight_bytes + self.gradients_sent * gradient_bytes)
 
-    def bytes_received(self, weight_bytes: int, gradient_bytes: int) -> int:
-        return self.weights_received * weight_bytes + self.gradients_received * gradient_bytes
+    def bytes_received(self, weight_bytes: float, gradient_bytes: float) -> int:
+        return round(self.weights_received * weight_bytes + self.gradients_received * gradient_bytes)
 
 
 def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tuple[LinkTraffic, ...]:
@@ -63,6 +63,25 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
                 counts[node][offset] += sent
                 counts[node][offset + 1] += received
     return tuple(LinkTraffic(*four) for four in counts)
+
+
+def scratch_bytes(schedule: Schedule, rank: int) -> int:
+    """Of the messages in 8 bits that one rank needs room for, those of a lane one after the other in the same place."""
+    sizes, most = schedule.buffer_elements(rank), dict[tuple, int]()
+    for action in schedule.programs[rank]:
+        if not action.wire:
+            continue
+        if action.op is Op.EXCHANGE:
+            names = [(t.send, t.peer, i) for i, t in enumerate(action.transfers)]
+            needed = [wire_bytes(sizes[t.buffer], action.wire) for t in action.transfers]
+        else:
+            members = len(schedule.topology.group(action.group, rank))
+            gathers = action.collective == "all_gather"
+            one = wire_bytes(sizes[action.reads[0] if gathers else action.writes[0]], action.wire)
+            names, needed = ["own", "all"], [one if gathers else one * members, one * members]
+        for name, size in zip(names, needed, strict=True):
+            most[action.lane, name] = max(most.get((action.lane, name), 0), size)
+    return sum(most.values())
 
 
 def _round_the_ring(

@@ -154,4 +154,4 @@ class _Play:
 
 
 def _operation(action: Action) -> tuple:
-    return action.op, action.collective, action.unit, action.root
+    return action.op, action.collective, action.unit, action.root, action.wire

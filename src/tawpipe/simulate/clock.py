@@ -268,7 +268,7 @@ class Player:
             if match.unit != transfer.unit:
                 texts = f"{self.record.text(number)} and {self.record.text(other)}"
                 raise ScheduleError(f"a send meets the receive of another unit: {texts}")
-            load = self.transfers.part(sender, receiver, transfer)
+            load = self.transfers.part(sender, receiver, transfer, action.wire)
             self._go(Journey(load, (number, other), now, number))
 
     def _go(self, journey: Journey) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Transfer, is_weight
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.spec import Schedule, wire_width
 from tawpipe.schedule.verify import ScheduleError
 from tawpipe.simulate.costs import CostModel, LinkModel
 from tawpipe.topology import Topology
@@ -108,11 +108,12 @@ class Transfers:
         """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
         buffer = action.reads[0]
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        key = (action.collective, members, action.root, whole, is_weight(buffer))
+        key = (action.collective, members, action.root, whole, is_weight(buffer), action.wire)
         if key not in self._collectives:
             costs, n = self.costs, len(members)
-            width = costs.weight_bytes if is_weight(buffer) else costs.gradient_bytes
-            moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=costs.reduce_scatter)
+            width = wire_width(action.wire, costs.weight_bytes if is_weight(buffer) else costs.gradient_bytes)
+            how = "pairwise" if action.wire else costs.reduce_scatter  # a ring would round at every hop
+            moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
             delay = self.latency(action.collective, members, action.root)
             if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
                 delay += costs.add_s * whole * (n - 1) / n
@@ -126,12 +127,12 @@ class Transfers:
             self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())
         return self._collectives[key]
 
-    def part(self, sender: int, receiver: int, transfer: Transfer) -> Load:
+    def part(self, sender: int, receiver: int, transfer: Transfer, wire: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
         weights = is_weight(transfer.buffer)
-        key = (sender, receiver, transfer.unit, weights)
+        key = (sender, receiver, transfer.unit, weights, wire)
         if key not in self._parts:
-            width = self.costs.weight_bytes if weights else self.costs.gradient_bytes
+            width = wire_width(wire, self.costs.weight_bytes if weights else self.costs.gradient_bytes)
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
             delay = self._latency(sender, receiver)
             self._parts[key] = self._load(iter([(sender, receiver, elements)]), width, delay)
@@ -167,7 +168,7 @@ class Transfers:
             return self.costs.inside.latency_s
         return max(self.costs.node_link(here).latency_s, self.costs.node_link(there).latency_s)
 
-    def _load(self, moved: Iterator[Message], width: int, delay: float) -> Load:
+    def _load(self, moved: Iterator[Message], width: float, delay: float) -> Load:
         ports: dict[Port, float] = {}
         sent: dict[int, float] = {}
         received: dict[int, float] = {}

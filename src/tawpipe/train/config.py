@@ -48,6 +48,11 @@ class ScheduleConfig:
     backwards: none:4,selective:8,full."""
     offloaded_layers: int = bounded(0, minimum=0)
     """The inputs of so many first layers wait for their backward pass in the host's memory."""
+    weights_wire: Literal["dtype", "int8", "fp8"] = "dtype"
+    """In what weights travel between nodes: as --dtype says, or in 8 bits with a scale for every 256 of them, which
+    changes the numbers; docs/knobs.md has what it cost in a run."""
+    gradients_wire: Literal["dtype", "int8", "fp8"] = "dtype"
+    """In what gradients travel between nodes: as reduce_dtype says, or in 8 bits likewise."""
     gradient_buffers: int = bounded(2, minimum=1)
     """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
     reduce_dtype: Literal["float32", "same"] = "float32"

@@ -133,6 +133,8 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         gradients_scope=chosen.gradients_scope,
         recompute=chosen.recompute,
         offloaded_layers=chosen.offloaded_layers,
+        weights_wire=chosen.weights_wire,
+        gradients_wire=chosen.gradients_wire,
         dtype=dtype,
         reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
         clip_norm=settings.clip_norm or None,
