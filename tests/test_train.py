@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -157,6 +158,28 @@ def test_under_torchrun(trained):
     done = run(trained, "torchrun", "--steps", "2", program=torchrun)
     assert done.returncode == 0, done.stderr
     assert "2 processes = 1 node x 2" in done.stdout
+
+
+def test_nodes_of_different_sizes(trained):
+    """Two processes on one machine and one on another: three groups of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    places = [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    words = [sys.executable, *command(trained, "uneven", "--steps", "2")]
+    processes = []
+    for rank, (node, local, size) in enumerate(places):
+        own = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
+        variables = {key: str(value) for key, value in own.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(words, env=environment() | variables, **pipes))
+    said = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert "3 processes = 2 nodes of 2, 1, scheduled as 3 groups of 1" in said[0][0]
+    assert [row["loss"] for row in rows(trained, "uneven")] == pytest.approx(
+        [row["loss"] for row in rows(trained, "first")[:2]], rel=1e-4
+    )
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(trained):

@@ -1,5 +1,5 @@
-"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports schedule
-only.
+"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports topology
+and schedule only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tawpipe.schedule.spec import Schedule, wire_width
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
+from tawpipe.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,17 @@ class Costs:
     host_bytes: int = 0
 
 
-def costs(schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, int]) -> Costs:
+def costs(
+    schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, int], nodes: Topology | None = None
+) -> Costs:
     """Add up a schedule.
 
     Args:
         activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
+        nodes: the real ones, where the schedule was built for others.
     """
     ranks = range(schedule.topology.world_size)
-    traffic = link_elements(schedule)
+    traffic = link_elements(schedule, physical=nodes)
     trained = widths.master * (2 + widths.optimizer_states) + (widths.weight if widths.weight != widths.master else 0)
     home = [
         schedule.home_elements(rank, trainable=True) * trained

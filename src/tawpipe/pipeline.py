@@ -360,7 +360,7 @@ class Pipeline:
         boundary = tokens * hidden * self.dtype.itemsize
         sizes = {"x": boundary, "dx": boundary, "host": boundary}
         sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
-        return costs(self.schedule(rows), widths, activation_bytes=sizes)
+        return costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
 
     @cached_property
     def _kept_per_token(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from tawpipe.errors import UserError
 
@@ -17,7 +18,8 @@ class Topology:
     """The mesh of processes: the outer axis is the slow link between nodes, the inner one the fast link inside a node.
 
     Args:
-        nodes: for every node the global ranks on it, in the order of their local ranks. All nodes have equally many.
+        nodes: for every node the global ranks on it, in the order of their local ranks. Schedules need equally many on
+            all nodes, see ``evened``.
 
     >>> topology = Topology.grid(2, 3)
     >>> topology.nodes
@@ -31,11 +33,6 @@ class Topology:
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.nodes for rank in node)
         assert ranks == list(range(len(ranks))) and ranks, f"ranks must be 0..n-1, each once: {self.nodes}"
-        sizes = {len(node) for node in self.nodes}
-        if len(sizes) > 1:
-            raise UserError(
-                "topology", f"nodes of {sorted(sizes)} processes", "every node must run the same number of processes"
-            )
 
     @classmethod
     def grid(cls, num_nodes: int, local_size: int) -> Topology:
@@ -58,17 +55,35 @@ class Topology:
             raise UserError("RANK", found, "ranks that count up through the local ranks of node after node")
         return cls(found)
 
+    def evened(self) -> Topology:
+        """The same ranks on equally large nodes: where they are not, each is cut into groups of as many as divide all.
+
+        Every device then keeps as much as every other, and the busiest link carries no more than it must: neighbouring
+        groups are neighbours in the ring of a rail, so that what passes between two of one machine stays in it.
+
+        >>> Topology(((0, 1, 2, 3), (4, 5))).evened().nodes
+        ((0, 1), (2, 3), (4, 5))
+        """
+        size = gcd(*map(len, self.nodes))
+        return Topology(tuple(node[i : i + size] for node in self.nodes for i in range(0, len(node), size)))
+
+    @property
+    def is_even(self) -> bool:
+        return len({len(node) for node in self.nodes}) == 1
+
     @property
     def num_nodes(self) -> int:
         return len(self.nodes)
 
     @property
     def local_size(self) -> int:
+        """Ranks on every node; there is no such number where nodes differ."""
+        assert self.is_even, self.nodes
         return len(self.nodes[0])
 
     @property
     def world_size(self) -> int:
-        return self.num_nodes * self.local_size
+        return sum(map(len, self.nodes))
 
     @cached_property
     def _position(self) -> dict[int, tuple[int, int]]:
@@ -96,6 +111,10 @@ class Topology:
     def __str__(self) -> str:
         processes = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
         nodes = f"{self.num_nodes} node" + ("s" if self.num_nodes > 1 else "")
+        if not self.is_even:
+            even = self.evened()
+            sizes = ", ".join(str(len(node)) for node in self.nodes)
+            return f"{processes} = {nodes} of {sizes}, scheduled as {even.num_nodes} groups of {even.local_size}"
         return f"{processes} = {nodes} x {self.local_size}"
 
 

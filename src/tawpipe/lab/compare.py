@@ -223,6 +223,8 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "link_bytes_sent": [statistics.median(column) for column in zip(*reading["sent"], strict=True)],
         "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
         "exposed_communication_s": statistics.median(reading["exposed"]) if reading["exposed"] else None,
+        "idle_start_s": statistics.median(reading["idle_start"]) if reading["idle_start"] else None,
+        "idle_end_s": statistics.median(reading["idle_end"]) if reading["idle_end"] else None,
         "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
         "node_delay_s": reading["delays"],
         "cpu_busy": busy,

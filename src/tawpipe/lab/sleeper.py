@@ -7,6 +7,7 @@ the same one.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -107,15 +108,25 @@ class Sleeper:
     Attributes:
         asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
         delay_s: the seconds that disturbances have added to that.
+        first_s, last_s: on the clock of ``time.perf_counter``, when it began to compute first since ``forget``, and when
+            it last ended; nan if it did not.
         pace: at which it computes; the harness sets it.
     """
 
     def __init__(self, busy: BusyTime) -> None:
         self.busy, self.asked_s, self.delay_s, self.pace = busy, 0.0, 0.0, Pace()
+        self.forget()
+
+    def forget(self) -> None:
+        """What is computed from now on is the first."""
+        self.first_s = self.last_s = math.nan
 
     def compute(self, seconds: float) -> None:
         needed = self.pace.seconds(seconds)
         self.asked_s += seconds
         self.delay_s += needed - seconds
+        if math.isnan(self.first_s):
+            self.first_s = time.perf_counter()
         with self.busy("COMPUTE"):
             time.sleep(needed)
+        self.last_s = time.perf_counter()

@@ -18,7 +18,7 @@ COLUMNS = (
     "dependency bound",
     "of it",
     "MB sent per node (predicted)",
-    "not computing s",
+    "not computing s (at the start, at the end)",
     "CPU",
     "peak GiB",
 )
@@ -102,6 +102,13 @@ def _number(value: float | None, places: int) -> str:
     return "-" if value is None else f"{value:.{places}f}"
 
 
+def _idle(row: dict[str, Any]) -> str:
+    """Seconds in which a device did not compute, and those before its first and after its last computing."""
+    edges = row.get("idle_start_s"), row.get("idle_end_s")
+    whole = _number(row["exposed_communication_s"], 2)
+    return whole if None in edges else f"{whole} ({edges[0]:.2f}, {edges[1]:.2f})"
+
+
 def _table_row(row: dict[str, Any], num_columns: int) -> str:
     if "seconds_per_step" not in row:
         empty = "| " * (num_columns - 3)
@@ -119,7 +126,7 @@ def _table_row(row: dict[str, Any], num_columns: int) -> str:
         _number(dependency, 2),
         _number(dependency and dependency / median, 3),
         f"{sent:.1f} ({predicted:.1f})",
-        _number(row["exposed_communication_s"], 2),
+        _idle(row),
         f"{row['cpu_busy']:.0%}",
         _number(row["peak_gib"], 2),
     ]

@@ -45,6 +45,10 @@ class Readings:
     """Share of the machine's processors that were busy, in every step."""
     exposed: list[float] = field(default_factory=list)
     """Seconds of every step in which a device did not compute, mean over the ranks; nothing for a real workload."""
+    idle_start: list[float] = field(default_factory=list)
+    """Seconds of every step before a device computed, mean over the ranks; nothing for a real workload."""
+    idle_end: list[float] = field(default_factory=list)
+    """Seconds of every step after a device had computed, likewise."""
     loss: list[float] = field(default_factory=list)
     """Of every step; nothing for a timed workload."""
     delays: list[list[float]] = field(default_factory=list)
@@ -125,6 +129,7 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     traffic, ticks, begin = own_traffic(), _processor_ticks(), time.perf_counter()
     if sleeper is not None:
         sleeper.pace.begin(sample)
+        sleeper.forget()
     contender.step()
     dist.barrier()
     seconds = time.perf_counter() - begin
@@ -133,6 +138,8 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     sent, received = _gather(float(moved.sent)), _gather(float(moved.received))
     computing = _gather(busy.get("COMPUTE", 0.0))
     lanes = {name: sum(_gather(busy.get(name, 0.0))) / topology.world_size for name in _all_lanes(busy)}
+    edges = (sleeper.first_s - begin, begin + seconds - sleeper.last_s) if sleeper is not None else (0.0, 0.0)
+    idle = [sum(_gather(edge)) / topology.world_size for edge in edges]
     delays = _gather(sleeper.delay_s - before if sleeper is not None else 0.0)
     loss = None if contender.loss_share is None else sum(_gather(contender.loss_share))
     if sample < 0:
@@ -145,6 +152,8 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     reading.cpu_busy.append((after[0] - ticks[0]) / total if total else 0.0)
     if sleeper is not None:
         reading.exposed.append(seconds - sum(computing) / len(computing))
+        reading.idle_start.append(idle[0])
+        reading.idle_end.append(idle[1])
     if loss is not None:
         reading.loss.append(loss)
     reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])

@@ -21,8 +21,10 @@ class World:
     """This process among the others.
 
     Args:
+        topology: what schedules take for nodes, all of them equally large.
         group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
         patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
+        uneven: the real nodes where these are not equally large.
     """
 
     topology: Topology
@@ -30,6 +32,12 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None
     patient: dist.ProcessGroup | None = None
+    uneven: Topology | None = None
+
+    @property
+    def nodes(self) -> Topology:
+        """The real nodes."""
+        return self.uneven or self.topology
 
     @property
     def size(self) -> int:
@@ -149,4 +157,5 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         topology = Topology.grid(nodes, launch.world_size // nodes)
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
     assert isinstance(patient, dist.ProcessGroup)
-    return World(topology, launch.rank, picked, dist.group.WORLD, patient)
+    uneven = None if topology.is_even else topology
+    return World(topology.evened(), launch.rank, picked, dist.group.WORLD, patient, uneven)

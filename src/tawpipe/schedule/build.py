@@ -121,7 +121,7 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
     if unknown := set(knobs.recompute) - set(KEPT):
         raise UserError("schedule.recompute", sorted(unknown), f"of {', '.join(KEPT)}")
     assert len(knobs.recompute) in (0, len(model.blocks)) and kinds <= {"layer"}
-    assert len(knobs.micro_batches) == topology.world_size
+    assert len(knobs.micro_batches) == topology.world_size and topology.is_even
 
 
 def _build(name: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, training: bool) -> Schedule:

@@ -191,7 +191,7 @@ class Training:
             seed=self.config.seed,
             fingerprint=self.data.fingerprint,
             data_state=self.data.train.state_dict(self.samples),
-            topology=str(self.world.topology),
+            topology=str(self.world.nodes),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 

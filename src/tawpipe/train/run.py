@@ -39,7 +39,7 @@ def run(config: TrainConfig) -> int:
         timeout=timedelta(seconds=config.timeouts.first_step_s),
     )
     console = Console(world.rank)
-    console.topology(f"{world.topology} on {_device_name(world)}")
+    console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
     pipeline = _make_pipeline(config, world, data)
     checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
@@ -95,7 +95,7 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
         sequence_length=config.sequence_length,
         seed=config.seed,
         model=None if folder is None else str(folder),
-        leader=world.topology.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
+        leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
         barrier=world.wait_patiently,
     )
     world.require_same(data.fingerprint, "--data", "the same files and tokenizer on every machine")
@@ -188,7 +188,7 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
         ("strategy", said.strategy),
         ("schedule", said.schedule),
     ]
-    if pipeline.world.topology.num_nodes > 1:
+    if pipeline.world.nodes.num_nodes > 1:
         most = max(said.link_sent_bytes)
         rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
     rows += [

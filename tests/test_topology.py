@@ -1,0 +1,36 @@
+"""Nodes of different sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tawpipe.costs import Widths, costs
+from tawpipe.schedule.build import build_training
+from tawpipe.schedule.spec import Knobs, share_micro_batches
+from tawpipe.topology import Topology
+from schedules import llama
+
+ODD = Topology(((0, 1, 2, 3), (4, 5)))
+
+
+def test_uneven_nodes_are_cut_into_groups():
+    assert ODD.evened() == Topology.grid(3, 2)
+    assert Topology(((0, 1, 2), (3, 4))).evened() == Topology.grid(5, 1)
+    assert Topology.grid(2, 4).evened() == Topology.grid(2, 4)
+    assert str(ODD) == "6 processes = 2 nodes of 4, 2, scheduled as 3 groups of 2"
+    assert ODD.world_size == 6 and not ODD.is_even and [ODD.node_of(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+
+
+def test_the_busiest_link_carries_no_more_than_it_must():
+    """A node with a third of the devices has a third of every unit: the other two thirds must come in."""
+    knobs = Knobs("spread", share_micro_batches(6, 6), reuse=False)
+    schedule = build_training(llama(4), ODD.evened(), knobs)
+    said = costs(schedule, Widths(4, 4, 4, 2), activation_bytes={}, nodes=ODD)
+    visits = [action for action in schedule.programs[0] if action.collective == "all_gather" and action.group == "rail"]
+    gathered = sum(schedule.homes[action.unit].padded for action in visits) * 4
+    reduced = sum(home.padded for home in schedule.homes) * 4
+    assert len(said.link_sent_bytes) == 2
+    assert said.link_received_bytes[1] == pytest.approx((gathered + reduced) * 2 / 3, rel=0.02)
+    assert said.link_sent_bytes == said.link_received_bytes
+    even = [sum(home.stripe for home in schedule.homes if home.index(rank) is not None) for rank in range(6)]
+    assert len(set(even)) == 1
