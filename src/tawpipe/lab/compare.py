@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tawpipe.costs import Widths, costs
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload_costs
@@ -190,6 +191,17 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
     return shipped_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
 
 
+def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
+    """GiB that the schedule of a timed workload says a rank needs; None for other strategies and workloads."""
+    workload = cell.workload
+    if isinstance(workload, RealWorkload) or entry.strategy not in ours.NAMES:
+        return None
+    schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.knobs)
+    widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
+    said = costs(schedule, widths, activation_bytes={"x": workload.activation_bytes})
+    return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
+
+
 def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "suite": suite.name,
@@ -206,6 +218,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         bounds = bounds_of(cell, entry)
         row["physical_bound_s"], row["dependency_bound_s"] = bounds.physical_s, bounds.dependency_s
         row["link_bytes_predicted"] = [round(number) for number in bounds.sent_bytes]
+        row["peak_gib_predicted"] = _predicted_memory(cell, entry) if suite.memory else None
     except UserError as error:
         reading = reading if reading.get("failed") else {"failed": str(error)}
     if reason := reading.get("failed"):

@@ -20,7 +20,7 @@ COLUMNS = (
     "MB sent per node (predicted)",
     "not computing s (at the start, at the end)",
     "CPU",
-    "peak GiB",
+    "peak GiB (predicted)",
 )
 LOSS = "loss of the last step"
 """A column more, where a real model was trained."""
@@ -128,7 +128,7 @@ def _table_row(row: dict[str, Any], num_columns: int) -> str:
         f"{sent:.1f} ({predicted:.1f})",
         _idle(row),
         f"{row['cpu_busy']:.0%}",
-        _number(row["peak_gib"], 2),
+        _number(row["peak_gib"], 2) + (f" ({said:.2f})" if (said := row.get("peak_gib_predicted")) else ""),
     ]
     if _is_real(row):
         columns.append(_number(row["loss"][-1], 5))
