@@ -78,8 +78,16 @@ def lab(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def trace(argv: Sequence[str]) -> int:
+    """``tawpipe trace``: a recorded step as a picture and for trace viewers."""
+    from tawpipe.report.command import trace as run
+
+    return run(argv)
+
+
 COMMANDS = {
     "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
+    "trace": Command("show when everything in a recorded step ran: a picture and a trace to zoom into", trace),
     "lab": Command("make a cluster with unequal links out of one machine, and measure in it", lab),
 }
 

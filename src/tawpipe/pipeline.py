@@ -32,8 +32,9 @@ from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
-from tawpipe.runtime.state import load_state, save_state
 from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.state import load_state, save_state
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
@@ -222,7 +223,9 @@ class Pipeline:
         """
         return self._deal.shares(rows)
 
-    def step(self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0) -> StepResult:
+    def step(
+        self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
+    ) -> StepResult:
         """Forward, backward and update on one global batch. Returns while the step still runs.
 
         Args:
@@ -230,6 +233,7 @@ class Pipeline:
                 convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
                 only this rank's part of it.
             rate: multiplies the learning rates that the optimizer was made with; what else sets them is overwritten.
+            recording: takes down when the step's actions run; complete after ``drain``.
 
         Raises:
             RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
@@ -239,7 +243,7 @@ class Pipeline:
             self._check(self._recent.popleft())
         local = self._deal.local(batch)
         self._set_training(True)
-        result = self._play(local, training=True, rate=rate)
+        result = self._play(local, training=True, rate=rate, recording=recording)
         self._recent.append(result)
         self.step_number += 1
         self._generation += 1
@@ -288,7 +292,9 @@ class Pipeline:
         outcome = "they have reached the weights: finite_check is off" if early else "the update was left out"
         raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
 
-    def _play(self, local: LocalBatch, *, training: bool, rate: float) -> StepResult:
+    def _play(
+        self, local: LocalBatch, *, training: bool, rate: float, recording: Recording | None = None
+    ) -> StepResult:
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
             self._deal.numbered(local),
@@ -296,7 +302,7 @@ class Pipeline:
             seed=self.seed if training else None,
             step=self.step_number,
         )
-        return self.executor.play(schedule, given, UpdateRule(self.clip_norm, rate))
+        return self.executor.play(schedule, given, UpdateRule(self.clip_norm, rate), recording=recording)
 
     # state
 

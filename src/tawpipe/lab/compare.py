@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -30,10 +31,12 @@ from tawpipe.lab.cluster_rates import parse_rates
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.workload import RealWorkload, spell_out
+from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
 CLUSTER = "tawpipe-compare"
+TRACES = "traces"
 BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
 LARGEST_DIFFERENCE = 1e-4
@@ -46,11 +49,14 @@ them.
 """
 
 
-def compare(suite: Suite, out: Path, *, tell: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def compare(
+    suite: Suite, out: Path, *, traces: bool = False, tell: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
     """Run a suite and write its results; the rows.
 
     Args:
         out: a folder; what it holds of an earlier run is replaced.
+        traces: draw a step of every strategy in our runtime, into ``out/traces``.
         tell: is given a line for every launch and row.
 
     Raises:
@@ -60,7 +66,7 @@ def compare(suite: Suite, out: Path, *, tell: Callable[[str], None] = print) -> 
     rows: list[dict[str, Any]] = []
     for cell in suite.cells:
         tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}")
-        for row in _measure_cell(suite, cell, tell):
+        for row in _measure_cell(suite, cell, tell, out / "traces" if traces else None):
             row |= disturbance(row, rows)
             rows.append(row)
             tell(_line(row))
@@ -82,7 +88,9 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
     write_chart(suite.name, rows, out / "chart.png")
 
 
-def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def _measure_cell(
+    suite: Suite, cell: Cell, tell: Callable[[str], None], pictures: Path | None
+) -> list[dict[str, Any]]:
     """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
@@ -93,9 +101,13 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None]) -> list
     ):
         while len(failed) < len(suite.strategies):
             tried = [i for i in range(len(suite.strategies)) if i not in failed]
-            ended = _launch(cluster, Path(folder), suite, cell, tried, warmup=suite.warmup, samples=suite.samples)
+            samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": pictures is not None}
+            ended = _launch(cluster, Path(folder), suite, cell, tried, **samples)
             if isinstance(ended, list):
                 found = dict(zip(tried, ended, strict=True))
+                if pictures is not None:
+                    for number, i in enumerate(tried):
+                        _draw(Path(folder) / TRACES / str(number), cell, suite.strategies[i], pictures)
                 break
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
@@ -140,7 +152,15 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
 
 
 def _launch(
-    cluster: Cluster, folder: Path, suite: Suite, cell: Cell, tried: list[int], *, warmup: int, samples: int
+    cluster: Cluster,
+    folder: Path,
+    suite: Suite,
+    cell: Cell,
+    tried: list[int],
+    *,
+    warmup: int,
+    samples: int,
+    traces: bool = False,
 ) -> list[dict[str, Any]] | tuple[int, str]:
     """Readings of the strategies, or which of them ended the launch, and why."""
     job, result = folder / "job.json", folder / "result.json"
@@ -154,6 +174,7 @@ def _launch(
         "entries": entries,
         "warmup": warmup,
         "samples": samples,
+        "traces": str(folder / TRACES) if traces else "",
     }
     job.write_text(json.dumps(content), encoding="utf-8")
     command = [sys.executable, "-m", "tawpipe.lab.worker", str(job), str(result)]
@@ -170,6 +191,17 @@ def _launch(
             raise
         return tried[int(running.read_text())], str(error)
     return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
+    """The picture and the trace of a recorded step, where there is one."""
+    if not recording.is_dir():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    bars = executed_bars(recording)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cell.name} {entry.label}").strip("-")
+    write_chrome_trace(bars, out / f"{name}.json")
+    draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 
 
 def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:

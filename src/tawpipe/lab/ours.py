@@ -35,6 +35,7 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import Executor, UpdateRule
 from tawpipe.runtime.optimizer import UnitOptimizers, adamw
+from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Lane
@@ -202,6 +203,13 @@ class OurContender:
     def step(self) -> None:
         self._executor.play(self.schedule, self._given, self._rule)
         self._executor.drain()
+
+    def record(self) -> Recording:
+        """One more step, with the times of its actions."""
+        recording = Recording(torch.device("cpu"), 0)
+        self._executor.play(self.schedule, self._given, self._rule, recording=recording)
+        self._executor.drain()
+        return recording
 
     def busy(self) -> dict[str, float]:
         return self._busy.take()

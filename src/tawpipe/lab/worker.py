@@ -85,6 +85,9 @@ def main(job_path: str, result_path: str) -> int:
             if contender is not None:
                 _note(result_path, rank, number)
                 _measure(contender, reading, topology, rank, sample)
+    for number, contender in enumerate(contenders):
+        if job["traces"] and isinstance(contender, ours.OurContender):
+            _record(contender, Path(job["traces"]) / str(number), topology, rank)
     for contender, reading in zip(contenders, readings, strict=True):
         if contender is not None:
             reading.knobs = dict(contender.knobs)
@@ -159,6 +162,15 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
     reading.delays.append([sum(delays[r] for r in node) / len(node) for node in topology.nodes])
     for name, value in lanes.items():
         reading.lanes[name] = reading.lanes.get(name, 0.0) + value
+
+
+def _record(contender: ours.OurContender, folder: Path, topology: Topology, rank: int) -> None:
+    """Leave the timeline of one more step in ``folder``."""
+    if contender.sleeper is not None:
+        contender.sleeper.pace.begin(0)
+    dist.barrier()
+    contender.record().write(folder, rank=rank, node=topology.node_of(rank))
+    dist.barrier()
 
 
 def _all_lanes(busy: dict[str, float]) -> list[str]:

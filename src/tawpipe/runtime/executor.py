@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 from tawpipe.errors import RunError
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
+from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Lane, Op
@@ -168,8 +169,14 @@ class Executor:
                     self._buffers[name] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
                 assert self._buffers[name].numel() == pool.elements
 
-    def play(self, schedule: Schedule, given: StepInput, rule: UpdateRule) -> StepResult:
-        """Issue one step. Returns before it has ended; the result's values arrive with its NORM."""
+    def play(
+        self, schedule: Schedule, given: StepInput, rule: UpdateRule, *, recording: Recording | None = None
+    ) -> StepResult:
+        """Issue one step. Returns before it has ended; the result's values arrive with its NORM.
+
+        Args:
+            recording: takes down when the actions run.
+        """
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
@@ -178,8 +185,9 @@ class Executor:
         for lane in self._lanes.values():
             lane.begin_step()
         try:
-            for action in schedule.programs[self.rank]:
-                event = self._submit(action, partial(self._run[action.op], action, step))
+            for index, action in enumerate(schedule.programs[self.rank]):
+                run: Callable[[], None] = partial(self._run[action.op], action, step)
+                event = self._submit(action, recording.around(index, str(action), run) if recording else run)
                 if action.op is Op.NORM:
                     ended = event
         except BaseException as error:  # on CUDA actions run here

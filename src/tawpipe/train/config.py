@@ -112,6 +112,9 @@ class LogConfig:
     """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
     tensorboard: bool = True
     """Write TensorBoard files under tensorboard/ in the output folder."""
+    trace_step: int = bounded(0, minimum=0)
+    """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
+    step."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,15 @@ from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
+from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.console import Console
 from tawpipe.train.metrics import MetricsWriter, mfu, peak_flops, peak_memory_bytes, training_flops
+
+TRACES = "traces"
+"""Folder in the output folder."""
 
 
 @dataclass
@@ -99,7 +103,14 @@ class Training:
         factor = learning_rate_factor(
             step, steps=config.steps, warmup=settings.warmup_steps, least=settings.min_learning_rate_ratio
         )
-        result = pipeline.step(batch, rate=factor)
+        recording = Recording(self.world.device, step + 1) if step + 1 == config.log.trace_step else None
+        if recording is not None:
+            pipeline.drain()  # so that the picture shows one step and nothing else
+        result = pipeline.step(batch, rate=factor, recording=recording)
+        if recording is not None:
+            pipeline.drain()
+            folder = config.output_path / TRACES / f"step-{step + 1:08}"
+            recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
         self.samples += config.global_batch
         lengths = [length for one in batch.micro_batches for length in one.lengths]
         self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, lengths))

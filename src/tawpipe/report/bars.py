@@ -1,0 +1,89 @@
+"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them. Imports errors, schedule
+and simulate.
+
+A recording is a folder with a JSON file of every rank, which ``runtime.recording`` writes:
+``{"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``, seconds
+since the first of them on any rank, as far as the clocks of the machines agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane
+from tawpipe.simulate.timeline import Timeline
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One action in time, in seconds.
+
+    Args:
+        start: the lane is free for it from here on.
+        begin: it is under way. What lies before is waiting: in a prediction for whatever it needs, in a recording for
+            what it needs on its own rank; there, waiting for other ranks is part of the bar.
+        end: it is done.
+    """
+
+    rank: int
+    node: int
+    action: Action
+    start: float
+    begin: float
+    end: float
+
+
+def predicted_bars(timeline: Timeline, *, step: int | None = None) -> list[Bar]:
+    """Of one step of a play, the steady one by default; seconds since its first bar begins."""
+    step = timeline.steady_step if step is None else step
+    ranks = range(timeline.schedule.topology.world_size)
+    spans = [span for rank in ranks for span in timeline.spans(rank, step=step)]
+    zero = min((span.begin for span in spans), default=0.0)
+    nodes = timeline.physical
+    return [
+        Bar(span.rank, nodes.node_of(span.rank), span.action, span.start - zero, span.begin - zero, span.end - zero)
+        for span in spans
+    ]
+
+
+def executed_bars(folder: Path) -> list[Bar]:
+    """Of a recorded step.
+
+    Raises:
+        UserError: no recording, or not one of this format.
+    """
+    files = sorted(folder.glob("rank-*.json"))
+    if not files:
+        raise UserError("trace", folder, "a folder with rank-*.json, which a run with --log.trace-step writes")
+    bars: list[Bar] = []
+    for path in files:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise UserError("trace", path, f"a recording of format {FORMAT}, not {content['format']}")
+            free: dict[Lane, float] = {}
+            for text, begin, end in content["spans"]:
+                action = Action.parse(text)
+                start = min(begin, free.get(action.lane, begin))
+                bars.append(Bar(content["rank"], content["node"], action, start, begin, end))
+                free[action.lane] = end
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError("trace", path, f"a recording of a step ({error})") from error
+    zero = min((bar.begin for bar in bars), default=0.0)
+    return [
+        Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars
+    ]
+
+
+def first_of_nodes(bars: Iterable[Bar]) -> list[int]:
+    """The lowest rank of every node: the ranks of a node do alike."""
+    lowest: dict[int, int] = {}
+    for bar in bars:
+        lowest[bar.node] = min(bar.rank, lowest.get(bar.node, bar.rank))
+    return sorted(lowest.values())

@@ -1,0 +1,106 @@
+"""A timeline as a picture. Imports report; matplotlib when it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tawpipe.errors import UserError
+from tawpipe.report.bars import Bar, first_of_nodes
+from tawpipe.schedule.actions import Lane, Op, is_weight
+
+KINDS = {
+    "forward": "#4c78a8",
+    "backward": "#1f4e79",
+    "update": "#7a5195",
+    "weights between nodes": "#e4572e",
+    "weights inside a node": "#f3a683",
+    "gradients between nodes": "#2e933c",
+    "gradients inside a node": "#9bc995",
+    "sums, norm": "#8d99ae",
+    "host": "#c9a227",
+}
+"""What is told apart, and its colour."""
+WAITING = "#e8e8e8"
+SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def kind_of(bar: Bar) -> str:
+    """One of ``KINDS``."""
+    action = bar.action
+    if action.op in (Op.OFFLOAD, Op.RELOAD):
+        return "host"
+    if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
+        what = "weights" if is_weight((*action.reads, *action.writes)[0]) else "gradients"
+        far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
+        return f"{what} {'between nodes' if far else 'inside a node'}"
+    known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}
+    return known.get(action.op, "sums, norm")
+
+
+def draw_timeline(
+    timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path, *, ranks: Sequence[int] | None = None, title: str = ""
+) -> None:
+    """Lanes over seconds, one row for every lane that a rank uses; several timelines one below the other.
+
+    Args:
+        timelines: each with its name, for example ``predicted`` and ``executed``.
+        path: ends with .svg, .png or .pdf.
+        ranks: which are drawn; by default the first of every node.
+
+    Raises:
+        UserError: another suffix, or a rank that is not there.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError("picture", path, f"a name that ends with {', '.join(SUFFIXES)}")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    rows = [(name, bars, rank, lane) for name, bars in timelines for rank, lane in _rows(bars, ranks)]
+    figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.26 * len(rows)))
+    for number, (_, bars, rank, lane) in enumerate(rows):
+        mine = [bar for bar in bars if bar.rank == rank and bar.action.lane is lane]
+        waits = [(bar.start, bar.begin - bar.start) for bar in mine if bar.begin > bar.start]
+        axes.broken_barh(waits, (number - 0.3, 0.6), color=WAITING, linewidth=0)
+        for kind, color in KINDS.items():
+            spans = [(bar.begin, bar.end - bar.begin) for bar in mine if kind_of(bar) == kind]
+            if spans:
+                axes.broken_barh(spans, (number - 0.38, 0.76), facecolor=color, edgecolor="white", linewidth=0.3)
+    several = len(timelines) > 1
+    axes.set_yticks(
+        range(len(rows)), [f"{name + ', ' if several else ''}rank {rank} {lane}" for name, _, rank, lane in rows]
+    )
+    for number, (above, below) in enumerate(zip(rows, rows[1:], strict=False)):
+        if above[0] != below[0] or above[2] != below[2]:
+            axes.axhline(number + 0.5, color="#444", linewidth=0.6 if above[0] == below[0] else 1.6)
+    axes.invert_yaxis()
+    axes.set_xlim(min((bar.begin for _, bars in timelines for bar in bars), default=0), None)
+    axes.set_xlabel("seconds")
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=10)
+    drawn = {kind_of(bar) for _, bars in timelines for bar in bars}
+    handles = [Patch(color=color, label=kind) for kind, color in KINDS.items() if kind in drawn]
+    axes.legend(
+        handles=[*handles, Patch(color=WAITING, label="waiting")],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.55 / (1.4 + 0.26 * len(rows)) - 0.02),
+        ncols=5,
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _rows(bars: Sequence[Bar], ranks: Sequence[int] | None) -> list[tuple[int, Lane]]:
+    used = {(bar.rank, bar.action.lane) for bar in bars}
+    chosen = first_of_nodes(bars) if ranks is None else list(ranks)
+    known = sorted({rank for rank, _ in used})
+    if missing := [rank for rank in chosen if rank not in known]:
+        raise UserError("--ranks", missing[0], f"some of {', '.join(map(str, known))}")
+    return [(rank, lane) for rank in chosen for lane in Lane if (rank, lane) in used]
