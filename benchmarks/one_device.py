@@ -51,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--per-visit", type=int, default=2, help="micro-batches per visit of ours")
     parser.add_argument("--dtype", default="bfloat16" if CUDA else "float32", choices=["float32", "bfloat16"])
     parser.add_argument("--recompute", default="full", choices=["full", "none"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile every layer")
     parser.add_argument("--contenders", default="ours,plain,fsdp2", help="which of them, in what order")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
@@ -69,6 +70,7 @@ class Ours:
             optimizer=adamw(),
             micro_batches_per_visit=args.per_visit,
             recompute=args.recompute,
+            compile_layers=args.compile,
             dtype=getattr(torch, args.dtype),
             chunk_tokens=CHUNK_TOKENS,
         )
@@ -110,6 +112,9 @@ class Plain:
         self.model.train()
         if args.recompute == "full":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.compile:
+            for layer in self.model.model.layers:
+                layer.compile()
         self.parameters, self.masters = self.prepare()
         groups = [
             {"params": [p for p in self.masters if p.ndim > 1], "weight_decay": 0.1},

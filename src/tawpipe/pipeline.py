@@ -82,6 +82,7 @@ class Pipeline:
         finite_check: whether updates wait for the check that loss and gradient norm are finite. Without it and without
             clipping every unit is updated as soon as its gradient is complete; numbers that are not finite have then
             reached the weights when ``step``, ``drain`` or ``save`` says so.
+        compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
         chunk_tokens: tokens for which logits exist at one time.
         seed: of initial weights and of dropout. With dropout, torch's default generators are seeded in every block, so
             that numbers depend on (seed, step, micro-batch, block) alone: draw yours from generators of your own.
@@ -117,6 +118,7 @@ class Pipeline:
         reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
         finite_check: bool = True,
+        compile_layers: bool = False,
         chunk_tokens: int = 1024,
         seed: int = 0,
         world: World | None = None,
@@ -173,6 +175,8 @@ class Pipeline:
         self.storage.fill(source, self.world.group, self.world.size)
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
+        if compile_layers:
+            self.chain.compile_layers()
         del source
         trainable = {u: pieces for u, pieces in self.storage.pieces.items() if self.chain.units[u].trainable}
         self.optimizers = UnitOptimizers(trainable, optimizer or adamw())

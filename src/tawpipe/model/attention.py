@@ -103,6 +103,7 @@ def _check_mask_function(mask_function: Callable[..., Tensor], window: int | Non
         )
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -130,6 +130,14 @@ class Chain:
                 for index, parameter in enumerate(self._parameters[unit.index]):
                     parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
 
+    def compile_layers(self) -> None:
+        """Compile the layers with ``torch.compile`` when they first run; those of one kind share the code.
+
+        Attention stays outside: which kernel it takes depends on the documents of a micro-batch.
+        """
+        for layer in self._layers:
+            layer.compile()
+
     @cached_property
     def draws_random_numbers(self) -> bool:
         """Whether the model has dropout or noise, by its modules or by its config."""

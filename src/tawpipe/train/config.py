@@ -188,6 +188,8 @@ class TrainConfig(DataSettings):
     """Run Python code that comes with a model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto takes GPUs if there are any."""
+    compile: bool = False
+    """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

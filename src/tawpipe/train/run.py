@@ -139,6 +139,7 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
         clip_norm=settings.clip_norm or None,
         finite_check=settings.finite_check,
+        compile_layers=config.compile,
         chunk_tokens=chosen.loss_chunk_tokens,
         seed=config.seed,
         world=world,
