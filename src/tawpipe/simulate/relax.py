@@ -42,7 +42,7 @@ def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple
         if action.op is Op.EXCHANGE:
             sends = {t.buffer: current.get(t.buffer, t.buffer) for t in action.transfers if t.send}
             parts = (replace(t, buffer=sends[t.buffer] if t.send else fresh(t.buffer)) for t in action.transfers)
-            renamed.append(exchange(action.lane, tuple(parts), action.group))
+            renamed.append(exchange(action.lane, tuple(parts), action.group, wire=action.wire))
             continue
         reads = tuple(current.get(name, name) for name in action.reads)
         writes = tuple(current.get(name, name) if name in action.reads else fresh(name) for name in action.writes)
