@@ -98,8 +98,8 @@ def test_the_command(tmp_path, capsys):
     [
         (["nowhere"], "the output folder of a run"),
         (["."], "train with --log.trace-step"),
-        (["run", "--ranks", "5"], "--ranks: got 5; all, or some of 0"),
-        (["run", "--ranks", "x"], "--ranks: got x"),
+        (["run", "--ranks", "5"], "--ranks: got '5'; all, or some of 0"),
+        (["run", "--ranks", "x"], "--ranks: got 'x'"),
         (["broken"], "a recording of a step"),
     ],
 )

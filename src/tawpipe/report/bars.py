@@ -60,13 +60,13 @@ def executed_bars(folder: Path) -> list[Bar]:
     """
     files = sorted(folder.glob("rank-*.json"))
     if not files:
-        raise UserError("trace", folder, "a folder with rank-*.json, which a run with --log.trace-step writes")
+        raise UserError("trace", str(folder), "a folder with rank-*.json, which a run with --log.trace-step writes")
     bars: list[Bar] = []
     for path in files:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
-                raise UserError("trace", path, f"a recording of format {FORMAT}, not {content['format']}")
+                raise UserError("trace", str(path), f"a recording of format {FORMAT}, not {content['format']}")
             free: dict[Lane, float] = {}
             for text, begin, end in content["spans"]:
                 action = Action.parse(text)
@@ -74,7 +74,7 @@ def executed_bars(folder: Path) -> list[Bar]:
                 bars.append(Bar(content["rank"], content["node"], action, start, begin, end))
                 free[action.lane] = end
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError("trace", path, f"a recording of a step ({error})") from error
+            raise UserError("trace", str(path), f"a recording of a step ({error})") from error
     zero = min((bar.begin for bar in bars), default=0.0)
     return [
         Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars

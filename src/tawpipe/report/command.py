@@ -42,12 +42,12 @@ def find_recording(path: Path) -> Path:
         UserError: there is none.
     """
     if not path.is_dir():
-        raise UserError("RUN", path, "the output folder of a run, or a folder of a recorded step")
+        raise UserError("RUN", str(path), "the output folder of a run, or a folder of a recorded step")
     if any(path.glob("rank-*.json")):
         return path
     found = sorted(folder for folder in (path / "traces").glob("step-*") if any(folder.glob("rank-*.json")))
     if not found:
-        raise UserError("RUN", path, "a run with a recorded step: train with --log.trace-step N")
+        raise UserError("RUN", str(path), "a run with a recorded step: train with --log.trace-step N")
     return found[-1]
 
 

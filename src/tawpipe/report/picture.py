@@ -52,7 +52,7 @@ def draw_timeline(
         UserError: another suffix, or a rank that is not there.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError("picture", path, f"a name that ends with {', '.join(SUFFIXES)}")
+        raise UserError("picture", str(path), f"a name that ends with {', '.join(SUFFIXES)}")
     import matplotlib
 
     matplotlib.use("Agg")
