@@ -3,8 +3,8 @@
     python benchmarks/one_device.py                                      # a small model on the CPU
     python benchmarks/one_device.py --model llama-8b --layers 4 --sequence-length 32768       # on a GPU
 
-The same model, recomputation and precision in this project's runtime (``ours``), in a plain PyTorch loop (``plain``) and
-under FSDP2 with one rank (``fsdp2``). Single steps alternate, so that drift of the machine hits all alike. Writes
+The same model, recomputation and precision in this project's runtime (``ours``), in a plain PyTorch loop (``plain``)
+and under FSDP2 with one rank (``fsdp2``). Single steps alternate, so that drift of the machine hits all alike. Writes
 ``one-device.json`` into --out: seconds per step, tokens per second, MFU and, on CUDA, peak memory; for ours also the
 memory that the schedule predicts (without the working set of a layer), the CPU time of the issuing thread per action,
 and on CUDA the number of times that it waited for the device in a step.

@@ -45,7 +45,9 @@ def main() -> None:
     runs += [(weights, gradients, 0) for weights, gradients in WIRES[1:]]
     rows = []
     for weights, gradients, seed in runs:
-        rows.append({"weights": weights, "gradients": gradients, "seed": seed, **train(weights, gradients, seed, args.words)})
+        rows.append(
+            {"weights": weights, "gradients": gradients, "seed": seed, **train(weights, gradients, seed, args.words)}
+        )
         print(json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True)
     environment = {
         "versions": {"torch": torch.__version__},
@@ -82,15 +84,15 @@ def table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{environment['date']}, `{environment['command']}`, {len(first['losses'])} steps",
         "",
-        "| weights | gradients | seed | validation loss | against the first | training loss, last quarter, against it |",
+        "| weights | gradients | seed | validation loss | against the first | training loss, last quarter |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         off = statistics.mean(a - b for a, b in zip(row["losses"][-last:], first["losses"][-last:], strict=True))
         against = row["validation_loss"] - first["validation_loss"]
         lines.append(
-            f"| {row['weights']} | {row['gradients']} | {row['seed']} | {row['validation_loss']:.4f} | {against:+.4f} | "
-            f"{off:+.4f} |"
+            f"| {row['weights']} | {row['gradients']} | {row['seed']} | {row['validation_loss']:.4f} "
+            f"| {against:+.4f} | {off:+.4f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -176,8 +176,8 @@ def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, ro
 
 def scratch(world: World) -> tuple[int, int]:
     """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
-    wires = {"weights_wire": "int8", "gradients_wire": "fp8"}
-    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, **wires)
+    model = llama(torch.float32)
+    pipeline = Pipeline(model, world=world, strict=True, weights_wire="int8", gradients_wire="fp8")
     pipeline.step(batches(7)[0])
     pipeline.drain()
     held = sum(room.nbytes for room in pipeline.transport._scratch.values())

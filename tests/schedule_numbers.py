@@ -125,7 +125,9 @@ class Numbers:
             hazards: Hazards[Issued] = Hazards()
             for _ in range(steps):
                 for action in program:
-                    issued = Issued(rank, action, hazards.before(reads=action.reads, writes=action.writes, frees=action.frees))
+                    issued = Issued(
+                        rank, action, hazards.before(reads=action.reads, writes=action.writes, frees=action.frees)
+                    )
                     hazards.record(issued, reads=action.reads, writes=action.writes, frees=action.frees)
                     self.lanes.setdefault((rank, action.lane), deque()).append(issued)
         self.posted: dict[tuple, deque[tuple[Issued, Transfer]]] = {}

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from schedules import make, llama
+from schedules import llama, make
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.report import Bar, draw_timeline, executed_bars, gaps, predicted_bars, summary, write_chrome_trace
@@ -78,7 +78,7 @@ def test_pictures(bars, tmp_path, suffix):
 
 
 def test_what_cannot_be_drawn(bars, tmp_path):
-    with pytest.raises(UserError, match="ends with .svg"):
+    with pytest.raises(UserError, match=r"ends with \.svg"):
         draw_timeline([("a", bars)], tmp_path / "a.gif")
     with pytest.raises(UserError, match="--ranks: got 9; some of 0, 1, 2, 3"):
         draw_timeline([("a", bars)], tmp_path / "a.svg", ranks=[9])

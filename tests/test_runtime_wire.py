@@ -65,7 +65,9 @@ def test_bytes_and_room():
     scratch = Scratch(torch.device("cpu"))
     first = scratch.take("all", 3, 100, "fp8")
     assert first.shape == (3, wire_bytes(100, "fp8"))
-    assert scratch.take("all", 2, 100, "fp8").data_ptr() == first.data_ptr() != scratch.take("own", 1, 9, "fp8").data_ptr()
+    assert (
+        scratch.take("all", 2, 100, "fp8").data_ptr() == first.data_ptr() != scratch.take("own", 1, 9, "fp8").data_ptr()
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from schedules import llama
 from tawpipe.costs import Widths, costs
 from tawpipe.schedule.build import build_training
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
-from schedules import llama
 
 ODD = Topology(((0, 1, 2, 3), (4, 5)))
 

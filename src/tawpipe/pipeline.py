@@ -73,8 +73,8 @@ class Pipeline:
         recompute: what backward passes compute again: ``full``, ``selective`` (all but attention) or ``none``, for
             all layers, or from the last layer on: ``none:4,selective:8,full``.
         offloaded_layers: the inputs of so many first layers wait for their backward pass in the host's memory.
-        weights_wire, gradients_wire: in what weights and gradients travel between nodes: ``dtype`` (weights in ``dtype``,
-            gradients in ``reduce_dtype``), ``int8`` or ``fp8`` with a scale for every 256 numbers.
+        weights_wire, gradients_wire: in what weights and gradients travel between nodes: ``dtype`` (weights in
+            ``dtype``, gradients in ``reduce_dtype``), ``int8`` or ``fp8`` with a scale for every 256 numbers.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
         reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.

@@ -49,7 +49,8 @@ def real_bounds(
         UserError: no such strategy or knob, or it cannot run there.
     """
     if name in ours.NAMES:
-        traffic = link_elements(ours.schedule_of(name, workload, topology, knobs), physical=topology)
+        schedule = ours.schedule_of(name, workload, topology, knobs)
+        traffic = link_elements(schedule, physical=topology)
         far = [wire_width(wire, WIDTH) for wire in (schedule.knobs.weights_wire, schedule.knobs.gradients_wire)]
         sent = [link.bytes_sent(*far) for link in traffic]
         received = [link.bytes_received(*far) for link in traffic]

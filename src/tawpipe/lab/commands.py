@@ -67,9 +67,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         if arguments.samples < 1:
             raise UserError("--samples", arguments.samples, "at least 1")
         suite = replace(suite, samples=arguments.samples)
-    rows = compare(
-        suite, Path(arguments.out), traces=arguments.traces, tell=lambda line: print(line, flush=True)
-    )
+    rows = compare(suite, Path(arguments.out), traces=arguments.traces, tell=lambda line: print(line, flush=True))
     print(f"{len(rows)} rows in {arguments.out}: results.json, table.md, chart.png")
     return 0
 
@@ -107,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--only", metavar="NAMES", help="strategies or cells, separated by commas")
     compare.add_argument("--samples", type=int, metavar="N", help="measured steps, instead of the suite's")
     compare.add_argument("--out", required=True, metavar="DIR", help="folder for results.json, table.md and chart.png")
-    compare.add_argument("--traces", action="store_true", help="draw a step of every strategy in this project's runtime")
+    compare.add_argument(
+        "--traces", action="store_true", help="draw a step of every strategy in this project's runtime"
+    )
     compare.set_defaults(run=_compare)
 
     for command in (up, down, execute):

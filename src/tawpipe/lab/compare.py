@@ -88,9 +88,7 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
     write_chart(suite.name, rows, out / "chart.png")
 
 
-def _measure_cell(
-    suite: Suite, cell: Cell, tell: Callable[[str], None], pictures: Path | None
-) -> list[dict[str, Any]]:
+def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], pictures: Path | None) -> list[dict[str, Any]]:
     """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}

@@ -108,8 +108,8 @@ class Sleeper:
     Attributes:
         asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
         delay_s: the seconds that disturbances have added to that.
-        first_s, last_s: on the clock of ``time.perf_counter``, when it began to compute first since ``forget``, and when
-            it last ended; nan if it did not.
+        first_s, last_s: on the clock of ``time.perf_counter``, when it began to compute first since ``forget``, and
+            when it last ended; nan if it did not.
         pace: at which it computes; the harness sets it.
     """
 

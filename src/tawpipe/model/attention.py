@@ -54,7 +54,8 @@ def register() -> None:
     """Make ``attn_implementation="tawpipe"`` known to transformers. Doing it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    # Which kernel runs depends on the documents of a micro-batch: compiled layers call it as it is.
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(NAME, packed_mask)
 
 
@@ -103,7 +104,6 @@ def _check_mask_function(mask_function: Callable[..., Tensor], window: int | Non
         )
 
 
-@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

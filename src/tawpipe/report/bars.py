@@ -76,9 +76,7 @@ def executed_bars(folder: Path) -> list[Bar]:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError("trace", str(path), f"a recording of a step ({error})") from error
     zero = min((bar.begin for bar in bars), default=0.0)
-    return [
-        Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars
-    ]
+    return [Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars]
 
 
 def first_of_nodes(bars: Iterable[Bar]) -> list[int]:

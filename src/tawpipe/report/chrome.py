@@ -17,7 +17,9 @@ def write_chrome_trace(bars: Iterable[Bar], path: Path, *, offset: int = 0, titl
     Args:
         title: in front of the names of the processes.
     """
-    path.write_text(json.dumps({"traceEvents": list(chrome_events(bars, title=title, offset=offset))}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"traceEvents": list(chrome_events(bars, title=title, offset=offset))}), encoding="utf-8"
+    )
 
 
 def chrome_events(bars: Iterable[Bar], *, title: str = "", offset: int = 0) -> Iterable[dict[str, Any]]:

@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows when everything in a recorded step ran: a summary here, timeline.svg and timeline.png, and "
         "trace.json for ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument("run", metavar="RUN", help="the output folder of a run with --log.trace-step, or of such a step")
+    parser.add_argument(
+        "run", metavar="RUN", help="the output folder of a run with --log.trace-step, or of such a step"
+    )
     parser.add_argument("--ranks", help="whose lanes are drawn: 0,4 or all (default: the first of every node)")
     parser.add_argument("--out", metavar="DIR", help="where the files go (default: beside the recording)")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from tawpipe.errors import UserError
@@ -73,7 +74,7 @@ def draw_timeline(
     axes.set_yticks(
         range(len(rows)), [f"{name + ', ' if several else ''}rank {rank} {lane}" for name, _, rank, lane in rows]
     )
-    for number, (above, below) in enumerate(zip(rows, rows[1:], strict=False)):
+    for number, (above, below) in enumerate(pairwise(rows)):
         if above[0] != below[0] or above[2] != below[2]:
             axes.axhline(number + 0.5, color="#444", linewidth=0.6 if above[0] == below[0] else 1.6)
     axes.invert_yaxis()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tawpipe.model.batch import MicroBatch
@@ -50,7 +50,7 @@ def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mappin
     def pack(saved: Tensor) -> Any:
         storage = saved.untyped_storage().data_ptr()
         for unit, flat, place in own:
-            offset = saved.storage_offset() - flat.storage_offset()
+            offset = int(saved.storage_offset() - flat.storage_offset())
             if storage == place and 0 <= offset < flat.numel():
                 return _Weight(unit, offset, tuple(saved.shape), saved.stride())
         return saved

@@ -24,8 +24,8 @@ def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
     ('full', 'full', 'selective', 'selective', 'none', 'full')
 
     Args:
-        setting: ``full``, ``selective`` or ``none`` for all layers; or a list separated by commas, each with a number of
-            layers, from the last one backwards, and the rest without a number.
+        setting: ``full``, ``selective`` or ``none`` for all layers; or a list separated by commas, each with a number
+            of layers, from the last one backwards, and the rest without a number.
 
     Raises:
         UserError: anything else.

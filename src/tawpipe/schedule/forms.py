@@ -228,7 +228,9 @@ class _Checker:
         losses = {f"loss.{m}" for m in self.own}
         if action.group != "world":
             yield "NORM is over the world"
-        expected = first | losses | ({"norm"} if self.schedule.training else set()) | ({"count"} if self.early else set())
+        expected = (
+            first | losses | ({"norm"} if self.schedule.training else set()) | ({"count"} if self.early else set())
+        )
         if set(action.reads) != expected or action.writes != ("norm",) or set(action.frees) != losses:
             yield f"must read {sorted(expected)}, write norm and free the losses"
 

@@ -24,6 +24,8 @@ class Hazards(Generic[Event]):
         self._writer: dict[str, Event] = {}
         self._readers: dict[str, dict[object, Event]] = {}
         """Buffer -> lane -> its last reader there; readers without a lane stand for themselves."""
+        self._freed: dict[str, Hashable | None] = {}
+        """Buffers that hold nothing, with the lane of what has freed them, which counts as their last writer."""
 
     def before(
         self,
@@ -37,14 +39,14 @@ class Hazards(Generic[Event]):
         readers of what it frees.
 
         Args:
-            lane: what the action runs on, as for ``record``: readers there end before it begins.
+            lane: what the action runs on, as for ``record``: what reads or frees there ends before it begins.
         """
         found: list[Event] = []
         for name in reads:
             if name in self._writer:
                 found.append(self._writer[name])
         for name in writes:
-            if name in self._writer:
+            if name in self._writer and (lane is None or self._freed.get(name) != lane):
                 found.append(self._writer[name])
             found.extend(self._readers.get(name, {}).values())
         for name in frees:
@@ -63,7 +65,7 @@ class Hazards(Generic[Event]):
         """Note an action's event.
 
         Args:
-            frees: forgotten; activations have names of their own and are never reused.
+            frees: hold nothing afterwards. What makes an activation of the same name in the next step waits for this.
             lane: what the action runs on, if actions end there in the order in which they are recorded: then its last
                 reader of a buffer stands for all, and what is read in every step but never written piles up no events.
         """
@@ -72,9 +74,11 @@ class Hazards(Generic[Event]):
         for name in writes:
             self._writer[name] = event
             self._readers[name] = {}
+            self._freed.pop(name, None)
         for name in frees:
-            self._writer.pop(name, None)
-            self._readers.pop(name, None)
+            self._writer[name] = event
+            self._readers[name] = {}
+            self._freed[name] = lane
 
     def add(
         self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()

@@ -156,7 +156,8 @@ class CostModel:
         if not isinstance(table, Mapping):
             raise UserError("costs", table, "a mapping with blocks, between and inside")
         values = dict(table)
-        links = {name: _part(LinkModel, values.pop(name, None), f"costs.{name}") for name in ("between", "inside")}
+        names = ("between", "inside", *(("host",) if "host" in values else ()))
+        links = {name: _part(LinkModel, values.pop(name, None), f"costs.{name}") for name in names}
         blocks = values.pop("blocks", None)
         if not isinstance(blocks, list | tuple):
             raise UserError("costs.blocks", blocks, "a list with forward and backward seconds of every block")
