@@ -112,6 +112,15 @@ def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
 
 
 @pytest.mark.slow
+def test_compiled_layers_keep_the_numbers(pool):
+    settings = [
+        setting(1, 1, "spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
+        for recompute in ("full", "selective", "none")
+    ]
+    check(pool, 1, 1, settings)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
