@@ -200,6 +200,8 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
             f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted",
         ),
     ]
+    if said.host_bytes:
+        rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
     return rows
 
 
