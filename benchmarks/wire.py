@@ -88,6 +88,8 @@ def table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
+        if row["validation_loss"] is None:
+            raise SystemExit("no validation loss: train with --evaluation.every above 0")
         off = statistics.mean(a - b for a, b in zip(row["losses"][-last:], first["losses"][-last:], strict=True))
         against = row["validation_loss"] - first["validation_loss"]
         lines.append(

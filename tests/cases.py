@@ -174,6 +174,49 @@ def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, ro
     return losses, weights
 
 
+def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]:
+    """A first step with messages in 8 bits beside one with full ones: the ratio of the gradients' norms, and for every
+    parameter the relative difference of its gradient (rank 0).
+    """
+    norms, gradients = [], []
+    for chosen in ({"placement": knobs["placement"]}, knobs):
+        pipeline = Pipeline(llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen)
+        norms.append(pipeline.step(batches(7)[0]).grad_norm)
+        pipeline.drain()
+        found = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
+        gradients.append({name: gradient for name, gradient in found.items() if gradient is not None})
+        pipeline.close()
+    return norms[1] / norms[0], [relative(gradients[1][name], gradient) for name, gradient in gradients[0].items()]
+
+
+def offloaded(world: World, *, slow: str) -> tuple[int, int]:
+    """The most boundary activations that a rank has on its device in a step with the inputs of all layers offloaded,
+    while one lane is slow; and the most that the schedule says.
+    """
+    pipeline = Pipeline(
+        llama(torch.float64),
+        dtype=torch.float64,
+        world=world,
+        offloaded_layers=LAYERS,
+        delay=lambda lane: lambda: 0.02 if lane == slow else 0.0,
+    )
+    compute: Any = pipeline.executor.compute
+    most = 0
+
+    class Watched(dict):
+        def __setitem__(self, key: str, value: Any) -> None:
+            nonlocal most
+            super().__setitem__(key, value)
+            most = max(most, sum(name.startswith(("x.", "slot.")) for name in list(self)))
+
+    compute._held = Watched()
+    pipeline.step(batches(4 * world.size)[0])
+    pipeline.drain()
+    said = max(pipeline.schedule(4 * world.size).peak_activations(rank, {"x": 1, "slot": 1}) for rank in range(world.size))
+    pipeline.close()
+    return most, said
+
+
 def scratch(world: World) -> tuple[int, int]:
     """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
     model = llama(torch.float32)
@@ -254,7 +297,7 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
     return worst
 
 
-def lora(world: World) -> tuple[float, list[str]]:
+def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
     """A frozen model with adapters: the difference to a plain loop, and the parameters that changed."""
     from peft import LoraConfig, get_peft_model
 
@@ -268,7 +311,12 @@ def lora(world: World) -> tuple[float, list[str]]:
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
     pipeline = Pipeline(
-        make(), optimizer=adamw(1e-3, betas=(0.9, 0.999)), dtype=torch.float64, world=world, strict=True
+        make(),
+        optimizer=adamw(1e-3, betas=(0.9, 0.999)),
+        dtype=torch.float64,
+        world=world,
+        strict=True,
+        recompute=recompute,
     )
     for batch in batches(6, 2):
         logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]

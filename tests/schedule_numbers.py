@@ -125,10 +125,9 @@ class Numbers:
             hazards: Hazards[Issued] = Hazards()
             for _ in range(steps):
                 for action in program:
-                    issued = Issued(
-                        rank, action, hazards.before(reads=action.reads, writes=action.writes, frees=action.frees)
-                    )
-                    hazards.record(issued, reads=action.reads, writes=action.writes, frees=action.frees)
+                    names = {"reads": action.reads, "writes": action.writes, "frees": action.frees}
+                    issued = Issued(rank, action, hazards.before(**names, lane=action.lane))
+                    hazards.record(issued, **names, lane=action.lane)
                     self.lanes.setdefault((rank, action.lane), deque()).append(issued)
         self.posted: dict[tuple, deque[tuple[Issued, Transfer]]] = {}
         self.priority = {key: self.random.random() for key in self.lanes}
@@ -298,7 +297,7 @@ class Numbers:
 
     @staticmethod
     def _kept(names: Sequence[str]) -> list[str]:
-        return [name for name in names if name.startswith(("graph.", "kept."))]
+        return [name for name in names if name.startswith(("graph.", "kept.", "slot."))]
 
     def _backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)

@@ -114,10 +114,10 @@ def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
 @pytest.mark.slow
 def test_compiled_layers_keep_the_numbers(pool):
     settings = [
-        setting(1, 1, "spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
+        setting(2, 2, "spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
         for recompute in ("full", "selective", "none")
     ]
-    check(pool, 1, 1, settings)
+    check(pool, 2, 2, settings)
 
 
 @pytest.mark.slow
@@ -135,9 +135,18 @@ def test_evaluation_between_steps_changes_nothing(pool):
     check(pool, 2, 2, [chosen, chosen | {"placement": "striped"}])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_delays_in_every_lane_change_no_bit(pool, placement):
-    knobs = {"placement": placement, "micro_batches_per_visit": 2, "rows": 11}
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        *({"placement": placement} for placement in PLACEMENTS),
+        {"placement": "spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
+        {"placement": "striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
+        {"placement": "spread", "clip_norm": None, "finite_check": False},
+    ],
+    ids=lambda knobs: " ".join(map(str, knobs.values())),
+)
+def test_delays_in_every_lane_change_no_bit(pool, knobs):
+    knobs = {"micro_batches_per_visit": 2, "rows": 11} | knobs
     plain = pool.run("cases:weights_after", 2, 2, **knobs)[0]
     delayed = pool.run("cases:weights_after", 2, 2, delays=0.004, **knobs)[0]
     assert plain[0] == delayed[0]

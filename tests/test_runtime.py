@@ -25,9 +25,17 @@ def test_packed_documents_of_every_family(pool, tied):
 
 
 def test_adapters_train_and_the_frozen_model_stays(pool):
-    worst, changed = pool.run("cases:lora", 2, 2)[0]
-    assert worst < 1e-10
-    assert changed and all("lora_" in name for name in changed)
+    for recompute in ("full", "selective:2,none"):
+        worst, changed = pool.run("cases:lora", 2, 2, recompute=recompute)[0]
+        assert worst < 1e-10
+        assert changed and all("lora_" in name for name in changed)
+
+
+@pytest.mark.parametrize("slow", ["HOST", "COMPUTE"])
+def test_offloaded_inputs_are_not_on_the_device(pool, slow):
+    """Whichever lane is behind: inputs do not pile up on their way out, nor come back before there is a place."""
+    for most, said in pool.run("cases:offloaded", 2, 1, slow=slow):
+        assert most <= said <= 6
 
 
 def test_a_number_that_is_not_finite_stops_before_the_weights(pool, tmp_path):

@@ -25,12 +25,15 @@ def there_and_back(values: torch.Tensor, wire: str, into: torch.Tensor | None = 
 
 
 @pytest.mark.parametrize("wire", ["int8", "fp8"])
-@given(count=st.integers(1, 3 * WIRE_BLOCK), exponent=st.integers(-30, 30), seed=st.integers(0, 9))
+@given(count=st.integers(1, 3 * WIRE_BLOCK), exponent=st.integers(-140, 30), seed=st.integers(0, 9))
 def test_numbers_come_back_within_a_step(wire, count, exponent, seed):
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     found = there_and_back(values, wire)
     for block, same in zip(values.split(WIRE_BLOCK), found.split(WIRE_BLOCK), strict=True):
         largest = block.abs().max()
+        assert same.isfinite().all()
+        if largest < 2.0**-110:
+            continue  # the scale is no longer exact
         off = (block - same).abs() / (largest if wire == "int8" else torch.maximum(block.abs(), largest / 2**8))
         assert off.max() <= ROUNDING[wire] * 1.001
 
@@ -59,15 +62,21 @@ def test_messages_can_be_added_up(wire):
     assert torch.equal(there_and_back(values, wire, torch.ones(700)), there_and_back(values, wire) + 1)
 
 
+def test_long_messages_are_cut(monkeypatch):
+    values = torch.randn(5 * WIRE_BLOCK + 7)
+    whole = there_and_back(values, "int8")
+    monkeypatch.setattr("tawpipe.runtime.wire.SLICE", 2 * WIRE_BLOCK)
+    assert torch.equal(there_and_back(values, "int8"), whole)
+
+
 def test_bytes_and_room():
     assert wire_bytes(WIRE_BLOCK, "int8") == WIRE_BLOCK * wire_width("int8", 4) == WIRE_BLOCK + 4
     assert wire_width("dtype", 2) == 2
     scratch = Scratch(torch.device("cpu"))
-    first = scratch.take("all", 3, 100, "fp8")
-    assert first.shape == (3, wire_bytes(100, "fp8"))
-    assert (
-        scratch.take("all", 2, 100, "fp8").data_ptr() == first.data_ptr() != scratch.take("own", 1, 9, "fp8").data_ptr()
-    )
+    first, second = scratch.take([100, 600], "fp8")
+    assert (first.numel(), second.numel()) == (wire_bytes(100, "fp8"), wire_bytes(600, "fp8"))
+    assert second.data_ptr() == first.data_ptr() + first.numel() and scratch.nbytes == first.numel() + second.numel()
+    assert scratch.take([5], "fp8")[0].data_ptr() == first.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -82,12 +91,15 @@ def test_bytes_and_room():
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
 def test_training_in_8_bits_is_close_and_repeats_itself(pool, knobs):
-    """Losses close to those of full messages, but not the same; the same bits again whatever the timing."""
-    plain = pool.run("cases:weights_after", 2, 2, rows=7, placement=knobs["placement"])[0]
+    """The first step's gradients are those of full messages but for the rounding, which Adam's steps would hide; the
+    same bits again whatever the timing.
+    """
+    limit = 0.08 if "fp8" in knobs.values() else 0.02
+    for norm, differences in pool.run("cases:rounded", 2, 2, knobs=knobs):
+        assert norm == pytest.approx(1.0, abs=limit) and norm != 1.0
+        assert max(differences, default=0.0) < limit
     losses, weights = pool.run("cases:weights_after", 2, 2, rows=7, **knobs)[0]
     again = pool.run("cases:weights_after", 2, 2, rows=7, delays=0.003, **knobs)[0]
-    assert losses == pytest.approx(plain[0], rel=5e-3)
-    assert losses != plain[0]
     assert losses == again[0] and all(torch.equal(weights[name], again[1][name]) for name in weights)
 
 

@@ -175,6 +175,8 @@ class Pipeline:
         self.storage.fill(source, self.world.group, self.world.size)
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
+        # Before anything is compiled: what runs under a probe first is never compiled afterwards.
+        self._kept_per_token = self._probe_kept()
         if compile_layers:
             self.chain.compile_layers()
         del source
@@ -368,14 +370,20 @@ class Pipeline:
         hidden = self.chain.config.get_text_config().hidden_size
         tokens = min(self.micro_batch, rows) * sequence_length
         boundary = tokens * hidden * self.dtype.itemsize
-        sizes = {"x": boundary, "dx": boundary, "host": boundary}
+        sizes = {"x": boundary, "dx": boundary, "host": boundary, "slot": boundary}
         sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
         return costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
 
-    @cached_property
-    def _kept_per_token(self) -> dict[str, int]:
+    def _probe_kept(self) -> dict[str, int]:
         """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""
-        return kept_per_token(self.chain) if set(self._knobs["recompute"]) != {"full"} else {}
+        wanted = set(self._knobs["recompute"]) - {"full"}
+        if not wanted:
+            return {}
+        found = kept_per_token(self.chain)
+        if "selective" in wanted and not found["attention"]:
+            expected = f"full or none: {self.chain.name} computes attention by no kernel whose result could be kept"
+            raise UserError("schedule.recompute", "selective", expected)
+        return found
 
     # weights
 

@@ -228,7 +228,8 @@ def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
         return None
     schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.knobs)
     widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
-    said = costs(schedule, widths, activation_bytes={"x": workload.activation_bytes})
+    boundary = workload.activation_bytes
+    said = costs(schedule, widths, activation_bytes={"x": boundary, "graph": boundary})
     return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
 
 

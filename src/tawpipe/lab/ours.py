@@ -278,5 +278,5 @@ def _row(action: Action) -> str:
 class _NoOptimizer:
     """For workloads that leave the optimizer's arithmetic out."""
 
-    def step(self, unit: int, finite: Tensor, rate: float) -> None:
+    def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
         pass

@@ -3,7 +3,7 @@ and simulate.
 
 A recording is a folder with a JSON file of every rank, which ``runtime.recording`` writes:
 ``{"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``, seconds
-since the first of them on any rank, as far as the clocks of the machines agree.
+of the machine's clock; ranks on several machines are as far apart as their clocks.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Context
@@ -44,8 +45,10 @@ class _Entry:
 
     batch: MicroBatch
     context: Context
-    embedded: Tensor | None
-    """The embedding's output with its graph, where its backward pass needs no weights."""
+    embedded: GradientEdge | None
+    """Where the graph of the embedding's output begins, if its backward pass needs no weights; the output itself is not
+    kept alive by it.
+    """
 
 
 class Compute:
@@ -60,6 +63,8 @@ class Compute:
         self._held: dict[str, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
+        self._places: dict[tuple[str, torch.Size], Tensor] = {}
+        """Where inputs wait in the host's memory, and where they come back: they are there for the whole run."""
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
@@ -73,7 +78,7 @@ class Compute:
             with torch.set_grad_enabled(keep):
                 batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
                 hidden, context = self.chain.embed(batch)
-            entry = _Entry(batch, context, hidden if keep else None)
+            entry = _Entry(batch, context, get_gradient_edge(hidden) if keep else None)
             self._held[f"ctx.{m}"] = entry
             self._held[f"x.{m}.1"] = hidden.detach()
         else:
@@ -125,12 +130,11 @@ class Compute:
                 if kept := next((name for name in action.reads if name.startswith(("graph.", "kept."))), None):
                     hidden, output = self._held[kept]
                 elif block.kind == "layer":
-                    hidden = self._held[f"x.{m}.{b}"].detach().requires_grad_(wanted)
-                    if hidden.is_cuda:
-                        hidden.record_stream(torch.cuda.current_stream())  # it may have come in another lane's stream
+                    source = next(n for n in action.reads if n.startswith("slot.") or n == f"x.{m}.{b}")
+                    hidden = self._held[source].detach().requires_grad_(wanted)
                     output = self.chain.layer(b, hidden, entry.context)
                 elif entry.embedded is not None:
-                    output, entry.embedded = entry.embedded, None
+                    output, entry.embedded = entry.embedded, None  # type: ignore[assignment]
                 else:
                     output, _ = self.chain.embed(entry.batch)
                 torch.autograd.backward(output, arriving)
@@ -143,21 +147,25 @@ class Compute:
         self._free(action)
 
     def offload(self, action: Action) -> None:
-        """OFFLOAD: copy an activation into pinned memory of the host; the device's copy is dropped."""
-        (source,), (target,) = action.reads, action.writes
-        here = self._held[source]
-        there = torch.empty(here.shape, dtype=here.dtype, pin_memory=here.is_cuda)
-        self._held[target] = there.copy_(here, non_blocking=True)
-        if here.is_cuda:
-            here.record_stream(torch.cuda.current_stream())  # it was made in another lane's stream
-        self._free(action)
+        """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
+        one, drops the device's copy: its memory goes back to the stream that made it.
+        """
+        self._copy(action, to_host=True)
 
     def reload(self, action: Action) -> None:
         """RELOAD: bring it back."""
-        (source,), (target,) = action.reads, action.writes
-        there = self._held[source]
-        self._held[target] = there.to(self.chain.device, non_blocking=True, copy=True)
+        self._copy(action, to_host=False)
         self._free(action)
+
+    def _copy(self, action: Action, *, to_host: bool) -> None:
+        source, name = self._held[action.reads[0]], action.writes[0]
+        place = self._places.get((name, source.shape))
+        if place is None:
+            on_cuda = self.chain.device.type == "cuda"
+            device = "cpu" if to_host else self.chain.device
+            place = torch.empty(source.shape, dtype=source.dtype, device=device, pin_memory=to_host and on_cuda)
+            self._places[name, source.shape] = place
+        self._held[name] = place.copy_(source, non_blocking=True)
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
         """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times

@@ -45,7 +45,7 @@ class BlockCompute(Protocol):
 class Optimizers(Protocol):
     """What updates: ``UnitOptimizers``, or something that stands for it in a measurement."""
 
-    def step(self, unit: int, finite: Tensor, rate: float) -> None: ...
+    def step(self, unit: int, finite: Tensor | None, rate: float) -> None: ...
 
 
 class StepResult:
@@ -142,7 +142,6 @@ class Executor:
         self._hazards: Hazards[Event] = Hazards()
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)
-        self._always = torch.ones((), dtype=torch.float64, device=self.device)
         self._run: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
@@ -269,5 +268,5 @@ class Executor:
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
         self._buffers[f"home.g.{action.unit}"].mul_(self._factor)
-        self.optimizers.step(action.unit, self._finite if "norm" in action.reads else self._always, step.rule.rate)
+        self.optimizers.step(action.unit, self._finite if "norm" in action.reads else None, step.rule.rate)
         self.storage.refresh(action.unit)

@@ -106,11 +106,11 @@ class UnitOptimizers:
             for piece, value in zip(self.pieces[unit], values, strict=True):
                 piece.value.copy_(value)
 
-    def step(self, unit: int, finite: torch.Tensor, rate: float) -> None:
+    def step(self, unit: int, finite: torch.Tensor | None, rate: float) -> None:
         """Update the unit from its home gradients, unless ``finite`` is zero.
 
         Args:
-            finite: a one-element tensor on the device of the gradients.
+            finite: a one-element tensor on the device of the gradients; None for no such condition.
             rate: multiplies every group's initial learning rate.
         """
         optimizer: Any = self.optimizers.get(unit)
@@ -120,7 +120,7 @@ class UnitOptimizers:
             group["lr"] = group["initial_lr"] * rate
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # The fused step looks at this flag on the device: no host sync for the finite check.
-            optimizer.grad_scale, optimizer.found_inf = None, (finite == 0).to(torch.float32)
-        elif not bool(finite):
+            optimizer.grad_scale, optimizer.found_inf = None, None if finite is None else (finite == 0).to(torch.float32)
+        elif finite is not None and not bool(finite):
             return
         optimizer.step()

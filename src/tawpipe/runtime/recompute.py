@@ -87,14 +87,16 @@ def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def kept_per_token(chain: Chain) -> dict[str, int]:
-    """Bytes that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``) keep of a layer for every token.
+    """Bytes that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``; of it, ``attention``) keep of a layer for
+    every token.
 
     Counted by running the first and the last layer on a few tokens; the layer that keeps more counts. What is kept
-    grows with the tokens alone, because no kernel keeps a matrix of scores.
+    grows with the tokens alone, because no kernel keeps a matrix of scores. To be called before the first step, while
+    parameters are placeholders: they do not count.
     """
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
-    most = {"graph": 0, "kept": 0}
+    most = {"graph": 0, "kept": 0, "attention": 0}
     with torch.no_grad():
         hidden, context = chain.embed(batch)
     layers = [i for i, block in enumerate(chain.blocks) if block.kind == "layer"]
@@ -114,6 +116,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
         most["graph"] = max(most["graph"], total // PROBED_TOKENS)
         own = attention.bytes + leaf.nbytes + output.nbytes
         most["kept"] = max(most["kept"], own // PROBED_TOKENS)
+        most["attention"] = max(most["attention"], attention.bytes // PROBED_TOKENS)
     return most
 
 

@@ -153,10 +153,10 @@ class Transport:
             self._check_exchange(key, action)
         messages = [buffers[t.buffer] for t in action.transfers]
         if action.wire:
-            messages = [
-                self._message(action, t.send, f"{'to' if t.send else 'from'} {t.peer} {i}", message)
-                for i, (t, message) in enumerate(zip(action.transfers, messages, strict=True))
-            ]
+            plain, messages = messages, self._scratch[action.lane].take([one.numel() for one in messages], action.wire)
+            for t, values, message in zip(action.transfers, plain, messages, strict=True):
+                if t.send:
+                    encode(values, action.wire, message)
         operations = [
             dist.P2POp(dist.isend if t.send else dist.irecv, message, t.peer, group)
             for t, message in zip(action.transfers, messages, strict=True)
@@ -197,29 +197,22 @@ class Transport:
             self._wait(send)
             leaving = arriving
 
-    def _message(self, action: Action, send: bool, name: str, values: Tensor) -> Tensor:
-        """A part of an exchange in 8 bits: what is sent, or the room for what is received."""
-        message = self._scratch[action.lane].take(name, 1, values.numel(), action.wire)[0]
-        if send:
-            encode(values, action.wire, message)
-        return message
-
     def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""
         members = self.topology.group(action.group, self.rank)
         size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
         stripe = min(source.numel(), target.numel())
         if action.collective == "all_gather":
-            mine = scratch.take("own", 1, stripe, action.wire)
-            encode(source, action.wire, mine[0])
-            all_of_them = scratch.take("all", size, stripe, action.wire)
-            self._wait(_all_gather(all_of_them.view(-1), mine.view(-1), group=group, async_op=True))
+            mine, *all_of_them = scratch.take([stripe] * (1 + size), action.wire)
+            encode(source, action.wire, mine)
+            together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
+            self._wait(_all_gather(together, mine, group=group, async_op=True))
             for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
                 decode(message, action.wire, piece)
             return
         pieces = source.view(size, -1)
-        leaving = scratch.take("own", size, stripe, action.wire)
-        arriving = scratch.take("all", size, stripe, action.wire)
+        messages = scratch.take([stripe] * (2 * size), action.wire)
+        leaving, arriving = messages[:size], messages[size:]
         for piece, message in zip(pieces, leaving, strict=True):
             encode(piece, action.wire, message)
         others = [(i, member) for i, member in enumerate(members) if i != here]

@@ -7,6 +7,8 @@ block with a number that is not finite comes out as not finite, so that the fini
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from tawpipe.schedule.spec import WIRE_BLOCK, wire_bytes
 
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
+SLICE = 1 << 20
+"""Elements that are worked on at one time: so small are the temporary copies, however large a message is."""
 
 
 def encode(values: Tensor, wire: str, out: Tensor) -> None:
@@ -24,16 +28,15 @@ def encode(values: Tensor, wire: str, out: Tensor) -> None:
         wire: ``int8`` or ``fp8``.
         out: uint8 [wire_bytes(n, wire)].
     """
-    count = values.numel()
-    blocks = F.pad(values.float(), (0, -count % WIRE_BLOCK)).view(-1, WIRE_BLOCK)
-    scales = blocks.abs().amax(dim=1) / _LARGEST[wire]  # nan and inf stay what they are
-    scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
-    if wire == "int8":
-        coded = scaled.nan_to_num_(0.0).round_().clamp_(-127, 127).to(torch.int8)
-    else:
-        coded = scaled.nan_to_num_(0.0).to(torch.float8_e4m3fn)
-    out[:count].copy_(coded.view(torch.uint8).flatten()[:count])
-    out[count:].copy_(scales.view(torch.uint8))
+    count, largest = values.numel(), _LARGEST[wire]
+    for begin, end in _slices(count):
+        blocks = F.pad(values[begin:end].float(), (0, -(end - begin) % WIRE_BLOCK)).view(-1, WIRE_BLOCK)
+        scales = blocks.abs().amax(dim=1) / largest  # nan and inf stay what they are
+        scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
+        scaled = scaled.nan_to_num_(0.0).clamp_(-largest, largest)  # a scale this side of 2^-126 is not exact
+        coded = scaled.round_().to(torch.int8) if wire == "int8" else scaled.to(torch.float8_e4m3fn)
+        out[begin:end].copy_(coded.view(torch.uint8).flatten()[: end - begin])
+        out[_scales(count, begin, end)].copy_(scales.view(torch.uint8))
 
 
 def decode(message: Tensor, wire: str, out: Tensor, *, add: bool = False) -> None:
@@ -45,29 +48,39 @@ def decode(message: Tensor, wire: str, out: Tensor, *, add: bool = False) -> Non
     """
     count = out.numel()
     kind = torch.int8 if wire == "int8" else torch.float8_e4m3fn
-    scales = message[count:].clone().view(torch.float32)  # a copy, because it may begin at any byte
-    values = message[:count].view(kind).float()
-    values *= scales.repeat_interleave(WIRE_BLOCK)[:count]
-    if add:
-        out.add_(values)
-    else:
-        out.copy_(values)
+    for begin, end in _slices(count):
+        scales = message[_scales(count, begin, end)].clone().view(torch.float32)  # it may begin at any byte
+        values = message[begin:end].view(kind).float()
+        values *= scales.repeat_interleave(WIRE_BLOCK)[: end - begin]
+        if add:
+            out[begin:end].add_(values)
+        else:
+            out[begin:end].copy_(values)
+
+
+def _slices(count: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, count, SLICE):
+        yield begin, min(begin + SLICE, count)
+
+
+def _scales(count: int, begin: int, end: int) -> slice:
+    """Where the scales of some elements lie in a message of ``count``; ``begin`` is at the border of a block."""
+    return slice(count + 4 * (begin // WIRE_BLOCK), count + 4 * -(-end // WIRE_BLOCK))
 
 
 class Scratch:
-    """Messages of one lane. Its operations are one after the other, so that one set of buffers serves them all."""
+    """Messages of one lane. Its operations are one after the other, so that one buffer serves them all."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return self._buffer.nbytes
 
-    def take(self, name: str, pieces: int, elements: int, wire: str) -> Tensor:
-        """uint8 [pieces, bytes of a message of so many elements], good until the lane's next operation takes it."""
-        size = pieces * wire_bytes(elements, wire)
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._buffers[name][:size].view(pieces, -1)
+    def take(self, elements: Sequence[int], wire: str) -> list[Tensor]:
+        """Room for messages of so many elements each, uint8, one behind the other; good until the next call."""
+        sizes = [wire_bytes(count, wire) for count in elements]
+        if self._buffer.numel() < sum(sizes):
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._buffer.device)
+        return list(self._buffer[: sum(sizes)].split(sizes))

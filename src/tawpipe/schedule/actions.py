@@ -70,9 +70,10 @@ def is_gradient(name: str) -> bool:
 
 def is_activation(name: str) -> bool:
     """What blocks hand to one another on one rank, ``x.. dx.. ctx..``, what a block keeps for its own backward pass,
-    ``graph..`` or ``kept..``, what waits for it in the host's memory, ``host..``, and the losses ``loss..``.
+    ``graph..`` or ``kept..``, what waits for it in the host's memory, ``host..``, and comes back, ``slot..``, and the
+    losses ``loss..``.
     """
-    return name.startswith(("x.", "dx.", "ctx.", "graph.", "kept.", "host.", "loss."))
+    return name.startswith(("x.", "dx.", "ctx.", "graph.", "kept.", "host.", "slot.", "loss."))
 
 
 @dataclass(frozen=True, slots=True)

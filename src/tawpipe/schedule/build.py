@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.blocks import backward, forward, offload, reload
+from tawpipe.schedule.blocks import backward, forward, left_behind, offload, reload
 from tawpipe.schedule.collective import CollectiveRoute
 from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
@@ -106,6 +106,9 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
             raise UserError(f"schedule.{name}", wire, f"one of {', '.join(WIRES)}")
         if wire != "dtype" and knobs.placement in PLAIN_WIRE:
             raise UserError(f"schedule.{name}", wire, f"dtype under {knobs.placement}: {PLAIN_WIRE[knobs.placement]}")
+    if knobs.gradients_wire != "dtype" and knobs.placement == "flat" and topology.local_size > 1:
+        reason = "every process would send to every other, which is more than the ring sends in full"
+        raise UserError("schedule.gradients_wire", knobs.gradients_wire, f"dtype under flat: {reason}")
     layers = sum(block.kind == "layer" for block in model.blocks)
     if not 0 <= knobs.offloaded_layers <= layers:
         raise UserError("schedule.offloaded_layers", knobs.offloaded_layers, f"0 to {layers}, the layers of the model")
@@ -148,7 +151,7 @@ def _kind_of_route(topology: Topology, placement: str) -> type[Route]:
 def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iterator[Action]:
     model, knobs = route.model, route.knobs
     ahead = 0
-    for number, visit in enumerate(visits):
+    for position, visit in enumerate(visits):
         weights: tuple[str, ...] = ()
         if visit.weights is not None:
             while ahead <= min(visit.weights + knobs.look_ahead, len(route.with_weights) - 1):
@@ -157,18 +160,20 @@ def _program(route: Route, visits: tuple[Visit, ...], *, training: bool) -> Iter
             weights = tuple(route.full[visit.weights, unit] for unit in model.blocks[visit.block].units)
         own = knobs.in_round(route.rank, visit.round)
         kept = knobs.keeps(visit.block) if training else ""
-        for soon in visits[number + 1 : number + 2]:  # a visit ahead, so that it comes back while this one computes
+        for soon in visits[position + 1 : position + 2]:  # a visit ahead, so that it comes back while this one computes
             if soon.backward and knobs.offloads(soon.block):
-                yield from (reload(soon.block, m) for m in knobs.in_round(route.rank, soon.round))
+                coming = knobs.in_round(route.rank, soon.round)
+                yield from (reload(soon.block, m, number) for number, m in enumerate(coming))
         if visit.backward:
             gradients = route.gradient_buffers(visit) if visit.gradients is not None else {}
-            yield from backward(model, visit.block, own, weights, gradients, kept=kept)
+            yield from backward(model, visit.block, own, weights, gradients, kept=kept, knobs=knobs)
         else:
             keep = training and visit.block >= model.first_backward
-            for m in own:
-                yield forward(model, visit.block, m, weights, keep=keep, kept=kept)
+            for number, m in enumerate(own):
+                left = left_behind(model, knobs, visit.block, m) if training else ()
+                yield forward(model, visit.block, m, weights, keep=keep, kept=kept, left=left)
                 if keep and knobs.offloads(visit.block):
-                    yield offload(visit.block, m)
+                    yield offload(visit.block, m, number)
         if visit.gradients is not None:
             yield from route.push(visit)
     yield from route.finish()

@@ -36,8 +36,8 @@ class CollectiveRoute(Route):
         across, inside = self.topology.num_nodes > 1, self.topology.local_size > 1
         if self.knobs.placement == "flat":
             several = across or inside
-            self.there = [Hop(Lane.INTER_W, "world", "all_gather", True)] * several
-            self.back = [Hop(Lane.INTER_G, "world", "reduce_scatter", True)] * several
+            self.there = [Hop(Lane.INTER_W, "world", "all_gather", across)] * several
+            self.back = [Hop(Lane.INTER_G, "world", "reduce_scatter", across)] * several
             return
         hybrid = self.knobs.placement == "hybrid"
         far = "all_reduce" if hybrid else "reduce_scatter"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange, is_activation, is_gradient, is_weight
+from tawpipe.schedule.blocks import left_behind, slot_of
 from tawpipe.schedule.contents import ScheduleError
 from tawpipe.schedule.spec import Schedule
 
@@ -120,12 +121,15 @@ class _Checker:
         reads, writes = {f"x.{m}.{b}", f"ctx.{m}"}, {f"x.{m}.{b + 1}"}
         if b == 0:
             reads, writes = {f"ctx.{m}"} if backward else set(), writes | {f"ctx.{m}"}
+        if self.schedule.training and (not backward or spec.kind == "head"):
+            reads |= set(left_behind(self.model, self.schedule.knobs, b, m))
         if spec.kind == "head":
             writes = {f"loss.{m}"}
         elif backward:
             reads, writes = reads | {f"dx.{m}.{b + 1}"}, set()
-            if kept:
-                reads = reads - {f"x.{m}.{b}"} | {f"{kept}.{m}.{b}"}
+            if kept or self.schedule.knobs.offloads(b):
+                source = f"{kept}.{m}.{b}" if kept else slot_of(b, self._number(m))
+                reads = reads - {f"x.{m}.{b}"} | {source}
         elif kept:
             writes |= {f"{kept}.{m}.{b}"}
         if backward and b > self.model.first_backward:
@@ -149,10 +153,17 @@ class _Checker:
         b, m = action.block, action.micro_batch
         if not self.schedule.training or not self.schedule.knobs.offloads(b) or m not in self.own:
             yield "moves the input of a block that does not wait in the host's memory"
-        pair = f"x.{m}.{b}", f"host.{m}.{b}"
-        source, target = pair if action.op is Op.OFFLOAD else pair[::-1]
-        if (action.reads, action.writes, action.frees) != ((source,), (target,), (source,)):
-            yield f"must read and free {source} and write {target}"
+            return
+        there = f"host.{self._number(m)}.{b}"
+        expected = (f"x.{m}.{b}",), (there,), ()
+        if action.op is Op.RELOAD:
+            expected = (there,), (slot_of(b, self._number(m)),), (there,)
+        if (action.reads, action.writes, action.frees) != expected:
+            yield f"must read {expected[0]}, write {expected[1]} and free {expected[2]}"
+
+    def _number(self, m: int) -> int:
+        """Of a micro-batch in its round."""
+        return self.own.index(m) % self.schedule.knobs.micro_batches_per_visit
 
     def _zero(self, action: Action) -> Iterator[str]:
         if action.reads or action.frees or len(action.writes) != 1 or not action.gradients or not self._unit(action):
@@ -211,6 +222,7 @@ class _Checker:
         knobs = self.schedule.knobs
         wire = knobs.weights_wire if any(map(is_weight, (*action.reads, *action.writes))) else knobs.gradients_wire
         far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE)
+        far = far and self.topology.num_nodes > 1
         allowed = {"" if wire == "dtype" else wire} if far else {""}
         if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far
             allowed.add("")

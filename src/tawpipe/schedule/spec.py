@@ -229,7 +229,7 @@ class Schedule:
             sizes: of one activation of a kind, the first part of its name; by default one of each boundary activation
                 (inputs of blocks, and their gradients), so that these are counted.
         """
-        sizes = {"x": 1, "dx": 1} if sizes is None else sizes
+        sizes = {"x": 1, "dx": 1, "slot": 1} if sizes is None else sizes
         total = peak = 0
         for action in self.programs[rank]:
             total += sum(sizes.get(name.partition(".")[0], 0) for name in action.writes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Op, is_weight
+from tawpipe.schedule.actions import Action, Lane, Op, is_weight
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule, wire_bytes
@@ -67,20 +67,18 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
 
 def scratch_bytes(schedule: Schedule, rank: int) -> int:
     """Of the messages in 8 bits that one rank needs room for, those of a lane one after the other in the same place."""
-    sizes, most = schedule.buffer_elements(rank), dict[tuple, int]()
+    sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()
     for action in schedule.programs[rank]:
         if not action.wire:
             continue
         if action.op is Op.EXCHANGE:
-            names = [(t.send, t.peer, i) for i, t in enumerate(action.transfers)]
-            needed = [wire_bytes(sizes[t.buffer], action.wire) for t in action.transfers]
+            needed = sum(wire_bytes(sizes[t.buffer], action.wire) for t in action.transfers)
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"
             one = wire_bytes(sizes[action.reads[0] if gathers else action.writes[0]], action.wire)
-            names, needed = ["own", "all"], [one if gathers else one * members, one * members]
-        for name, size in zip(names, needed, strict=True):
-            most[action.lane, name] = max(most.get((action.lane, name), 0), size)
+            needed = one * (1 + members if gathers else 2 * members)
+        most[action.lane] = max(most.get(action.lane, 0), needed)
     return sum(most.values())
 
 

@@ -31,6 +31,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     config.check_data()
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
+    if config.log.trace_step > config.steps:
+        raise UserError("--log.trace-step", config.log.trace_step, f"at most --steps, which is {config.steps}")
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
