@@ -180,7 +180,9 @@ def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]
     """
     norms, gradients = [], []
     for chosen in ({"placement": knobs["placement"]}, knobs):
-        pipeline = Pipeline(llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen)
+        pipeline = Pipeline(
+            llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen
+        )
         norms.append(pipeline.step(batches(7)[0]).grad_norm)
         pipeline.drain()
         found = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
@@ -189,9 +191,9 @@ def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]
     return norms[1] / norms[0], [relative(gradients[1][name], gradient) for name, gradient in gradients[0].items()]
 
 
-def offloaded(world: World, *, slow: str) -> tuple[int, int]:
+def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     """The most boundary activations that a rank has on its device in a step with the inputs of all layers offloaded,
-    while one lane is slow; and the most that the schedule says.
+    while one lane is slow; the most that the schedule says; and the places for what waits and comes back, likewise.
     """
     pipeline = Pipeline(
         llama(torch.float64),
@@ -207,14 +209,16 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int]:
         def __setitem__(self, key: str, value: Any) -> None:
             nonlocal most
             super().__setitem__(key, value)
-            most = max(most, sum(name.startswith(("x.", "slot.")) for name in list(self)))
+            most = max(most, sum(name.startswith("x.") for name in list(self)))
 
     compute._held = Watched()
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
-    said = max(pipeline.schedule(4 * world.size).peak_activations(rank, {"x": 1, "slot": 1}) for rank in range(world.size))
+    schedule = pipeline.schedule(4 * world.size)
+    said = schedule.peak_activations(world.rank, {"x": 1})
+    places = len(compute._places), schedule.peak_activations(world.rank, {"host": 1, "slot": 1})
     pipeline.close()
-    return most, said
+    return most, said, *places
 
 
 def scratch(world: World) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from tawpipe.schedule.placement import ALL_PLACEMENTS
 from tawpipe.schedule.spec import KEPT, WIRES, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
 from tawpipe.topology import Topology
 
-WIRED = st.sampled_from(WIRES)
 SCOPED = ("spread", "striped", "whole")
 """Placements under which a node may keep weights and sum gradients up."""
 
@@ -51,6 +50,16 @@ def make(
     """A schedule for ``count`` micro-batches on ``nodes`` x ``local`` ranks."""
     topology = Topology.grid(nodes, local)
     return build(model, topology, Knobs(micro_batches=share_micro_batches(count, nodes * local), **knobs))
+
+
+def wires(placement: str, local: int) -> st.SearchStrategy[dict[str, str]]:
+    """In what numbers travel between nodes, where the placement leaves a choice."""
+    chosen: dict[str, st.SearchStrategy[str]] = {}
+    if placement not in PLAIN_WIRE:
+        chosen["weights_wire"] = st.sampled_from(WIRES)
+        if placement != "flat" or local == 1:
+            chosen["gradients_wire"] = st.sampled_from(WIRES)
+    return st.fixed_dictionaries(chosen)
 
 
 def scopes(placement: str) -> st.SearchStrategy[dict[str, str]]:
@@ -132,6 +141,6 @@ def schedules(
         recompute=("full", *["full"] * offloaded, *recompute, "full"),
         offloaded_layers=offloaded,
         early_updates=draw(st.booleans()),
-        **({} if placement in PLAIN_WIRE else {"weights_wire": draw(WIRED), "gradients_wire": draw(WIRED)}),
+        **draw(wires(placement, local)),
         **draw(scopes_and_caches(placement)),
     )

@@ -34,8 +34,9 @@ def test_adapters_train_and_the_frozen_model_stays(pool):
 @pytest.mark.parametrize("slow", ["HOST", "COMPUTE"])
 def test_offloaded_inputs_are_not_on_the_device(pool, slow):
     """Whichever lane is behind: inputs do not pile up on their way out, nor come back before there is a place."""
-    for most, said in pool.run("cases:offloaded", 2, 1, slow=slow):
-        assert most <= said <= 6
+    for most, said, places, said_places in pool.run("cases:offloaded", 2, 1, slow=slow):
+        assert most == said == 4
+        assert places == said_places == 5 + 2
 
 
 def test_a_number_that_is_not_finite_stops_before_the_weights(pool, tmp_path):

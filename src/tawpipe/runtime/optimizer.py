@@ -120,7 +120,10 @@ class UnitOptimizers:
             group["lr"] = group["initial_lr"] * rate
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # The fused step looks at this flag on the device: no host sync for the finite check.
-            optimizer.grad_scale, optimizer.found_inf = None, None if finite is None else (finite == 0).to(torch.float32)
+            optimizer.grad_scale, optimizer.found_inf = (
+                None,
+                None if finite is None else (finite == 0).to(torch.float32),
+            )
         elif finite is not None and not bool(finite):
             return
         optimizer.step()

@@ -85,9 +85,7 @@ def offload(block: int, m: int, number: int) -> Action:
     Args:
         number: of the micro-batch in its round.
     """
-    return Action(
-        Op.OFFLOAD, Lane.HOST, (f"x.{m}.{block}",), (f"host.{number}.{block}",), block=block, micro_batch=m
-    )
+    return Action(Op.OFFLOAD, Lane.HOST, (f"x.{m}.{block}",), (f"host.{number}.{block}",), block=block, micro_batch=m)
 
 
 def reload(block: int, m: int, number: int) -> Action:

@@ -64,6 +64,8 @@ class ModelSpec:
         return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
 
 
+STAYING = ("host", "slot")
+"""Kinds of activations whose places are there for the whole run, see blocks.py."""
 WIRES = ("dtype", "int8", "fp8")
 """What travels between nodes: numbers in their own type, or in 8 bits with a scale for every block of them."""
 WIRE_BLOCK = 256
@@ -230,11 +232,15 @@ class Schedule:
                 (inputs of blocks, and their gradients), so that these are counted.
         """
         sizes = {"x": 1, "dx": 1, "slot": 1} if sizes is None else sizes
-        total = peak = 0
+        coming = {kind: size for kind, size in sizes.items() if kind not in STAYING}
+        staying = {
+            name for action in self.programs[rank] for name in action.writes if name.startswith(("host.", "slot."))
+        }
+        total = peak = sum(sizes.get(name.partition(".")[0], 0) for name in staying)
         for action in self.programs[rank]:
-            total += sum(sizes.get(name.partition(".")[0], 0) for name in action.writes)
+            total += sum(coming.get(name.partition(".")[0], 0) for name in action.writes)
             peak = max(peak, total)
-            total -= sum(sizes.get(name.partition(".")[0], 0) for name in action.frees)
+            total -= sum(coming.get(name.partition(".")[0], 0) for name in action.frees)
         return peak
 
     def counts(self, rank: int) -> Counter[Op]:
