@@ -13,6 +13,7 @@ and on CUDA the number of times that it waited for the device in a step.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -111,7 +112,9 @@ class Plain:
         self.model: Any = LlamaForCausalLM(config).to(self.device)
         self.model.train()
         if args.recompute == "full":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            name = "activation_checkpointing_enable"  # before transformers 5.20: gradient_
+            enable = getattr(self.model, name, None) or self.model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         if args.compile:
             for layer in self.model.model.layers:
                 layer.compile()
@@ -192,7 +195,7 @@ def main() -> None:
     contenders, held = {}, {}
     for name in args.contenders.split(","):
         before = torch.cuda.memory_allocated()
-        contenders[name] = makers[name](config, args)
+        contenders[name] = makers[name](copy.deepcopy(config), args)  # ours sets its attention in it
         held[name] = torch.cuda.memory_allocated() - before
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}

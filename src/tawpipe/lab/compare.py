@@ -97,21 +97,24 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
         Cluster.create(cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, name=CLUSTER) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
     ):
-        while len(failed) < len(suite.strategies):
-            tried = [i for i in range(len(suite.strategies)) if i not in failed]
+        done: set[int] = set()
+        while len(failed) + len(done) < len(suite.strategies):
+            tried = [i for i in range(len(suite.strategies)) if i not in failed and i not in done]
+            tried = tried[: 1 if suite.alone else None]
             samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": pictures is not None}
             ended = _launch(cluster, Path(folder), suite, cell, tried, **samples)
             if isinstance(ended, list):
-                found = dict(zip(tried, ended, strict=True))
+                found |= dict(zip(tried, ended, strict=True))
+                done.update(tried)
                 if pictures is not None:
                     for number, i in enumerate(tried):
                         _draw(Path(folder) / TRACES / str(number), cell, suite.strategies[i], pictures)
-                break
+                continue
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
             failed[number] = reason
     running = [i for i, reading in found.items() if not reading["failed"]]
-    for i, peak in _measure_memory(suite, cell, running).items() if suite.memory else ():
+    for i, peak in _measure_memory(suite, cell, running).items() if suite.memory and not suite.alone else ():
         found[i]["peak_bytes"] = peak
     rows = []
     for i, entry in enumerate(suite.strategies):

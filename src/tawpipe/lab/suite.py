@@ -17,7 +17,7 @@ A workload with ``kind: real`` is a model instead of sizes and seconds, see `taw
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Suite:
         samples: measured steps of every strategy in every cell.
         warmup: steps before them.
         memory: measure peak memory, every strategy in a launch of its own.
+        alone: measure everything in launches of their own; for strategies that do not fit beside one another.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Suite:
     samples: int = 5
     warmup: int = 1
     memory: bool = False
+    alone: bool = False
 
     def only(self, names: list[str]) -> Suite:
         """The suite with the named strategies or cells alone.
@@ -93,7 +95,7 @@ class Suite:
                 raise UserError("--only", name, f"some of {', '.join(sorted(known))}")
         cells = tuple(cell for cell in self.cells if cell.name in names) or self.cells
         strategies = tuple(entry for entry in self.strategies if entry.strategy in names) or self.strategies
-        return Suite(self.name, cells, strategies, self.samples, self.warmup, self.memory)
+        return replace(self, cells=cells, strategies=strategies)
 
 
 def shipped_suites() -> list[str]:

@@ -50,7 +50,7 @@ class ScheduleConfig:
     """The inputs of so many first layers wait for their backward pass in the host's memory."""
     weights_wire: Literal["dtype", "int8", "fp8"] = "dtype"
     """In what weights travel between nodes: as --dtype says, or in 8 bits with a scale for every 256 of them, which
-    changes the numbers; docs/knobs.md has what it cost in a run."""
+    changes the numbers; see docs/knobs.md."""
     gradients_wire: Literal["dtype", "int8", "fp8"] = "dtype"
     """In what gradients travel between nodes: as reduce_dtype says, or in 8 bits likewise."""
     gradient_buffers: int = bounded(2, minimum=1)
