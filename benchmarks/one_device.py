@@ -112,7 +112,7 @@ class Plain:
         self.model: Any = LlamaForCausalLM(config).to(self.device)
         self.model.train()
         if args.recompute == "full":
-            name = "activation_checkpointing_enable"  # before transformers 5.20: gradient_
+            name = "activation_checkpointing_enable"  # older releases call it gradient_checkpointing_enable
             enable = getattr(self.model, name, None) or self.model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         if args.compile:
