@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+import yaml
 
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -48,6 +49,26 @@ def test_the_smoke_suite(tmp_path, capsys):
         assert sent == pytest.approx(predicted, rel=0.03)
     assert "tawpipe-spread" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "chart.png").stat().st_size > 5000
+
+
+@needs_tc
+def test_strategies_alone_and_their_timelines(tmp_path):
+    """Every strategy in a launch of its own; one that does not run is given no timeline of another."""
+    cell = {"name": "c", "nodes": 2, "local": 1, "rate": "none", "workload": WORKLOAD}
+    broken = {"strategy": "weipipe", "knobs": {"no_such_knob": 1}}
+    suite = {"name": "alone", "samples": 1, "memory": True, "alone": True, "cells": [cell]}
+    suite["strategies"] = [{"strategy": "tawpipe-spread"}, broken, {"strategy": "flat"}]
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    words = ["lab", "compare", "--suite", str(tmp_path / "suite.yaml"), "--traces", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
+    assert rows["weipipe"]["status"] == "failed"
+    for name in ("tawpipe-spread", "flat"):
+        assert rows[name]["status"] in ("ok", "void")
+        assert rows[name]["peak_gib"] > 0 and rows[name]["peak_gib_predicted"] > 0
+        assert rows[name]["idle_start_s"] >= 0 and rows[name]["idle_end_s"] >= 0
+    drawn = {path.name for path in (tmp_path / "out" / "traces").glob("*.png")}
+    assert drawn == {"c-tawpipe-spread.png", "c-flat.png"}
 
 
 @pytest.mark.parametrize("name", shipped_suites())

@@ -155,8 +155,9 @@ def test_a_model_that_is_nowhere_is_the_models_fault(home):
 
 def test_under_torchrun(trained):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(trained, "torchrun", "--steps", "2", program=torchrun)
+    done = run(trained, "torchrun", "--steps", "2", "--schedule.kept-units", "2", program=torchrun)
     assert done.returncode == 0, done.stderr
+    assert "--schedule.kept-units has no effect on one node" in done.stdout
     assert "2 processes = 1 node x 2" in done.stdout
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -168,6 +169,7 @@ def _launch(
     running = Path(f"{result}.running")
     result.unlink(missing_ok=True)
     running.unlink(missing_ok=True)
+    shutil.rmtree(folder / TRACES, ignore_errors=True)  # an earlier launch's timelines are of other strategies
     entries = [asdict(suite.strategies[i]) for i in tried]
     content = {
         "workload": spell_out(cell.workload),

@@ -19,7 +19,7 @@ from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
-from tawpipe.train.config import TrainConfig, save_config
+from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
 from tawpipe.train.console import Console, duration
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
@@ -46,6 +46,8 @@ def run(config: TrainConfig) -> int:
     state = _resume(config, world, console, pipeline, checkpoints, data)
     if world.rank == 0:
         save_config(config, config.output_path / "config.yaml")
+    for name in _without_effect(config, world):
+        console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     console.plan(_plan_rows(config, pipeline))
 
     training = Training(config, world, console, pipeline, data, checkpoints, state)
@@ -175,6 +177,15 @@ def _resume(
     if state.step >= config.steps:
         console.notice(f"--steps {config.steps} are done already")
     return state
+
+
+def _without_effect(config: TrainConfig, world: World) -> list[str]:
+    """Settings that were changed and do nothing here."""
+    names = ("weights_scope", "gradients_scope", "kept_units", "weights_wire", "gradients_wire")
+    usual = ScheduleConfig()
+    return [
+        name for name in names if world.nodes.num_nodes == 1 and getattr(config.schedule, name) != getattr(usual, name)
+    ]
 
 
 def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]:
