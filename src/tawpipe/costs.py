@@ -63,7 +63,7 @@ def costs(
         activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
         nodes: the real ones, where the schedule was built for others.
     """
-    ranks = range(schedule.topology.world_size)
+    ranks = schedule.played
     traffic = link_elements(schedule, physical=nodes)
     trained = widths.master * (2 + widths.optimizer_states) + (widths.weight if widths.weight != widths.master else 0)
     home = [

@@ -8,7 +8,7 @@ visits is the same for all but the ring; the routes differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
@@ -18,7 +18,7 @@ from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
-from tawpipe.schedule.spec import KEPT, WIRES, Knobs, ModelSpec, Schedule
+from tawpipe.schedule.spec import KEPT, WIRES, Knobs, ModelSpec, Pool, Schedule
 from tawpipe.schedule.staggered import ExchangeRoute
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
@@ -57,8 +57,14 @@ def place_units(model: ModelSpec, topology: Topology, placement: str) -> tuple[H
     return tuple(place(placement, topology, unit.numel, unit.blocks[0]) for unit in model.units)
 
 
-def build_training(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedule:
+def build_training(
+    model: ModelSpec, topology: Topology, knobs: Knobs, *, ranks: Sequence[int] | None = None
+) -> Schedule:
     """One training step: forward, backward, gradients home, norm, update.
+
+    Args:
+        ranks: those whose programs are made, all by default; see ``simulate.fold``. The others' are empty, so that such
+            a schedule can be played by the clock and not be run.
 
     Raises:
         UserError: a knob has a value that cannot work, or nothing in the model is trainable.
@@ -68,7 +74,7 @@ def build_training(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedu
         raise UserError("--model", "no trainable parameter", "at least one parameter must require a gradient")
     if knobs.placement == "ring" and topology.world_size > 1:
         return build_weipipe(model, topology, knobs, training=True)
-    return _build(NAMES.get(knobs.placement, "tawpipe"), model, topology, knobs, training=True)
+    return _build(NAMES.get(knobs.placement, "tawpipe"), model, topology, knobs, training=True, ranks=ranks)
 
 
 def build_evaluation(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedule:
@@ -127,18 +133,27 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
     assert len(knobs.micro_batches) == topology.world_size and topology.is_even
 
 
-def _build(name: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, training: bool) -> Schedule:
+def _build(
+    name: str,
+    model: ModelSpec,
+    topology: Topology,
+    knobs: Knobs,
+    *,
+    training: bool,
+    ranks: Sequence[int] | None = None,
+) -> Schedule:
     homes = place_units(model, topology, knobs.placement)
     visits = training_visits(model, knobs) if training else forward_visits(model, knobs)
     residency = plan_residency(model, topology, homes, knobs, visits)
     kind = _kind_of_route(topology, knobs.placement)
-    routes = [kind(rank, topology, model, knobs, homes, visits, residency) for rank in range(topology.world_size)]
-    programs = []
-    for route in routes:
-        end = StepEnd(route.rank, topology, model, homes, knobs, training=training)
-        programs.append(tuple(end.close(tuple(_program(route, visits, training=training)))))
-    pools = tuple(route.slots.pools() for route in routes)
-    return Schedule(name, topology, model, knobs, homes, tuple(programs), pools, training)
+    programs: list[tuple[Action, ...]] = [()] * topology.world_size
+    pools: list[tuple[Pool, ...]] = [()] * topology.world_size
+    for rank in range(topology.world_size) if ranks is None else ranks:
+        route = kind(rank, topology, model, knobs, homes, visits, residency)
+        end = StepEnd(rank, topology, model, homes, knobs, training=training)
+        programs[rank] = tuple(end.close(tuple(_program(route, visits, training=training))))
+        pools[rank] = route.slots.pools()
+    return Schedule(name, topology, model, knobs, homes, tuple(programs), tuple(pools), training)
 
 
 def _kind_of_route(topology: Topology, placement: str) -> type[Route]:

@@ -186,6 +186,7 @@ class Schedule:
     Args:
         name: of the builder.
         programs: for every rank its actions in the order in which they are issued. The order within a lane is the same.
+            Empty for ranks that another one stands for, see ``simulate.fold``.
         pools: for every rank the buffers that its program uses, homes and activations aside.
         homes: for every unit.
         training: False for a forward-only schedule.
@@ -199,6 +200,11 @@ class Schedule:
     programs: tuple[tuple[Action, ...], ...]
     pools: tuple[tuple[Pool, ...], ...]
     training: bool = True
+
+    @cached_property
+    def played(self) -> tuple[int, ...]:
+        """The ranks that have a program."""
+        return tuple(rank for rank, program in enumerate(self.programs) if program)
 
     @cached_property
     def micro_batches(self) -> tuple[int, ...]:

@@ -128,6 +128,7 @@ class Player:
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
         self.gathering: dict[tuple, list[int]] = {}
+        self._known_groups: dict[tuple[int, ...], int] = {}
         self.open: dict[tuple, deque[tuple[int, Transfer]]] = {}
         self.log: list[Start | End | Journey] = []
         for rank, program in enumerate(schedule.programs):
@@ -245,7 +246,7 @@ class Player:
                 texts = f"{self.record.text(number)} and {self.record.text(here[0])}"
                 raise ScheduleError(f"members of a group issue different operations: {texts}")
         here.append(number)
-        if len(here) < len(members):
+        if len(here) < self._taking_part(members):
             return
         if action.op in (Op.COUNT, Op.NORM):
             load = self.transfers.norm(members)
@@ -254,6 +255,12 @@ class Player:
             load = self.transfers.collective(self.record.action(payer), members, self.record.rank(payer))
         self._go(Journey(load, tuple(here), now, number))
         here.clear()
+
+    def _taking_part(self, members: tuple[int, ...]) -> int:
+        """How many of them are played; the others do what these do, when they do."""
+        if members not in self._known_groups:
+            self._known_groups[members] = sum(bool(self.schedule.programs[rank]) for rank in members)
+        return self._known_groups[members]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
         self.open_parts[number] = len(action.transfers)

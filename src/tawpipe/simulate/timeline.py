@@ -210,13 +210,13 @@ class Timeline:
     @property
     def exposed_communication_s(self) -> float:
         """Idle COMPUTE behind a transfer in the steady step, the mean over the ranks."""
-        ranks = range(self.schedule.topology.world_size)
+        ranks = self.schedule.played
         return sum(self.idle(rank).transfer_s for rank in ranks) / len(ranks)
 
     @property
     def idle_s(self) -> float:
         """All idle time of COMPUTE in the steady step, the mean over the ranks."""
-        ranks = range(self.schedule.topology.world_size)
+        ranks = self.schedule.played
         return sum(self.idle(rank).total_s for rank in ranks) / len(ranks)
 
     @cached_property
@@ -224,7 +224,7 @@ class Timeline:
         """From zero to the first FORWARD with weights, on the rank that gets there last."""
         return max(
             next((s.start for s in self.spans(r, step=0) if s.action.op is Op.FORWARD and s.action.weights), 0.0)
-            for r in range(self.schedule.topology.world_size)
+            for r in self.schedule.played
         )
 
     @cached_property
@@ -234,7 +234,7 @@ class Timeline:
         last = max(
             (
                 s.end
-                for r in range(self.schedule.topology.world_size)
+                for r in self.schedule.played
                 for s in self.spans(r, step=self.steps - 1)
                 if s.action.op in passes
             ),

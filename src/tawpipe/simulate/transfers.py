@@ -94,7 +94,11 @@ class Transfers:
 
     def __init__(self, schedule: Schedule, costs: CostModel, topology: Topology) -> None:
         self.costs, self.topology = costs, topology
-        self._elements = [schedule.buffer_elements(rank) for rank in range(topology.world_size)]
+        self._played = set(schedule.played)
+        self._nodes_played = {topology.node_of(rank) for rank in self._played}
+        self._folded = len(self._played) < topology.world_size
+        """Whether one rank of a node stands for all of it (``fold``)."""
+        self._elements = {rank: schedule.buffer_elements(rank) for rank in schedule.played}
         self._collectives: dict[tuple, Load] = {}
         self._parts: dict[tuple, Load] = {}
 
@@ -117,8 +121,27 @@ class Transfers:
             delay = self.latency(action.collective, members, action.root)
             if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
                 delay += costs.add_s * whole * (n - 1) / n
-            self._collectives[key] = self._load(moved, width, delay)
+            load = self._load(moved, width, delay)
+            self._collectives[key] = self._seen(load, action.group) if self._folded else load
         return self._collectives[key]
+
+    def _seen(self, load: Load, group: str) -> Load:
+        """What the nodes that are played see of a load; of rails they see all that pass their links at one time."""
+        times = self.topology.local_size if group == "rail" else 1
+        ports = tuple(
+            (port, amount * times if self._by_node(port) else amount)
+            for port, amount in load.ports
+            if port[1] in (self._nodes_played if self._by_node(port) else self._played)
+        )
+        sent, received, inside = (
+            tuple((node, amount * times) for node, amount in part if node in self._nodes_played)
+            for part in (load.sent, load.received, load.inside)
+        )
+        return Load(ports, load.delay_s, sent, received, inside)
+
+    def _by_node(self, port: Port) -> bool:
+        """Whether the port's owner is a node and not a rank."""
+        return (self.costs.between if port[0] == "between" else self.costs.inside).shared
 
     def norm(self, members: tuple[int, ...]) -> Load:
         """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""

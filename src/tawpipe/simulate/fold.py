@@ -1,0 +1,34 @@
+"""One rank that stands for all. Imports topology, schedule and simulate only.
+
+Where nodes, links and shares of the work are alike, all ranks of the placements ``spread``, ``flat`` and ``hybrid`` run
+the same program at the same time; only the names of their micro-batches and of their peers differ. Playing one of them
+is then playing all: its collectives begin when it is there, and of the links it sees what its whole node sends. So
+thousands of devices take as long as one.
+"""
+
+from __future__ import annotations
+
+from tawpipe.schedule.build import build_training
+from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
+from tawpipe.simulate.costs import CostModel
+from tawpipe.topology import Topology
+
+ALIKE = ("spread", "flat", "hybrid")
+"""Placements under which all ranks run one program."""
+
+
+def foldable(topology: Topology, knobs: Knobs, costs: CostModel | None = None) -> bool:
+    """Whether one rank can stand for all."""
+    shares = {len(own) for own in knobs.micro_batches}
+    same = costs is None or not (costs.between_of or costs.compute_factor or len(set(costs.sizes.values())) > 1)
+    return knobs.placement in ALIKE and topology.is_even and len(shares) == 1 and same
+
+
+def build_folded(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedule:
+    """The schedule of a step with the program of rank 0 alone; for the clock.
+
+    Raises:
+        UserError: as ``build_training`` does.
+    """
+    assert foldable(topology, knobs)
+    return build_training(model, topology, knobs, ranks=(0,))
