@@ -85,7 +85,15 @@ def trace(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """``tawpipe doctor``: what is here, and how fast its links are."""
+    from tawpipe.plan.doctor import doctor as run
+
+    return run(argv)
+
+
 COMMANDS = {
+    "doctor": Command("say what is here, and measure the links between processes and nodes", doctor),
     "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
     "trace": Command("show when everything in a recorded step ran: a picture and a trace to zoom into", trace),
     "lab": Command("make a cluster with unequal links out of one machine, and measure in it", lab),

@@ -1,0 +1,269 @@
+"""Measures the links of the processes that are there. Imports topology, plan.machine, runtime.world and torch.
+
+Messages go between pairs of ranks, every rank in at most one pair at a time, so that pairs do not disturb each other
+unless that is the question. What is asked, in a few seconds altogether:
+
+* inside a node: latency and rate of a pair alone, both ways at once, and of all pairs of the node at once;
+* between nodes: the same, for every node with some others in turn; a node's rate is that of its best partner, so that
+  one slow node does not make its partners look slow;
+* to the host: copies between a GPU and pinned memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tawpipe.plan.machine import Device, Machine
+from tawpipe.runtime.world import World
+from tawpipe.simulate import LinkModel
+
+ROUNDS = 6
+"""Every node is measured with at most so many others."""
+TRIAL_BYTES = 1 << 18
+LARGEST_BYTES = 1 << 28
+SECONDS = 0.15
+"""That a measurement of a rate should take."""
+SHARED_BELOW = 0.7
+"""A link is shared if pairs that are busy together get less than this share of what one gets alone."""
+ODD = 1.5
+"""A rate that is so many times below the median is named."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one node's link to others, bytes per second."""
+
+    sent: float
+    received: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found.
+
+    Args:
+        rates: of every node's link, empty for one node.
+        findings: what is odd, in sentences.
+    """
+
+    machine: Machine
+    rates: tuple[Rates, ...]
+    findings: tuple[str, ...]
+
+
+def probe(world: World) -> Probe:
+    """Measure; call on all ranks, which get the same answer."""
+    ruler = _Ruler(world)
+    nodes = world.nodes.nodes
+    inside, inside_notes = _inside(ruler, nodes)
+    between, of, rates, notes = _between(ruler, nodes)
+    host = _host(world)
+    device = _device(world)
+    machine = Machine(tuple(map(len, nodes)), between, inside, of, host, device)
+    return Probe(machine, rates, (*inside_notes, *notes))
+
+
+def tournament(count: int, rounds: int) -> Iterator[list[Pair]]:
+    """Rounds in which everybody meets another one, nobody twice (the circle method); at most ``rounds`` of them.
+
+    >>> [sorted(pairs) for pairs in tournament(4, 9)]
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    places = [*range(count), *([-1] if count % 2 else [])]
+    for _ in range(min(rounds, len(places) - 1)):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+class _Ruler:
+    """Times messages between pairs of ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def latency(self, pairs: Sequence[Pair], times: int = 20) -> list[float]:
+        """Seconds of a message of a few bytes one way, of every pair."""
+        return self._all(pairs, lambda first, peer: self._ping(first, peer, times) / times / 2)
+
+    def rate(self, pairs: Sequence[Pair], *, forth: bool, back: bool) -> list[float]:
+        """Bytes per second in one direction, of every pair, all pairs at once."""
+        trial = self._all(pairs, lambda first, peer: self._stream(first, peer, TRIAL_BYTES, forth, back))
+        slowest = max(trial, default=1e-9)
+        size = min(LARGEST_BYTES, max(TRIAL_BYTES, int(TRIAL_BYTES * SECONDS / max(slowest, 1e-9))))
+        size = int(self.world.gather_numbers(float(size))[0])
+        seconds = self._all(pairs, lambda first, peer: self._stream(first, peer, size, forth, back))
+        return [size / max(one, 1e-9) for one in seconds]
+
+    def _all(self, pairs: Sequence[Pair], run: Callable[[bool, int], float]) -> list[float]:
+        """``run`` on both ranks of every pair; the seconds of the slower one, of every pair, on all ranks."""
+        mine = next((pair for pair in pairs if self.world.rank in pair), None)
+        taken = 0.0
+        self.world.barrier()
+        if mine is not None:
+            first = self.world.rank == mine[0]
+            taken = run(first, mine[1] if first else mine[0])
+        everyone = self.world.gather_numbers(taken)
+        return [max(everyone[a], everyone[b]) for a, b in pairs]
+
+    def _ping(self, first: bool, peer: int, times: int) -> float:
+        message = torch.zeros(1, device=self.world.device)
+        for counts in (False, True):
+            begin = time.perf_counter()
+            for _ in range(times if counts else 2):
+                for sends in (first, not first):
+                    (dist.send if sends else dist.recv)(message, peer)
+            self._wait()
+        return time.perf_counter() - begin
+
+    def _stream(self, first: bool, peer: int, size: int, forth: bool, back: bool) -> float:
+        sent, received = self._room(size)
+        sends, receives = (forth, back) if first else (back, forth)
+        begin = 0.0
+        for count in (TRIAL_BYTES // 4, size):  # the first opens the connection
+            self._wait()
+            begin = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, sent[:count], peer)] if sends else []
+            operations += [dist.P2POp(dist.irecv, received[:count], peer)] if receives else []
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            self._wait()
+        return time.perf_counter() - begin
+
+    def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if size not in self._buffers:
+            self._buffers = {size: tuple(torch.zeros(size, dtype=torch.uint8, device=self.world.device) for _ in "ab")}  # type: ignore[dict-item]
+        return self._buffers[size]
+
+    def _wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+
+def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, list[str]]:
+    """The link between devices of a node: the median of the nodes; those that are slower are named."""
+    with_pairs = [node for node in nodes if len(node) > 1]
+    if not with_pairs:
+        return LinkModel(float("inf")), []
+    alone = [(node[0], node[1]) for node in with_pairs]
+    latency = statistics.median(ruler.latency(alone))
+    one_way = ruler.rate(alone, forth=True, back=False)
+    both = statistics.median(ruler.rate(alone, forth=True, back=True))
+    together = [(node[i], node[i + 1]) for node in with_pairs for i in range(0, len(node) - 1, 2)]
+    several = len(together) > len(alone)
+    at_once = statistics.median(ruler.rate(together, forth=True, back=False)) if several else 0.0
+    rate = statistics.median(one_way)
+    shared = at_once < SHARED_BELOW * rate if several else ruler.world.device.type == "cpu"
+    per_node = statistics.median(len(node) // 2 for node in with_pairs)
+    found = [
+        f"inside node {nodes.index(node)}: {_gbyte(mine)}, elsewhere {_gbyte(rate)}"
+        for node, mine in zip(with_pairs, one_way, strict=True)
+        if mine * ODD < rate
+    ]
+    if shared:  # a message passes such a link once, whichever way it goes
+        return LinkModel(max(rate, at_once * per_node), latency, full_duplex=True, shared=True), found
+    return LinkModel(rate, latency, full_duplex=both > SHARED_BELOW * rate, shared=False), found
+
+
+def _between(
+    ruler: _Ruler, nodes: Sequence[Sequence[int]]
+) -> tuple[LinkModel, dict[int, LinkModel], tuple[Rates, ...], list[str]]:
+    """The link of every node to the others."""
+    count = len(nodes)
+    if count == 1:
+        return LinkModel(float("inf")), {}, (), []
+    sent, received, both = [0.0] * count, [0.0] * count, [0.0] * count
+    latency = [float("inf")] * count
+    at_once = [0.0] * count
+    for met in tournament(count, ROUNDS):
+        pairs = [(nodes[a][0], nodes[b][0]) for a, b in met]
+        for (a, b), seconds in zip(met, ruler.latency(pairs), strict=True):
+            latency[a], latency[b] = min(latency[a], seconds), min(latency[b], seconds)
+        for forth in (True, False):
+            for (a, b), rate in zip(met, ruler.rate(pairs, forth=forth, back=not forth), strict=True):
+                source, target = (a, b) if forth else (b, a)
+                sent[source], received[target] = max(sent[source], rate), max(received[target], rate)
+        for (a, b), rate in zip(met, ruler.rate(pairs, forth=True, back=True), strict=True):
+            both[a], both[b] = max(both[a], rate), max(both[b], rate)
+        every = [(x, y) for a, b in met for x, y in zip(nodes[a], nodes[b], strict=False)]
+        rates = dict(zip(every, ruler.rate(every, forth=True, back=False), strict=True))
+        for a, b in met:
+            total = sum(rates[pair] for pair in zip(nodes[a], nodes[b], strict=False))
+            at_once[a], at_once[b] = max(at_once[a], total), max(at_once[b], total)
+    alone = [min(pair) for pair in zip(sent, received, strict=True)]
+    local = statistics.median(map(len, nodes))
+    shared = local == 1 or statistics.median(at_once) < max(1.5, 0.5 * local) * statistics.median(alone)
+    duplex = statistics.median(both) > SHARED_BELOW * statistics.median(alone)
+    rates = [max(one, all_of_them) if shared else one for one, all_of_them in zip(alone, at_once, strict=True)]
+    usual, delay = statistics.median(rates), statistics.median(latency)
+
+    def link(rate: float) -> LinkModel:
+        return LinkModel(rate, delay, full_duplex=duplex, shared=shared)
+
+    odd = {n: link(rate) for n, rate in enumerate(rates) if not usual / 1.15 < rate < usual * 1.15}
+    notes = [f"node {n}: link of {_gbit(rate)}, the others have {_gbit(usual)}" for n, rate in enumerate(rates) if rate * ODD < usual]
+    notes += [
+        f"node {n} sends {_gbit(out)} and receives {_gbit(into)}: the two directions of its link differ"
+        for n, (out, into) in enumerate(zip(sent, received, strict=True))
+        if max(out, into) > ODD * min(out, into)
+    ]
+    notes += [f"node {n}: {seconds * 1e6:.0f} us for a small message, the others need {delay * 1e6:.0f} us"
+              for n, seconds in enumerate(latency) if seconds > 3 * delay]
+    found = tuple(Rates(*one) for one in zip(sent, received, latency, strict=True))
+    return link(usual), odd, found, notes
+
+
+def _host(world: World, size: int = 1 << 27) -> LinkModel:
+    """Between a GPU and its host, the slowest of the ranks while all of them copy."""
+    if world.device.type != "cuda":
+        return LinkModel(float("inf"))
+    here, there = torch.empty(size, dtype=torch.uint8, device=world.device), torch.empty(size, dtype=torch.uint8).pin_memory()
+    seconds = 0.0
+    for _ in range(2):
+        world.barrier()
+        torch.cuda.synchronize(world.device)
+        begin = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+        torch.cuda.synchronize(world.device)
+        seconds = time.perf_counter() - begin
+    return LinkModel(2 * size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
+
+
+def _device(world: World) -> Device:
+    """That with the least memory; on the CPU a process's share of what is free on its machine."""
+    if world.device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(world.device).total_memory)
+        name = torch.cuda.get_device_name(world.device)
+    else:
+        memory, name = free_memory() / len(world.nodes.nodes[world.nodes.node_of(world.rank)]), "CPU"
+    return Device(name, int(min(world.gather_numbers(memory))))
+
+
+def free_memory() -> int:
+    """Bytes that this machine could give to processes now; 0 where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def _gbit(rate: float) -> str:
+    return f"{rate * 8 / 1e9:.3g} Gbit/s"
+
+
+def _gbyte(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"
