@@ -1,0 +1,160 @@
+"""Which strategies there are, which knobs suit each of them, and which strategy is best. Imports errors, schedule, plan.
+
+The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
+do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then
+the best setting of each strategy is improved knob by knob as long as that gains something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.plan.question import Prediction, Question, bound_of, memory_quickly, predict
+from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.spec import Knobs
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "tawpipe-spread": {"placement": "spread"},
+    "tawpipe-step": {"placement": "spread", "weights_scope": "step", "gradients_scope": "step"},
+    "tawpipe-striped": {"placement": "striped"},
+    "tawpipe-whole": {"placement": "whole"},
+    "flat": {"placement": "flat"},
+    "hsdp": {"placement": "hybrid", "gradients_scope": "step"},
+    "weipipe": {"placement": "ring"},
+}
+"""Those that this project runs, by the knobs that make them."""
+GAIN = 0.005
+"""Below this a change of a knob is not worth its memory."""
+LARGEST_PLAYED_RANKS = 128
+"""Strategies whose ranks do not do alike are played on up to so many."""
+PASSES = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy with the knobs that suit it best.
+
+    Args:
+        knobs: None where the strategy cannot be run or played at all; then ``why_not`` says why.
+        runnable: whether this project runs it.
+    """
+
+    strategy: str
+    knobs: Knobs | None
+    prediction: Prediction | None
+    runnable: bool
+    fits: bool
+    why_not: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.step_seconds if self.prediction is not None else float("inf")
+
+    def chosen_knobs(self) -> dict[str, Any]:
+        """The knobs by name, micro-batches left out."""
+        if self.knobs is None:
+            return {}
+        return {name: value for name, value in asdict(self.knobs).items() if name not in ("micro_batches", "reuse")}
+
+
+def search(question: Question, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
+    """The best setting of every strategy, the fastest that fits first.
+
+    Args:
+        tell: is given a line for every strategy.
+    """
+    found: list[Candidate] = []
+    for strategy, fixed in STRATEGIES.items():
+        candidate = _best(question, strategy, fixed)
+        found.append(candidate)
+        tell(describe(question, candidate))
+    return sorted(found, key=lambda one: (not one.fits, one.seconds))
+
+
+def describe(question: Question, candidate: Candidate) -> str:
+    """One line."""
+    if candidate.prediction is None:
+        return f"{candidate.strategy}: {candidate.why_not}"
+    gib = candidate.prediction.peak_bytes / 2**30
+    fits = "" if candidate.fits else ", does not fit"
+    return f"{candidate.strategy}: {candidate.seconds:.3f} s, {gib:.1f} GiB{fits}"
+
+
+def fits(question: Question, memory: dict[str, int] | Any) -> bool:
+    """Whether so much memory is there."""
+    return not question.memory_bytes or sum(memory.values()) <= question.memory_bytes
+
+
+def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate:
+    topology = question.topology
+    alike = fixed["placement"] in ("spread", "flat", "hybrid")
+    if not alike and topology.world_size > LARGEST_PLAYED_RANKS:
+        return Candidate(strategy, None, None, True, False, f"not played on more than {LARGEST_PLAYED_RANKS} devices")
+    if strategy in ("tawpipe-step",) and topology.num_nodes == 1:
+        return Candidate(strategy, None, None, True, False, "the same as tawpipe-spread on one node")
+    options = [question.knobs(**fixed, micro_batches_per_visit=k) for k in _per_visit(question)]
+    try:
+        sizes = [memory_quickly(question, knobs) for knobs in options]
+    except UserError as error:
+        return Candidate(strategy, None, None, True, False, str(error))
+    possible = [knobs for knobs, size in zip(options, sizes, strict=True) if fits(question, size)]
+    if not possible:
+        leanest = _leanest(question, options[0])
+        return Candidate(strategy, leanest, predict(question, leanest), True, fits(question, memory_quickly(question, leanest)))
+    best: tuple[Knobs, Prediction] | None = None
+    for knobs in sorted(possible, key=lambda one: bound_of(question, one)):
+        if best is None or bound_of(question, knobs) < best[1].step_seconds:
+            made = predict(question, knobs)
+            if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
+                best = knobs, made
+    assert best is not None
+    knobs, prediction = _improve(question, *best)
+    return Candidate(strategy, knobs, prediction, True, True)
+
+
+def _per_visit(question: Question) -> list[int]:
+    """1, 2, 4, ... up to all micro-batches of a device."""
+    most = -(-question.micro_batches // question.topology.world_size)
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return [*powers, most]
+
+
+def _improve(question: Question, knobs: Knobs, prediction: Prediction) -> tuple[Knobs, Prediction]:
+    """Change one knob at a time while a step gets faster by ``GAIN``, and memory allows it."""
+    for _ in range(PASSES):
+        before = prediction.step_seconds
+        for change in _changes(question, knobs):
+            if bound_of(question, change) >= prediction.step_seconds or not fits(question, memory_quickly(question, change)):
+                continue
+            made = predict(question, change)
+            if made.step_seconds < prediction.step_seconds * (1 - GAIN):
+                knobs, prediction = change, made
+        if prediction.step_seconds > before * (1 - GAIN):
+            break
+    return knobs, prediction
+
+
+def _changes(question: Question, knobs: Knobs) -> Iterator[Knobs]:
+    for name in ("look_ahead", "gradient_buffers"):
+        yield replace(knobs, **{name: getattr(knobs, name) + 1})
+    units = len(question.model.units)
+    if knobs.placement in ("spread", "striped") and knobs.weights_scope == "visit" and question.topology.num_nodes > 1:
+        for kept in (units // 4, units // 2, units):
+            if kept > knobs.kept_units:
+                yield replace(knobs, kept_units=kept)
+    if knobs.placement in ("spread", "striped", "whole") and knobs.gradients_scope == "visit" and knobs.rounds > 1:
+        yield replace(knobs, gradients_scope="step")
+    layers = sum(block.kind == "layer" for block in question.model.blocks)
+    yield replace(knobs, recompute=recompute_of_blocks("selective", question.model))
+    for share in (4, 2, 1):
+        yield replace(knobs, recompute=recompute_of_blocks(f"none:{max(1, layers // share)},full", question.model))
+
+
+def _leanest(question: Question, knobs: Knobs) -> Knobs:
+    """The setting of a strategy that needs the least memory."""
+    layers = sum(block.kind == "layer" for block in question.model.blocks)
+    lean = replace(knobs, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1)
+    return lean if knobs.placement == "ring" else replace(lean, offloaded_layers=layers)
