@@ -92,8 +92,16 @@ def doctor(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """``tawpipe plan``: what every strategy would cost, and which one is best."""
+    from tawpipe.plan.command import plan as run
+
+    return run(argv)
+
+
 COMMANDS = {
     "doctor": Command("say what is here, and measure the links between processes and nodes", doctor),
+    "plan": Command("predict what every strategy would cost on some machines, and choose one", plan),
     "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
     "trace": Command("show when everything in a recorded step ran: a picture and a trace to zoom into", trace),
     "lab": Command("make a cluster with unequal links out of one machine, and measure in it", lab),

@@ -1,0 +1,144 @@
+"""From what a user names to a question: model, machines, data. Imports model, plan, sizes, train.metrics and torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tawpipe.costs import Widths
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
+from tawpipe.plan.profile import Profile, estimate, measure, size_of
+from tawpipe.plan.question import Question
+from tawpipe.simulate import LinkModel
+from tawpipe.sizes import model_spec
+from tawpipe.train.metrics import peak_flops, training_flops
+
+USABLE = 0.94
+"""Share of a device's memory that a plan may fill: the rest is for the driver, the libraries and what falls between
+blocks in the allocator.
+"""
+INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
+"""Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
+LATENCY_S = 3e-5
+_SHORT = re.compile(r"(\d+)x(\d+)(?:@([\d.]+)\s*(k|m|g)bit)?")
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def machine_of(text: str, *, device: Device) -> Machine:
+    """A file, or in short ``3x8@10gbit``: three nodes of eight devices, links of 10 Gbit/s.
+
+    Raises:
+        UserError: neither.
+    """
+    short = _SHORT.fullmatch(text.strip().lower())
+    if short is None:
+        return load_machine(Path(text))
+    nodes, local = int(short[1]), int(short[2])
+    if nodes < 1 or local < 1 or (nodes > 1 and short[3] is None):
+        raise UserError(SETTING, text, "for example 3x8@10gbit: nodes, devices of each, rate of their links")
+    rate = float(short[3]) * _UNITS[short[4]] / 8 if short[3] else float("inf")
+    if not rate > 0:
+        raise UserError(SETTING, text, "a rate above 0")
+    inside = INSIDE["CPU" if device.name == "CPU" else "GPU"]
+    return uniform(nodes, local, between=LinkModel(rate, LATENCY_S), inside=inside, device=device)
+
+
+def question_of(
+    model: str,
+    machine: Machine,
+    *,
+    sequence_length: int,
+    global_batch: int,
+    micro_batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    lengths: Sequence[int] | None = None,
+    profile: str = "auto",
+    vocab_size: int | None = None,
+    memory_bytes: int | None = None,
+    clip: bool = True,
+    trust_remote_code: bool = False,
+    here: torch.device | None = None,
+) -> Question:
+    """The question.
+
+    Args:
+        lengths: of the documents in a row; one as long as the row by default.
+        profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
+            measure where the two are the same.
+        memory_bytes: of a device, instead of what the machine says.
+        here: this process's device.
+
+    Raises:
+        UserError: a model, a machine or a number that cannot work.
+    """
+    for name, value in (("--sequence-length", sequence_length), ("--global-batch", global_batch), ("--micro-batch", micro_batch)):
+        if value < (2 if name == "--sequence-length" else 1):
+            raise UserError(name, value, "a larger number")
+    if micro_batch > global_batch:
+        raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
+    documents = tuple(lengths or (sequence_length,))
+    if sum(documents) != sequence_length:
+        raise UserError("--lengths", sum(documents), f"documents that fill a row of {sequence_length} tokens")
+
+    def chain() -> Chain:
+        built = build_model(
+            model, vocab_size=vocab_size, max_positions=sequence_length, trust_remote_code=trust_remote_code
+        )
+        return Chain(built.model)
+
+    made = chain()
+    text = made.config.get_text_config()
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    embedding = sum(made.units[u].numel for u in made.blocks[0].units if made.units[u].blocks == (0,))
+    per_sequence = training_flops(
+        matmul_parameters=sum(unit.numel for unit in made.units) - embedding,
+        num_layers=len(made.blocks) - 2,
+        attention_width=width,
+        lengths=documents,
+    )
+    peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
+    master = torch.promote_types(dtype, torch.float32)
+    limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
+    return Question(
+        model=model_spec(made),
+        profile=_profile(made, machine, profile, dtype, micro_batch * sequence_length, peak, here or torch.device("cpu")),
+        machine=machine,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        sequence_length=sequence_length,
+        size=size_of(documents * micro_batch),
+        widths=Widths(dtype.itemsize, reduce_dtype.itemsize, master.itemsize, optimizer_states=2),
+        memory_bytes=int(limit),
+        flops=per_sequence * global_batch,
+        peak_flops=peak,
+        clip=clip,
+    )
+
+
+def device_name(here: torch.device) -> str:
+    """As topology files call it."""
+    return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
+
+
+def _profile(
+    chain: Chain, machine: Machine, how: str, dtype: torch.dtype, tokens: int, peak: float | None, here: torch.device
+) -> Profile:
+    if how not in ("auto", "measure", "estimate"):
+        raise UserError("--profile", how, "auto, measure or estimate")
+    same = device_name(here) == machine.device.name
+    if how == "measure" or (how == "auto" and same and not machine.device.flops):
+        return measure(chain, dtype=dtype, device=here, tokens=tokens)
+    if peak is None:
+        raise UserError(
+            SETTING,
+            machine.device.name,
+            "a device whose peak is known, or one with `device: {flops: ...}` in the file, or --profile measure",
+        )
+    return estimate(chain, dtype=dtype, flops=peak)

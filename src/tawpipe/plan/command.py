@@ -1,0 +1,126 @@
+"""``tawpipe plan``: the words that follow it on the command line. What takes long to import waits until it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tawpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from tawpipe.plan.answer import Answer
+    from tawpipe.plan.search import Candidate
+
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    import torch
+
+    from tawpipe.plan.answer import Answer, crossing, json_text
+    from tawpipe.plan.ask import device_name, machine_of, question_of
+    from tawpipe.plan.machine import Device
+    from tawpipe.plan.search import search
+    from tawpipe.runtime.world import pick_device
+
+    here = pick_device(arguments.device, 0)
+    memory = int(torch.cuda.get_device_properties(here).total_memory) if here.type == "cuda" else 0
+    device = Device(arguments.device_name or device_name(here), 0 if arguments.device_name else memory)
+    question = question_of(
+        arguments.model,
+        machine_of(arguments.topology, device=device),
+        sequence_length=arguments.sequence_length,
+        global_batch=arguments.global_batch,
+        micro_batch=arguments.micro_batch,
+        dtype=getattr(torch, arguments.dtype),
+        lengths=_lengths(arguments.lengths),
+        profile=arguments.profile,
+        vocab_size=arguments.vocab_size,
+        memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
+        clip=not arguments.no_clip,
+        trust_remote_code=arguments.trust_remote_code,
+        here=here,
+    )
+    talk = not arguments.json
+    if talk:
+        print(f"{question.machine.topology}; {question.profile.source}")
+    answer = Answer.of(question, search(question, tell=lambda line: print(f"  {line}", file=sys.stderr)))
+    if arguments.json:
+        print(json_text(answer))
+    else:
+        for line in answer.table():
+            print(line)
+        print(f"\n{answer.reason}")
+        if answer.chosen and answer.runner_up and (words := crossing(question, answer.chosen, answer.runner_up)):
+            print(words)
+    if arguments.explain:
+        for line in _explain(answer, arguments.explain):
+            print(line, file=sys.stdout if talk else sys.stderr)
+    if arguments.save:
+        answer.save(Path(arguments.save))
+        if talk:
+            print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
+    return 0 if answer.chosen else 1
+
+
+def _lengths(words: str | None) -> list[int] | None:
+    if words is None:
+        return None
+    try:
+        return [int(word) for word in words.split(",")]
+    except ValueError as error:
+        raise UserError("--lengths", words, "numbers of tokens, separated by commas") from error
+
+
+def _explain(answer: Answer, strategy: str) -> Iterator[str]:
+    """Where time and memory of one candidate go."""
+    found: Candidate | None = next((one for one in answer.candidates if one.strategy == strategy), None)
+    if found is None:
+        raise UserError("--explain", strategy, f"one of {', '.join(one.strategy for one in answer.candidates)}")
+    yield f"{strategy}:"
+    if found.prediction is None:
+        yield f"  {found.why_not}"
+        return
+    row = answer.row(found)
+    for name, value in row["knobs"].items():
+        if name != "recompute":
+            yield f"  {name}: {value}"
+    made = found.prediction
+    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
+    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
+    if answer.question.topology.num_nodes > 1:
+        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
+    for name, size in made.memory.items():
+        yield f"  {name}: {size / 2**30:.3f} GiB"
+    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tawpipe plan",
+        description="Says beforehand what every strategy would cost on some machines, which one is best, and why. Exit "
+        "code 1 if nothing fits.",
+    )
+    parser.add_argument("--model", required=True, help="a preset, a folder with config.json, or a name on the Hub")
+    parser.add_argument("--topology", required=True, help="a file of `tawpipe doctor`, or in short 3x8@10gbit")
+    parser.add_argument("--sequence-length", type=int, required=True, metavar="TOKENS")
+    parser.add_argument("--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices")
+    parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)")
+    parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
+    parser.add_argument("--device-name", metavar="NAME", help="of the devices of a topology in short: H100, A100, ...")
+    parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
+    parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
+    parser.add_argument("--no-clip", action="store_true", help="without clipping and finite check")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
+    parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
+    return parser
