@@ -32,6 +32,10 @@ class Op(StrEnum):
     """Propagate through one block on one micro-batch, recomputing what it did not keep; for the head: the loss and its
     gradient at once.
     """
+    BACKWARD_INPUT = "BACKWARD_INPUT"
+    """The part of a backward pass that gives the gradient of the input, recomputation included. Pipelines only."""
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
+    """The part that gives the gradients of the weights. Pipelines only."""
     ZERO = "ZERO"
     """Clear a gradient buffer on a rank that has no micro-batch in this visit."""
     EXCHANGE = "EXCHANGE"

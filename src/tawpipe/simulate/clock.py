@@ -220,6 +220,11 @@ class Player:
         elif action.op is Op.BACKWARD:
             again = self.schedule.knobs.recomputes(action.block)
             work = costs.backward_s(rank, action.block, action.micro_batch, again)
+        elif action.op is Op.BACKWARD_INPUT:
+            work = costs.backward_s(rank, action.block, action.micro_batch)
+            work -= costs.backward_weight_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD_WEIGHT:
+            work = costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE:
             work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe)
         elif action.op is Op.ADD:

@@ -199,6 +199,15 @@ class CostModel:
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
 
+    def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
+        """Of a backward pass, the part for the gradients of weights: half of what is not recomputation."""
+        forward = self.forward_s(rank, block, micro_batch)
+        return max(0.0, self.backward_s(rank, block, micro_batch) - forward) / 2
+
+    def activation_bytes(self, name: str) -> float:
+        """Bytes of a boundary activation, by its name, ``x.m.b`` or ``dx.m.b``."""
+        return self.boundary_bytes * self._size(int(name.split(".")[1])).tokens
+
     def host_s(self, micro_batch: int) -> float:
         """Seconds in which a boundary activation passes between a device and its host."""
         amount = self.boundary_bytes * self._size(micro_batch).tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Transfer, is_weight
+from tawpipe.schedule.actions import Action, Transfer, is_activation, is_weight
 from tawpipe.schedule.spec import Schedule, wire_width
 from tawpipe.schedule.verify import ScheduleError
 from tawpipe.simulate.costs import CostModel, LinkModel
@@ -152,6 +152,12 @@ class Transfers:
 
     def part(self, sender: int, receiver: int, transfer: Transfer, wire: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
+        if is_activation(transfer.buffer):
+            amount = self.costs.activation_bytes(transfer.buffer)
+            key = (sender, receiver, amount)
+            if key not in self._parts:
+                self._parts[key] = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
+            return self._parts[key]
         weights = is_weight(transfer.buffer)
         key = (sender, receiver, transfer.unit, weights, wire)
         if key not in self._parts:
