@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tawpipe.batches import Deal, LocalBatch
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import Pipeline
+from tawpipe.plan.probe import probe
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
@@ -231,6 +232,12 @@ def scratch(world: World) -> tuple[int, int]:
     said = scratch_bytes(pipeline.schedule(7), world.rank)
     pipeline.close()
     return held, said
+
+
+def probed(world: World) -> Any:
+    """What the probe of links finds."""
+    found = probe(world)
+    return found.machine, found.rates
 
 
 def rank_without_rows(world: World) -> float:
