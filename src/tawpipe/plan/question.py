@@ -7,7 +7,7 @@ played twice, with one round more the second time, and what the round took is ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,8 +15,9 @@ from tawpipe.costs import Costs, Widths, costs
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.build import build_training, place_units
+from tawpipe.schedule.pipelines import Shape, build_pipeline
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule, share_micro_batches, wire_width
-from tawpipe.schedule.traffic import link_elements, link_elements_formula
+from tawpipe.schedule.traffic import link_elements_formula
 from tawpipe.simulate import CostModel, MicroBatchSize, Timeline, play
 from tawpipe.simulate.fold import build_folded, foldable
 from tawpipe.topology import Topology
@@ -86,6 +87,14 @@ class Question:
         shares = share_micro_batches(self.micro_batches, self.topology.world_size)
         return Knobs(micro_batches=shares, early_updates=not self.clip, **chosen)
 
+    def compute_s(self, knobs: Knobs) -> float:
+        """Seconds in which a device computes one micro-batch, forward and backward."""
+        costs, found = self.costs, 0.0
+        for b, block in enumerate(self.model.blocks):
+            found += costs.forward_s(0, b, 0) * (block.kind != "head")
+            found += costs.backward_s(0, b, 0, knobs.recomputes(b)) * block.needs_backward
+        return found
+
     @property
     def activation_bytes(self) -> Mapping[str, int]:
         """Of one activation of every kind."""
@@ -132,25 +141,14 @@ def memory_of(question: Question, schedule: Schedule) -> dict[str, int]:
     }
 
 
-def link_bytes_of(question: Question, schedule: Schedule) -> int:
-    """Bytes that the busiest link between the real nodes carries in one direction."""
-    knobs, widths = schedule.knobs, question.widths
-    far = wire_width(knobs.weights_wire, widths.weight), wire_width(knobs.gradients_wire, widths.gradient)
-    if schedule.topology == question.machine.topology:
-        traffic = link_elements_formula(schedule)
-    else:
-        traffic = link_elements(schedule, physical=question.machine.topology)
-    return max(max(link.bytes_sent(*far), link.bytes_received(*far)) for link in traffic)
+def link_bytes_of(timeline: Timeline) -> float:
+    """Bytes that the busiest link between nodes carries in one direction in a step."""
+    return max(max(node.sent, node.received) for node in timeline.node_bytes[timeline.steady_step])
 
 
 def bound_of(question: Question, knobs: Knobs) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
-    most = max(len(own) for own in knobs.micro_batches)
-    model = question.costs
-    compute = sum(
-        model.forward_s(0, b, 0) * (block.kind != "head") + model.backward_s(0, b, 0, knobs.recomputes(b)) * block.needs_backward
-        for b, block in enumerate(question.model.blocks)
-    )
+    most, compute = max(len(own) for own in knobs.micro_batches), question.compute_s(knobs)
     topology = question.topology
     if topology.num_nodes == 1:
         return most * compute
@@ -173,17 +171,52 @@ def predict(question: Question, knobs: Knobs) -> Prediction:
     """
     short, longer, left = _rounds(question, knobs)
     schedule = _build(question, short)
-    timeline = _play(question, schedule)
-    seconds, exposed, idle = timeline.step_seconds, timeline.exposed_communication_s, timeline.idle_s
-    moved = link_bytes_of(question, schedule)
-    if left:
-        more = _play(question, _build(question, longer))
-        seconds += left * (more.step_seconds - seconds)
-        exposed += left * (more.exposed_communication_s - exposed)
-        idle += left * (more.idle_s - idle)
-        moved += left * (link_bytes_of(question, _build(question, longer)) - moved)
-    memory = memory_of(question, schedule)
-    return Prediction(seconds, max(0.0, exposed), max(0.0, idle), round(moved), memory, bound_of(question, knobs), timeline)
+    made = _play(question, schedule)
+    more = _play(question, _build(question, longer)) if left else made
+    return _predicted(made, more, left, memory_of(question, schedule), bound_of(question, knobs))
+
+
+def predict_pipeline(question: Question, kind: str, axis: str) -> Prediction:
+    """Play an activation pipeline, see ``schedule.pipelines``.
+
+    Raises:
+        UserError: it cannot be built for this model, batch and machines.
+    """
+    topology = question.topology
+    size = Shape(topology, axis, 1, False).size
+    replicas = topology.world_size // size
+    each = -(-question.micro_batches // replicas)
+
+    def built(count: int) -> Schedule:
+        knobs = Knobs("pipeline", share_micro_batches(count * replicas, topology.world_size))
+        return build_pipeline(kind, question.model, topology, knobs, axis=axis)
+
+    few = 3 * size
+    schedule = built(min(each, few))
+    made = _play(question, schedule)
+    more, left = made, 0.0
+    if each > few:
+        more, left = _play(question, built(few + size)), (each - few) / size
+    most = question.micro_batches / topology.world_size * question.compute_s(Knobs("pipeline", ()))
+    return _predicted(made, more, left, memory_of(question, schedule), most)
+
+
+def _predicted(made: Timeline, more: Timeline, left: float, memory: Mapping[str, int], bound: float) -> Prediction:
+    """From a play, and one with some more, which comes ``left`` times on top."""
+
+    def extended(value: Callable[[Timeline], float]) -> float:
+        first = value(made)
+        return max(0.0, first + left * (value(more) - first)) if left else first
+
+    return Prediction(
+        extended(lambda one: one.step_seconds),
+        extended(lambda one: one.exposed_communication_s),
+        extended(lambda one: one.idle_s),
+        round(extended(link_bytes_of)),
+        memory,
+        bound,
+        made,
+    )
 
 
 def memory_quickly(question: Question, knobs: Knobs) -> dict[str, int]:

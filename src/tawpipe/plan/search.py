@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.question import Prediction, Question, bound_of, memory_quickly, predict
+from tawpipe.plan.question import Prediction, Question, bound_of, memory_quickly, predict, predict_pipeline
 from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.pipelines import AXES, PIPELINES, Shape
 from tawpipe.schedule.spec import Knobs
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -28,6 +29,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Those that this project runs, by the knobs that make them."""
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
+LARGEST_PIPELINE = 64
+"""Pipelines over more ranks are not played."""
 LARGEST_PLAYED_RANKS = 128
 """Strategies whose ranks do not do alike are played on up to so many."""
 PASSES = 3
@@ -69,6 +72,10 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda _: None) 
     found: list[Candidate] = []
     for strategy, fixed in STRATEGIES.items():
         candidate = _best(question, strategy, fixed)
+        found.append(candidate)
+        tell(describe(question, candidate))
+    for kind in PIPELINES:
+        candidate = _best_pipeline(question, kind)
         found.append(candidate)
         tell(describe(question, candidate))
     return sorted(found, key=lambda one: (not one.fits, one.seconds))
@@ -113,6 +120,29 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
     assert best is not None
     knobs, prediction = _improve(question, *best)
     return Candidate(strategy, knobs, prediction, True, True)
+
+
+def _best_pipeline(question: Question, kind: str) -> Candidate:
+    """Over all devices, over the nodes, or inside each node: the fastest that fits, or the smallest."""
+    reason = "torch.distributed.pipelining and Megatron-LM run it"
+    found: list[tuple[bool, float, Prediction, str]] = []
+    refused = ""
+    for axis in AXES if question.topology.world_size > 1 else ():
+        size = Shape(question.topology, axis, 1, False).size
+        if size == 1 or size > LARGEST_PIPELINE:
+            continue
+        try:
+            made = predict_pipeline(question, kind, axis)
+        except UserError as error:
+            refused = refused or str(error)
+            continue
+        good = fits(question, made.memory)
+        found.append((not good, made.step_seconds if good else made.peak_bytes, made, axis))
+    if not found:
+        return Candidate(kind, None, None, False, False, refused or "a pipeline needs several devices")
+    over, _, made, axis = min(found, key=lambda one: one[:2])
+    where = {"world": "over all devices", "nodes": "over the nodes", "locals": "inside each node"}[axis]
+    return Candidate(kind, None, made, False, not over, f"{where}; {reason}")
 
 
 def _per_visit(question: Question) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Lane, Op, is_weight
+from tawpipe.schedule.actions import Action, Lane, Op, is_activation, is_weight
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule, wire_bytes
@@ -38,7 +38,7 @@ class LinkTraffic:
 
 
 def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tuple[LinkTraffic, ...]:
-    """What every node's link carries, from the actions.
+    """What every node's link carries of weights and gradients, from the actions.
 
     A collective is counted as a ring in the order of its members, broadcast and reduce as a chain from or to the root.
 
@@ -54,7 +54,7 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
         for action in program:
             if action.op is Op.EXCHANGE:
                 for transfer in action.transfers:
-                    if topology.node_of(transfer.peer) != node:
+                    if topology.node_of(transfer.peer) != node and not is_activation(transfer.buffer):
                         offset = (0 if is_weight(transfer.buffer) else 2) + (0 if transfer.send else 1)
                         counts[node][offset] += sizes[transfer.buffer]
             elif action.op is Op.COLLECTIVE:
