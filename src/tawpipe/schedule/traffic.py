@@ -130,10 +130,11 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
         weights = sorted(set(weights))
     if knobs.gradients_scope == "step":
         gradients = sorted(set(gradients))
-    counts = [[0, 0, 0, 0] for _ in range(nodes)]
+    alike = knobs.placement in ("spread", "flat", "hybrid")  # for all nodes: one stands for them
+    counts = [[0, 0, 0, 0] for _ in range(1 if alike else nodes)]
     for unit, offset in [(unit, 0) for unit in weights] + [(unit, 2) for unit in gradients]:
         home = schedule.homes[unit]
-        for node in range(nodes):
+        for node in range(len(counts)):
             at_home = topology.node_of(home.ranks[0]) == node
             if knobs.placement == "spread":
                 sent = received = home.padded * (nodes - 1) // nodes
@@ -146,7 +147,7 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
                 sent, received = (there, here) if offset == 0 else (here, there)
             counts[node][offset] += sent
             counts[node][offset + 1] += received
-    return tuple(LinkTraffic(*four) for four in counts)
+    return tuple(LinkTraffic(*four) for four in (counts * nodes if alike else counts))
 
 
 def _ring_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
