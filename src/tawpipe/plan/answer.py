@@ -134,8 +134,8 @@ class Answer:
             "runner_up": self.runner_up.strategy if self.runner_up else None,
         }
 
-    def table(self) -> Iterator[str]:
-        """Lines of text."""
+    def table(self, *, separator: str = "") -> Iterator[str]:
+        """Lines of text, in columns; or with a separator between the cells."""
         head = ("strategy", "s/step", "tokens/s/device", "MFU", "not hidden s", "idle s", "MB/link", "GiB", "")
         rows = [head]
         for one in self.candidates:
@@ -157,6 +157,9 @@ class Answer:
                     note,
                 )
             )
+        if separator:
+            yield from (separator.join(row) for row in rows)
+            return
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         for row in rows:
             cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=False)), row[-1]]

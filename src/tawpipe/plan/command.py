@@ -61,6 +61,12 @@ def plan(argv: Sequence[str]) -> int:
     if arguments.explain:
         for line in _explain(answer, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
+    if arguments.report:
+        from tawpipe.plan.page import write_plan_page
+
+        write_plan_page(answer, Path(arguments.report))
+        if talk:
+            print(f"wrote {arguments.report}")
     if arguments.save:
         answer.save(Path(arguments.save))
         if talk:
@@ -122,5 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
+    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
     parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
     return parser

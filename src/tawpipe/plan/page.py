@@ -1,0 +1,122 @@
+"""An answer as a page. Imports plan and report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tawpipe.errors import UserError
+from tawpipe.plan.answer import Answer
+from tawpipe.plan.question import Question, predict
+from tawpipe.plan.search import Candidate
+from tawpipe.report.bars import predicted_bars
+from tawpipe.report.memory import memory_over_time
+from tawpipe.report.page import Section, Table, lines, memory_figure, stacked_bars, timeline_figure, write_page
+from tawpipe.simulate import MicroBatchSize
+
+RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Links so many times as fast."""
+LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Sequences so many times as long."""
+SHOWN = 5
+"""Strategies in the figures of what would change."""
+
+
+def write_plan_page(answer: Answer, path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        UserError: the folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise UserError("--report", str(path), "a file in a folder that exists")
+    question = answer.question
+    subtitle = (
+        f"{sum(unit.numel for unit in question.model.units) / 1e9:.3g} B parameters, rows of {question.sequence_length} "
+        f"tokens, {question.global_batch} in a step; {question.machine.topology}; {question.profile.source}"
+    )
+    write_page(path, "Plan", _sections(answer), subtitle=subtitle)
+
+
+def _sections(answer: Answer) -> Iterator[Section]:
+    question = answer.question
+    shown = [one for one in answer.candidates if one.prediction is not None]
+    rows = [line.split("\t") for line in answer.table(separator="\t")]
+    marked = [i for i, one in enumerate(answer.candidates) if one is answer.chosen]
+    yield Section(answer.chosen.strategy if answer.chosen else "Nothing fits", answer.reason, Table(rows[0], rows[1:], marked))
+    names = [one.strategy for one in shown]
+    made = [one.prediction for one in shown if one.prediction is not None]
+    parts = {
+        "computing": [one.step_seconds - one.idle_s for one in made],
+        "waiting for transfers": [one.exposed_communication_s for one in made],
+        "idle otherwise": [max(0.0, one.idle_s - one.exposed_communication_s) for one in made],
+    }
+    yield Section("Where a step's time goes", "Of a device, on the average.", figures=[stacked_bars(names, parts, unit="s")])
+    kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
+    limit = question.memory_bytes / 2**30 if question.memory_bytes else None
+    yield Section("Memory of a device", "At its highest.", figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)])
+    if question.topology.num_nodes > 1:
+        moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
+        yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB")])
+    yield from _chosen(answer)
+    yield from _changes(answer, shown[:SHOWN])
+
+
+def _chosen(answer: Answer) -> Iterator[Section]:
+    chosen = answer.chosen
+    if chosen is None or chosen.prediction is None or chosen.prediction.timeline is None:
+        return
+    timeline, question = chosen.prediction.timeline, answer.question
+    rounds = timeline.schedule.knobs.rounds
+    whole = chosen.knobs.rounds if chosen.knobs else rounds
+    words = "Drag to zoom, double click to go back."
+    if rounds < whole:
+        words += f" {rounds} of {whole} rounds: those in the middle are alike."
+    yield Section(f"A step of {chosen.strategy}", words, figures=[timeline_figure(predicted_bars(timeline))])
+    rank = timeline.schedule.played[0]
+    fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
+    over = memory_over_time(timeline, rank, question.activation_bytes, fixed)
+    yield Section("Memory in the course of the step", figures=[memory_figure({chosen.strategy: over})])
+
+
+def _changes(answer: Answer, shown: Sequence[Candidate]) -> Iterator[Section]:
+    """How the answer moves; the knobs stay as they are."""
+    question = answer.question
+    ours = [one for one in shown if one.knobs is not None]
+    if question.topology.num_nodes > 1:
+        rate = question.machine.between.bytes_per_s
+        rates = [rate * factor for factor in RATES]
+        others = [replace(question, machine=question.machine.with_rate(one)) for one in rates]
+        series = {one.strategy: [_seconds(other, one) for other in others] for one in ours}
+        figure = lines([one * 8 / 1e9 for one in rates], series, x_title="Gbit/s between nodes", y_title="s per step")
+        yield Section("With other links", "Seconds per step.", figures=[figure])
+    longer = [_longer(question, factor) for factor in LENGTHS]
+    series = {
+        one.strategy: [_tokens(other, one) for other in longer] for one in ours
+    }
+    figure = lines(
+        [other.sequence_length for other in longer], series, x_title="tokens in a row", y_title="tokens per second and device"
+    )
+    yield Section("With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure])
+
+
+def _longer(question: Question, factor: float) -> Question:
+    length = max(2, round(question.sequence_length * factor))
+    size = MicroBatchSize(length * question.micro_batch, length * length * question.micro_batch)
+    return replace(question, sequence_length=length, size=size)
+
+
+def _seconds(question: Question, candidate: Candidate) -> float | None:
+    assert candidate.knobs is not None
+    try:
+        return predict(question, candidate.knobs).step_seconds
+    except UserError:
+        return None
+
+
+def _tokens(question: Question, candidate: Candidate) -> float | None:
+    seconds = _seconds(question, candidate)
+    if seconds is None:
+        return None
+    return question.global_batch * question.sequence_length / seconds / question.topology.world_size
