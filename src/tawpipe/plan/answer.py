@@ -169,10 +169,22 @@ class Answer:
         """A file that ``tawpipe train --plan`` follows.
 
         Raises:
+            UserError: nothing was chosen, or the file cannot be written.
+        """
+        text = self.text()
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError("--save", str(path), f"a file that can be written ({error.strerror})") from error
+
+    def text(self) -> str:
+        """The content of such a file.
+
+        Raises:
             UserError: nothing was chosen.
         """
         if self.chosen is None or self.chosen.knobs is None:
-            raise UserError("--save", str(path), f"a plan that can be run; {self.reason}")
+            raise UserError("plan", "no strategy", f"a model that fits these machines; {self.reason}")
         question = self.question
         content = {
             "format": FORMAT,
@@ -186,7 +198,7 @@ class Answer:
             "step_seconds": round(self.chosen.seconds, 6),
             "schedule": settings_of(self.chosen.knobs),
         }
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        return yaml.safe_dump(content, sort_keys=False)
 
 
 def fingerprint(question: Question) -> dict[str, int]:

@@ -25,6 +25,7 @@ class RunState:
         samples: rows consumed, counted over epochs: the position in the data.
         fingerprint: of the data, so that a changed corpus can be named.
         data_state: what the dataset needs besides the position.
+        plan: that the run followed, empty for none; it is followed again on the same topology.
         topology, versions: for the reader.
     """
 
@@ -34,6 +35,7 @@ class RunState:
     fingerprint: str = ""
     data_state: dict[str, Any] = field(default_factory=dict)
     topology: str = ""
+    plan: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
 

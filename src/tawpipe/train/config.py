@@ -184,6 +184,10 @@ class TrainConfig(DataSettings):
     resume: str = "none"
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
+    plan: str = "none"
+    """Where the schedule comes from: none (the settings under schedule), the file that `tawpipe plan --save` wrote, or
+    auto, which measures the links and the model first and plans by that, a few seconds. A resumed run follows the plan
+    that it began with while the nodes are the same."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

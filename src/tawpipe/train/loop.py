@@ -50,6 +50,7 @@ class Training:
 
     Args:
         state: what the checkpoint says that the run goes on from; None for a new run.
+        plan: that the run follows, for its checkpoints.
 
     ``first`` is the number of steps that were done before, ``validation_loss`` the last one that was measured.
     """
@@ -63,7 +64,10 @@ class Training:
         data: PreparedData,
         checkpoints: Checkpoints,
         state: RunState | None,
+        *,
+        plan: str = "",
     ) -> None:
+        self.plan = plan
         self.config, self.world, self.console = config, world, console
         self.pipeline, self.data, self.checkpoints = pipeline, data, checkpoints
         self.first = state.step if state else 0
@@ -203,6 +207,7 @@ class Training:
             fingerprint=self.data.fingerprint,
             data_state=self.data.train.state_dict(self.samples),
             topology=str(self.world.nodes),
+            plan=self.plan,
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 

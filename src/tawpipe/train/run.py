@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ from tawpipe.train.console import Console, duration
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
 from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe.train.planned import check_model, follow_plan
 
 BUILDERS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
 """Builders that fix the placement."""
@@ -41,16 +43,26 @@ def run(config: TrainConfig) -> int:
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
-    pipeline = _make_pipeline(config, world, data)
     checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
-    state = _resume(config, world, console, pipeline, checkpoints, data)
+    path = checkpoints.find(config.resume)
+    earlier = None if path is None else read_run(path)
+    vocab_size = vocabulary_size(data.tokenizer)
+    config, plan, line = follow_plan(config, world, earlier, vocab_size=vocab_size, dtype=DTYPES[config.dtype])
+    if line:
+        console.notice(line)
+    pipeline = _make_pipeline(config, world, data)
+    check_model(plan, pipeline.spec)
+    if path is not None and earlier is not None:
+        _resume(config, console, pipeline, path, earlier, data)
+    elif config.resume == "auto":
+        console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
         save_config(config, config.output_path / "config.yaml")
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     console.plan(_plan_rows(config, pipeline))
 
-    training = Training(config, world, console, pipeline, data, checkpoints, state)
+    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan)
     seconds = training.run()
 
     done = max(0, config.steps - training.first)
@@ -153,19 +165,8 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
 
 
 def _resume(
-    config: TrainConfig,
-    world: World,
-    console: Console,
-    pipeline: Pipeline,
-    checkpoints: Checkpoints,
-    data: PreparedData,
-) -> RunState | None:
-    path = checkpoints.find(config.resume)
-    if path is None:
-        if config.resume == "auto":
-            console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
-        return None
-    state = read_run(path)
+    config: TrainConfig, console: Console, pipeline: Pipeline, path: Path, state: RunState, data: PreparedData
+) -> None:
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {path}")
     pipeline.load(path)
@@ -176,7 +177,6 @@ def _resume(
         data.train.load_state_dict(state.data_state)
     if state.step >= config.steps:
         console.notice(f"--steps {config.steps} are done already")
-    return state
 
 
 def _without_effect(config: TrainConfig, world: World) -> list[str]:

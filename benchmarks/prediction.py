@@ -1,0 +1,220 @@
+"""How far the clock is from what was measured: every row in our runtime of the suites' results, predicted.
+
+    python benchmarks/prediction.py --out benchmarks/results/DATE-prediction benchmarks/results/*/
+
+A measured step begins and ends with nothing under way; so does the predicted one. The clock knows the setting (layers,
+seconds, bytes, links, knobs) and a few numbers of the machine that emulates the cluster, which are the same for all
+rows: latency of a message, rate of a node's loopback, and what handing an action to its lane and running it costs.
+``--fit`` searches them on every other row, and the rows that it has not seen are told apart in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tawpipe.costs import Widths, costs
+from tawpipe.lab import ours
+from tawpipe.lab.bounds import workload_costs
+from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.compare import FRAMES
+from tawpipe.lab.workload import RealWorkload, from_spelled_out
+from tawpipe.simulate import LinkModel, play
+from tawpipe.topology import Topology
+
+STEPS = (0.5, 0.7, 1.4, 2.0)
+"""The fit multiplies a number by these."""
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What the machine adds to a setting.
+
+    Args:
+        action_s: of every action: the lane's thread, the call, the check of the message.
+        latency_s: of a message between nodes; inside one a tenth of it.
+        inside_bytes_per_s: of a node's loopback.
+        add_s: of adding one element, and what copying costs.
+        update_s: of the optimizer, for one element.
+        sleep_s: by which a sleep is too long.
+    """
+
+    action_s: float = 1.5e-3
+    latency_s: float = 1e-3
+    inside_bytes_per_s: float = 1.2e9
+    add_s: float = 5e-10
+    update_s: float = 4e-9
+    sleep_s: float = 3e-4
+
+
+def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
+    """Seconds, bytes and memory of a measured row."""
+    cell, knobs = row["cell"], row["knobs"]
+    workload = from_spelled_out(cell["workload"])
+    topology = Topology.grid(cell["nodes"], cell["local"])
+    schedule = ours.schedule_of(row["strategy"], workload, topology, knobs)
+    workload = workload.split(knobs["parts_per_layer"])
+    rates = [rate for rate in parse_rates(cell["rate"], nodes=cell["nodes"]) if rate is not None]
+    between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10, machine.latency_s)
+    inside = LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10)
+    slower = replace(
+        workload,
+        forward_s=workload.forward_s + machine.sleep_s,
+        backward_input_s=workload.backward_input_s + machine.sleep_s,
+        backward_weight_s=workload.backward_weight_s + machine.sleep_s,
+    )
+    model = workload_costs(
+        slower,
+        between=between,
+        inside=inside,
+        reduce_scatter="ring",
+        action_s=machine.action_s,
+        add_s=machine.add_s,
+        update_s=machine.update_s if workload.optimizer else 0.0,
+    )
+    timeline = play(schedule, model, steps=1, physical=topology)
+    widths = Widths(4, 4, 4, 2 if workload.optimizer else 0)
+    said = costs(schedule, widths, activation_bytes={"x": workload.activation_bytes})
+    return {
+        "seconds": timeline.makespan,
+        "sent": max(node.sent for node in timeline.node_bytes[0]) / FRAMES,
+        "gib": (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30,
+    }
+
+
+def measured(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of our runtime, without those that failed or were disturbed on purpose."""
+    found = []
+    for folder in folders:
+        path = folder / "results.json"
+        if not path.exists():
+            continue
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            good = row["origin"] == "ours" and row["status"] in ("ok", "void") and not row["cell"].get("slow")
+            if good and not isinstance(from_spelled_out(row["cell"]["workload"]), RealWorkload):
+                found.append(row | {"folder": folder.name})
+    return found
+
+
+def fit(rows: Sequence[dict[str, Any]], machine: Emulation) -> Emulation:
+    """One number at a time, as long as the median error falls."""
+
+    def error(one: Emulation) -> float:
+        return statistics.mean(abs(predict(row, one)["seconds"] / _seconds(row) - 1) for row in rows)
+
+    best = error(machine)
+    for _ in range(2):
+        for name in asdict(machine):
+            for factor in STEPS:
+                other = replace(machine, **{name: getattr(machine, name) * factor})
+                if (found := error(other)) < best * 0.995:
+                    machine, best = other, found
+                    print(f"{name} {getattr(machine, name):.3g}: mean error {best:.2%}", flush=True)
+    return machine
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return row["seconds_per_step"]["median"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("folders", nargs="+", type=Path, help="with results.json")
+    parser.add_argument("--out", type=Path, default=Path("prediction"))
+    parser.add_argument("--fit", action="store_true", help="search the numbers of the machine on every other row")
+    args = parser.parse_args()
+    rows = measured(args.folders)
+    machine = Emulation()
+    calm = [row for row in rows if row["status"] == "ok"]
+    seen = {id(row) for row in calm[::2]} if args.fit else set()
+    if args.fit:
+        machine = fit(calm[::2], machine)
+    found = []
+    for row in rows:
+        said = predict(row, machine)
+        found.append(
+            {
+                "folder": row["folder"],
+                "cell": row["cell"]["name"],
+                "strategy": row["label"],
+                "status": row["status"],
+                "seen": id(row) in seen,
+                "measured_s": _seconds(row),
+                "predicted_s": said["seconds"],
+                "measured_mb": max(row["link_bytes_sent"]) / 1e6,
+                "predicted_mb": said["sent"] / 1e6,
+                "measured_gib": row.get("peak_gib"),
+                "predicted_gib": said["gib"],
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    content = {"environment": environment, "machine": asdict(machine), "rows": found}
+    (args.out / "prediction.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (args.out / "table.md").write_text("\n".join(table(environment, machine, found)) + "\n", encoding="utf-8")
+    draw(found, args.out / "chart.png")
+
+
+def table(environment: dict[str, Any], machine: Emulation, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    good = [row for row in rows if row["status"] == "ok"]
+    errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in good]
+    unseen = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in good if not row["seen"]]
+    numbers = ", ".join(f"{name} {value:.3g}" for name, value in asdict(machine).items())
+    lines = [
+        f"{environment['date']}, `{environment['command']}`",
+        "",
+        f"{len(good)} rows that are not void: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}; "
+        f"{len(unseen)} of them not looked at for the numbers of the machine: median {statistics.median(unseen):.1%}, "
+        f"largest {max(unseen):.1%}.",
+        "",
+        f"The machine: {numbers}.",
+        "",
+        "| suite | cell | strategy | measured s | predicted s | error | MB sent | predicted | GiB | predicted |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in sorted(rows, key=lambda one: -abs(one["predicted_s"] / one["measured_s"] - 1)):
+        notes = ("void" * (row["status"] == "void"), "fitted" * row["seen"])
+        name = row["strategy"] + "".join(f", {note}" for note in notes if note)
+        gib = ("-", "-") if row["measured_gib"] is None else (f"{row['measured_gib']:.2f}", f"{row['predicted_gib']:.2f}")
+        lines.append(
+            f"| {row['folder']} | {row['cell']} | {name} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} "
+            f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} | {row['measured_mb']:.1f} | {row['predicted_mb']:.1f} "
+            f"| {gib[0]} | {gib[1]} |"
+        )
+    return lines
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Predicted over measured, with a band of 7 %."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 7))
+    for status, color in (("ok", "#2a6fdb"), ("void", "#b0b4bb")):
+        some = [row for row in rows if row["status"] == status]
+        x, y = [row["measured_s"] for row in some], [row["predicted_s"] for row in some]
+        axes.scatter(x, y, s=18, color=color, label=status)
+    ends = [min(row["measured_s"] for row in rows) * 0.8, max(row["measured_s"] for row in rows) * 1.25]
+    axes.plot(ends, ends, color="#111", linewidth=1)
+    axes.fill_between(ends, [one * 0.93 for one in ends], [one * 1.07 for one in ends], color="#2a6fdb", alpha=0.12)
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted", xlim=ends, ylim=ends)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
