@@ -1,0 +1,274 @@
+"""Plans: profiles, predictions, the search, the answer, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import llama
+from tawpipe.cli import main
+from tawpipe.costs import Widths
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.plan.answer import Answer, load_plan, settings_of, spell_recompute
+from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.profile import Profile, estimate, fit, measure, size_of
+from tawpipe.plan.question import Question, _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
+from tawpipe.plan.search import STRATEGIES, search
+from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.build import build_training
+from tawpipe.simulate import BlockCost, LinkModel, Seconds
+from tawpipe.train.config import load_config
+
+LAYERS = 6
+
+
+def profile(layers: int = LAYERS, forward_s: float = 0.01) -> Profile:
+    layer = BlockCost(Seconds(forward_s), Seconds(3 * forward_s), Seconds(forward_s / 4))
+    ends = BlockCost(Seconds(forward_s / 10), Seconds(forward_s / 5))
+    return Profile((ends, *[layer] * layers, ends), 1e-9, {"graph": 300, "kept": 60}, 20, 300, 1000, "made up")
+
+
+def question(machine: Machine | None = None, *, global_batch: int = 16, memory: int = 0, **changes) -> Question:
+    machine = machine or uniform(2, 2, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device())
+    asked = Question(
+        model=llama(LAYERS),
+        profile=profile(),
+        machine=machine,
+        global_batch=global_batch,
+        micro_batch=1,
+        sequence_length=10,
+        size=size_of([10]),
+        widths=Widths(2, 4, 4, 2),
+        memory_bytes=memory,
+    )
+    return replace(asked, **changes)
+
+
+# profiles
+
+
+@given(
+    fixed=st.floats(0, 1e-2), token=st.floats(1e-7, 1e-4), pair=st.sampled_from([0.0, 1e-9, 1e-7])
+)
+def test_a_fit_finds_what_made_the_seconds(fixed, token, pair):
+    sizes = [size_of([n]) for n in (1000, 500, 250)] + [size_of([125] * 8)]
+    truth = Seconds(fixed, token, pair)
+    found = fit(sizes, [truth.of(size) for size in sizes])
+    for size in sizes:
+        assert found.of(size) == pytest.approx(truth.of(size), rel=1e-5)
+    assert min(found.fixed, found.per_token, found.per_pair) >= 0
+
+
+def test_a_fit_has_no_negative_part():
+    sizes = [size_of([n]) for n in (1000, 500, 250)]
+    assert min(vars(fit(sizes, [1.0, 0.9, 0.1])).values()) >= 0
+
+
+def tiny(**changes) -> Chain:
+    model = build_model("tiny", vocab_size=500, max_positions=256).model
+    return Chain(model, **changes)
+
+
+def test_a_measured_profile_has_a_cost_for_every_block():
+    found = measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=64)
+    size = size_of([64])
+    assert len(found.blocks) == 10
+    assert len({id(cost) for cost in found.blocks[1:-1]}) == 1, "equal layers are measured once"
+    layer = found.blocks[1]
+    assert 0 < layer.forward.of(size) < layer.backward.of(size)
+    assert found.blocks[-1].backward.of(size) > 0 and found.update_s > 0
+    assert found.kept["graph"] > found.kept["kept"] > found.boundary == 256 * 4
+
+
+def test_an_estimate_counts_the_operations():
+    chain = tiny()
+    found = estimate(chain, dtype=torch.bfloat16, flops=1e12)
+    layer, numel = found.blocks[1], chain.units[1].numel
+    assert layer.forward.per_token == pytest.approx(2 * numel / 0.5e12)
+    assert layer.backward.of(size_of([64])) == pytest.approx(3 * layer.forward.of(size_of([64])))
+    assert found.blocks[0].forward == Seconds() and "estimated" in found.source
+
+
+# predictions
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    placement=st.sampled_from(["spread", "striped", "flat", "hybrid"]),
+    per_visit=st.integers(1, 2),
+    per_rank=st.integers(6, 9),
+    scope=st.sampled_from(["visit", "step"]),
+)
+def test_few_rounds_tell_about_many(placement, per_visit, per_rank, scope):
+    asked = question(global_batch=4 * per_rank)
+    scopes = {"gradients_scope": scope} if placement in ("spread", "hybrid") else {}
+    knobs = asked.knobs(placement=placement, micro_batches_per_visit=per_visit, **scopes)
+    made = predict(asked, knobs)
+    schedule = build_training(asked.model, asked.topology, knobs)
+    whole = _play(asked, schedule)
+    assert made.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+    assert made.memory == memory_of(asked, schedule)
+    assert memory_quickly(asked, knobs) == made.memory
+    assert bound_of(asked, knobs) <= made.step_seconds * 1.001
+
+
+def test_more_micro_batches_in_a_pipeline_are_added():
+    short, longer = question(global_batch=12), question(global_batch=40)
+    for kind in ("1f1b", "zero-bubble"):
+        made = [predict_pipeline(asked, kind, "nodes").step_seconds for asked in (short, longer)]
+        assert 2.0 < made[1] / made[0] < 40 / 12
+
+
+# the search
+
+
+def test_the_search_tries_every_strategy_and_puts_the_best_first():
+    asked = question()
+    found = search(asked)
+    assert {one.strategy for one in found} == {*STRATEGIES, "1f1b", "interleaved-1f1b", "zero-bubble"}
+    played = [one for one in found if one.prediction is not None]
+    assert [one.seconds for one in played] == sorted(one.seconds for one in played)
+    answer = Answer.of(asked, found)
+    assert answer.chosen is not None and answer.chosen.runnable
+    best = min(one.seconds for one in played if one.runnable)
+    assert answer.chosen.seconds == best
+    assert answer.chosen.strategy in answer.reason
+
+
+def test_memory_rules_strategies_out():
+    free = Answer.of(question(), search(question()))
+    assert free.chosen is not None and free.chosen.prediction is not None
+    least = min(one.prediction.peak_bytes for one in free.candidates if one.prediction is not None)
+    tight = question(memory=free.chosen.prediction.peak_bytes - 1)
+    answer = Answer.of(tight, search(tight))
+    assert answer.chosen is not None and answer.chosen.prediction is not None
+    assert answer.chosen.prediction.peak_bytes < free.chosen.prediction.peak_bytes
+    nothing = question(memory=least // 4)
+    answer = Answer.of(nothing, search(nothing))
+    assert answer.chosen is None and "nothing fits" in answer.reason and "GiB" in answer.reason
+    with pytest.raises(UserError, match="nothing fits"):
+        answer.text()
+
+
+def test_slow_links_ask_for_fewer_bytes():
+    slow, fast = (
+        question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8)
+    )
+    chosen = [Answer.of(asked, search(asked)).chosen for asked in (slow, fast)]
+    assert chosen[0] is not None and chosen[1] is not None
+    assert chosen[0].prediction is not None and chosen[1].prediction is not None
+    assert chosen[0].prediction.link_bytes < chosen[1].prediction.link_bytes or chosen[0].strategy == "hsdp"
+    assert "busy" in Answer.of(slow, [chosen[0]]).reason
+
+
+def test_one_node_and_one_device_have_plans():
+    for nodes, local in ((1, 1), (1, 4)):
+        asked = question(uniform(nodes, local, between=LinkModel(1e9), inside=LinkModel(1e8)))
+        answer = Answer.of(asked, search(asked))
+        assert answer.chosen is not None
+        assert answer.as_json()["candidates"][0]["link_bytes"] == 0
+
+
+def test_uneven_nodes_have_plans():
+    machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
+    answer = Answer.of(question(machine), search(question(machine)))
+    assert answer.chosen is not None
+
+
+# the answer
+
+
+def test_the_contract_of_the_json():
+    asked = question(flops=1e9, peak_flops=1e12)
+    content = json.loads(json.dumps(Answer.of(asked, search(asked)).as_json(), allow_nan=False))
+    assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
+    keys = {"strategy", "knobs", "runnable", "step_seconds", "tokens_per_second_per_device", "mfu"}
+    keys |= {"exposed_communication_s", "idle_s", "link_bytes", "peak_gib", "fits"}
+    for row in content["candidates"]:
+        assert keys <= row.keys()
+    first = content["candidates"][0]
+    assert first["tokens_per_second_per_device"] == pytest.approx(16 * 10 / first["step_seconds"] / 4)
+    assert 0 < first["mfu"] < 1
+
+
+def test_a_saved_plan_is_settings(tmp_path):
+    asked = question()
+    answer = Answer.of(asked, search(asked))
+    answer.save(tmp_path / "plan.yaml")
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert plan["strategy"] == answer.chosen.strategy and plan["nodes"] == [2, 2]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"schedule": plan["schedule"]}))
+    chosen = load_config(["--config", str(config)]).schedule
+    assert answer.chosen.knobs is not None
+    assert chosen.look_ahead == answer.chosen.knobs.look_ahead
+
+
+@pytest.mark.parametrize("setting", ["full", "none", "none:2,selective:1,full", "selective:3,full"])
+def test_recompute_is_spelled_as_it_is_read(setting):
+    model = llama(4)
+    assert recompute_of_blocks(spell_recompute(recompute_of_blocks(setting, model)), model) == recompute_of_blocks(
+        setting, model
+    )
+
+
+def test_settings_name_the_builder():
+    asked = question()
+    assert settings_of(asked.knobs(placement="hybrid"))["builder"] == "hsdp"
+    assert settings_of(asked.knobs(placement="striped"))["placement"] == "striped"
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
+def test_a_broken_plan_is_named(tmp_path, content):
+    (tmp_path / "plan.yaml").write_text(content)
+    with pytest.raises(UserError, match="--plan"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+# the command
+
+WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
+WORDS += ["--topology", "2x2@1gbit", "--dtype", "float32", "--device", "cpu"]
+
+
+def test_the_command(tmp_path, capsys):
+    assert main([*WORDS, "--save", str(tmp_path / "plan.yaml"), "--explain", "tawpipe-spread"]) == 0
+    said = capsys.readouterr().out
+    assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
+    assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
+    assert main([*WORDS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] in STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--topology", "nowhere.yaml"], "--topology"),
+        (["--topology", "2x2"], "3x8@10gbit"),
+        (["--sequence-length", "1"], "--sequence-length"),
+        (["--global-batch", "0"], "--global-batch"),
+        (["--micro-batch", "9"], "--micro-batch"),
+        (["--lengths", "3,4"], "--lengths: got 7"),
+        (["--lengths", "a"], "--lengths"),
+        (["--profile", "guess"], "--profile"),
+        (["--device-name", "Abacus", "--profile", "estimate"], "a device whose peak is known"),
+        (["--explain", "magic"], "--explain"),
+        (["--model", "nothing"], "--model"),
+    ],
+)
+def test_complaints(words, reason, capsys):
+    assert main([*WORDS, *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_what_fits_nowhere_ends_with_1(capsys):
+    assert main([*WORDS, "--memory", "0.001"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
