@@ -101,7 +101,7 @@ class Question:
         tokens = round(self.size.tokens)
         boundary = self.profile.boundary * tokens
         kept = {kind: each * tokens for kind, each in self.profile.kept.items()}
-        return {"x": boundary, "dx": boundary, "host": boundary} | kept
+        return {"x": boundary, "dx": boundary, "slot": boundary, "host": boundary} | kept
 
 
 @dataclass(frozen=True)
