@@ -2,7 +2,7 @@
 
     python benchmarks/crossover.py --out docs/crossover
 
-Llama-like models of 48 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device, on
+Llama-like models of 64 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device, on
 four nodes of eight devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights travel in bf16, gradients in
 fp32. Memory is not limited here: the question is time. Beside each other stand what the clock finds and the rule of
 docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), with k of the best setting and v = 2.
@@ -31,7 +31,7 @@ from tawpipe.simulate import BlockCost, LinkModel, Seconds
 HIDDEN = (1024, 2048, 4096, 8192)
 LENGTHS = tuple(4096 << i for i in range(9))
 GIGABITS = (10, 25, 100, 400)
-LAYERS, NODES, LOCAL, PER_DEVICE = 48, 4, 8, 8
+LAYERS, NODES, LOCAL, PER_DEVICE = 64, 4, 8, 8
 FLOPS = 989e12 * EFFICIENCY
 FAMILIES = {"weights travel": "#2a6fdb", "a pipeline": "#e4572e", "a copy per node (HSDP)": "#2e933c"}
 
@@ -71,8 +71,8 @@ def cell(hidden: int, length: int, gigabits: float) -> dict[str, Any]:
                 continue
             made = predict(asked, asked.knobs(placement="spread", micro_batches_per_visit=per_visit, **scopes))
             offer("weights travel", made.step_seconds, f"spread, {per_visit} per visit, scope {name}", per_visit)
-    made = predict(asked, asked.knobs(placement="hybrid", gradients_scope="step", micro_batches_per_visit=2))
-    offer("a copy per node (HSDP)", made.step_seconds, "hsdp")
+        made = predict(asked, asked.knobs(placement="hybrid", gradients_scope="step", micro_batches_per_visit=per_visit))
+        offer("a copy per node (HSDP)", made.step_seconds, f"hsdp, {per_visit} per visit")
     for kind in PIPELINES:
         for axis in AXES:
             try:

@@ -195,6 +195,8 @@ class Answer:
             "global_batch": question.global_batch,
             "micro_batch": question.micro_batch,
             "sequence_length": question.sequence_length,
+            "weight_bytes": question.widths.weight,
+            "gradient_bytes": question.widths.gradient,
             "step_seconds": round(self.chosen.seconds, 6),
             "schedule": settings_of(self.chosen.knobs),
         }
@@ -214,8 +216,7 @@ def settings_of(knobs: Knobs) -> dict[str, Any]:
     if placement not in BUILDERS:
         found["placement"] = placement
     found |= {name: getattr(knobs, name) for name in SETTINGS}
-    if knobs.recompute:
-        found["recompute"] = spell_recompute(knobs.recompute)
+    found["recompute"] = spell_recompute(knobs.recompute) if knobs.recompute else "full"
     return found
 
 
@@ -244,7 +245,9 @@ def load_plan(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("schedule"), dict):
+    needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
+    good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
+    if not good or not isinstance(content["schedule"], dict):
         raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
     return content
 

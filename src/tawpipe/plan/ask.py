@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,19 +27,26 @@ blocks in the allocator.
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
-_SHORT = re.compile(r"(\d+)x(\d+)(?:@([\d.]+)\s*(k|m|g)bit)?")
+MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""The longest rows that a profile runs; longer ones follow from the fit."""
+_SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
-def machine_of(text: str, *, device: Device) -> Machine:
+def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine:
     """A file, or in short ``3x8@10gbit``: three nodes of eight devices, links of 10 Gbit/s.
+
+    Args:
+        device: of a topology in short.
+        name: of the devices, instead of what the file says.
 
     Raises:
         UserError: neither.
     """
     short = _SHORT.fullmatch(text.strip().lower())
     if short is None:
-        return load_machine(Path(text))
+        found = load_machine(Path(text))
+        return replace(found, device=replace(found.device, name=name)) if name else found
     nodes, local = int(short[1]), int(short[2])
     if nodes < 1 or local < 1 or (nodes > 1 and short[3] is None):
         raise UserError(SETTING, text, "for example 3x8@10gbit: nodes, devices of each, rate of their links")
@@ -84,7 +92,7 @@ def question_of(
     if micro_batch > global_batch:
         raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
     documents = tuple(lengths or (sequence_length,))
-    if sum(documents) != sequence_length:
+    if sum(documents) != sequence_length or min(documents) < 1:
         raise UserError("--lengths", sum(documents), f"documents that fill a row of {sequence_length} tokens")
 
     def chain() -> Chain:
@@ -108,7 +116,7 @@ def question_of(
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
     return Question(
         model=model_spec(made),
-        profile=_profile(made, machine, profile, dtype, micro_batch * sequence_length, peak, here or torch.device("cpu")),
+        profile=_profile(made, machine, profile, dtype, sequence_length, peak, here or torch.device("cpu")),
         machine=machine,
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -134,7 +142,8 @@ def _profile(
         raise UserError("--profile", how, "auto, measure or estimate")
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
-        return measure(chain, dtype=dtype, device=here, tokens=tokens)
+        most = MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"]
+        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most))
     if peak is None:
         raise UserError(
             SETTING,

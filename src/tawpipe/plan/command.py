@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 def plan(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
+    _check(arguments)
     import torch
 
     from tawpipe.plan.answer import Answer, crossing, json_text
@@ -33,7 +35,7 @@ def plan(argv: Sequence[str]) -> int:
     device = Device(arguments.device_name or device_name(here), 0 if arguments.device_name else memory)
     question = question_of(
         arguments.model,
-        machine_of(arguments.topology, device=device),
+        machine_of(arguments.topology, device=device, name=arguments.device_name),
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
@@ -67,11 +69,29 @@ def plan(argv: Sequence[str]) -> int:
         write_plan_page(answer, Path(arguments.report))
         if talk:
             print(f"wrote {arguments.report}")
-    if arguments.save:
+    if arguments.save and answer.chosen:
         answer.save(Path(arguments.save))
         if talk:
             print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
     return 0 if answer.chosen else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be said before anything is loaded."""
+    if arguments.memory is not None and not arguments.memory > 0:
+        raise UserError("--memory", arguments.memory, "more than 0")
+    if arguments.vocab_size is not None and arguments.vocab_size < 1:
+        raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
+    if arguments.report:
+        if importlib.util.find_spec("plotly") is None:
+            raise UserError("--report", arguments.report, "plotly installed: pip install 'tawpipe[plan]'")
+        if not Path(arguments.report).parent.is_dir():
+            raise UserError("--report", arguments.report, "a file in a folder that exists")
+    from tawpipe.plan.search import STRATEGIES
+    from tawpipe.schedule.pipelines import PIPELINES
+
+    if arguments.explain and arguments.explain not in (*STRATEGIES, *PIPELINES):
+        raise UserError("--explain", arguments.explain, f"one of {', '.join((*STRATEGIES, *PIPELINES))}")
 
 
 def _lengths(words: str | None) -> list[int] | None:
@@ -85,9 +105,7 @@ def _lengths(words: str | None) -> list[int] | None:
 
 def _explain(answer: Answer, strategy: str) -> Iterator[str]:
     """Where time and memory of one candidate go."""
-    found: Candidate | None = next((one for one in answer.candidates if one.strategy == strategy), None)
-    if found is None:
-        raise UserError("--explain", strategy, f"one of {', '.join(one.strategy for one in answer.candidates)}")
+    found: Candidate = next(one for one in answer.candidates if one.strategy == strategy)
     yield f"{strategy}:"
     if found.prediction is None:
         yield f"  {found.why_not}"
@@ -120,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
-    parser.add_argument("--device-name", metavar="NAME", help="of the devices of a topology in short: H100, A100, ...")
+    parser.add_argument("--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, ...")
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
     parser.add_argument("--no-clip", action="store_true", help="without clipping and finite check")

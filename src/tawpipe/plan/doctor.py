@@ -30,6 +30,9 @@ def doctor(argv: Sequence[str]) -> int:
     from tawpipe.topology import LaunchEnvironment
 
     arguments = _parser().parse_args(argv)
+    for name in ("nproc", "nodes"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name}", value, "at least 1")
     if started_by_local_launcher() or LaunchEnvironment.read(os.environ) is not None:
         return _examine(arguments)
     gpus = find_gpus() if arguments.device != "cpu" else ()

@@ -137,8 +137,11 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     for node, link in others.items():
         if not _whole(node, 0) or node >= len(nodes):
             raise UserError(f"{where}: between_of", node, f"a node, 0 to {len(nodes) - 1}")
-        whole = {**content.get("between", {}), **link} if isinstance(link, Mapping) else link
-        of[node] = _link(whole, f"{where}: between_of: {node}")
+        if isinstance(link, Mapping):
+            given = any(name in link for name in _RATES)
+            base = {k: v for k, v in (content.get("between") or {}).items() if not given or k not in _RATES}
+            link = {**base, **link}
+        of[node] = _link(link, f"{where}: between_of: {node}")
     free = LinkModel(math.inf)
     return Machine(
         tuple(nodes),
@@ -152,7 +155,7 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
 
 def _device(values: Any, where: str) -> Device:
     _check_mapping(values, ("name", "memory_gib", "flops"), where)
-    memory, flops = values.get("memory_gib", 0), values.get("flops")
+    memory, flops = values.get("memory_gib") or 0, values.get("flops")
     for name, value in (("memory_gib", memory), ("flops", flops)):
         if value is not None and not _number(value, least=0):
             raise UserError(f"{where}: {name}", value, "a number, 0 or more")
@@ -169,7 +172,7 @@ def _link(values: Any, where: str) -> LinkModel:
         raise UserError(where, ", ".join(given), f"one of {', '.join(_RATES)}")
     rate = values[given[0]] if given else math.inf
     latency = values.get("latency_us", 0)
-    if not _number(rate, least=0) or rate == 0:
+    if given and (not _number(rate, least=0) or rate == 0):
         raise UserError(f"{where}: {given[0]}", rate, "a number above 0")
     if not _number(latency, least=0):
         raise UserError(f"{where}: latency_us", latency, "a number, 0 or more")
@@ -202,7 +205,7 @@ def _check_mapping(values: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def _number(value: Any, *, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -26,7 +26,7 @@ from tawpipe.simulate import LinkModel
 ROUNDS = 6
 """Every node is measured with at most so many others."""
 TRIAL_BYTES = 1 << 18
-LARGEST_BYTES = 1 << 28
+LARGEST_BYTES = 1 << 26
 SECONDS = 0.15
 """That a measurement of a rate should take."""
 SHARED_BELOW = 0.7
@@ -143,7 +143,7 @@ class _Ruler:
 
     def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         if size not in self._buffers:
-            self._buffers = {size: tuple(torch.zeros(size, dtype=torch.uint8, device=self.world.device) for _ in "ab")}  # type: ignore[dict-item]
+            self._buffers = {size: tuple(torch.ones(size, dtype=torch.uint8, device=self.world.device) for _ in "ab")}  # type: ignore[dict-item]
         return self._buffers[size]
 
     def _wait(self) -> None:

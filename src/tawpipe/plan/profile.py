@@ -127,8 +127,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
         per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        times = 4 if block.kind == "layer" else 3
-        backward = Seconds(0.0, (times - 1) * per_token, (times - 1) * per_pair)
+        backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair)))
     largest = max(sum(chain.units[u].numel for u in block.units) for block in chain.blocks if block.kind == "layer")
     graph = int(_hidden(chain) * 34 * dtype.itemsize / 2)

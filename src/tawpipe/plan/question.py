@@ -156,10 +156,13 @@ def bound_of(question: Question, knobs: Knobs) -> float:
     empty = ((),) * topology.world_size
     frame = Schedule("frame", topology, question.model, knobs, homes, empty, empty)
     far = wire_width(knobs.weights_wire, question.widths.weight), wire_width(knobs.gradients_wire, question.widths.gradient)
-    rates = [question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))]
-    link = max(
-        max(one.bytes_sent(*far), one.bytes_received(*far)) for one in link_elements_formula(frame)
-    ) / min(rate.bytes_per_s * (1 if rate.shared else topology.local_size) for rate in rates)
+    links = [question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))]
+    rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
+    moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in link_elements_formula(frame)]
+    if topology == question.machine.topology:
+        link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
+    else:  # groups of one machine do not use its link between them
+        link = 0.0 if knobs.placement in ("striped", "whole") else min(moved) / max(rates)
     return max(most * compute, link)
 
 
@@ -198,7 +201,7 @@ def predict_pipeline(question: Question, kind: str, axis: str) -> Prediction:
     if each > few:
         more, left = _play(question, built(few + size)), (each - few) / size
     most = question.micro_batches / topology.world_size * question.compute_s(Knobs("pipeline", ()))
-    return _predicted(made, more, left, memory_of(question, schedule), most)
+    return replace(_predicted(made, more, left, memory_of(question, schedule), most), timeline=None)
 
 
 def _predicted(made: Timeline, more: Timeline, left: float, memory: Mapping[str, int], bound: float) -> Prediction:

@@ -8,7 +8,7 @@ the best setting of each strategy is improved knob by knob as long as that gains
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -16,6 +16,7 @@ from tawpipe.plan.question import Prediction, Question, bound_of, memory_quickly
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.pipelines import AXES, PIPELINES, Shape
 from tawpipe.schedule.spec import Knobs
+from tawpipe.simulate.fold import foldable
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "tawpipe-spread": {"placement": "spread"},
@@ -29,10 +30,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Those that this project runs, by the knobs that make them."""
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
-LARGEST_PIPELINE = 64
-"""Pipelines over more ranks are not played."""
-LARGEST_PLAYED_RANKS = 128
-"""Strategies whose ranks do not do alike are played on up to so many."""
+LARGEST_WORK = 4096
+"""Ranks that are played, times blocks, beyond which a strategy is not played: a search should take a minute."""
 PASSES = 3
 
 
@@ -60,7 +59,8 @@ class Candidate:
         """The knobs by name, micro-batches left out."""
         if self.knobs is None:
             return {}
-        return {name: value for name, value in asdict(self.knobs).items() if name not in ("micro_batches", "reuse")}
+        names = (field.name for field in fields(Knobs) if field.name not in ("micro_batches", "reuse"))
+        return {name: getattr(self.knobs, name) for name in names}
 
 
 def search(question: Question, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
@@ -96,11 +96,9 @@ def fits(question: Question, memory: dict[str, int] | Any) -> bool:
 
 
 def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate:
-    topology = question.topology
-    alike = fixed["placement"] in ("spread", "flat", "hybrid")
-    if not alike and topology.world_size > LARGEST_PLAYED_RANKS:
-        return Candidate(strategy, None, None, True, False, f"not played on more than {LARGEST_PLAYED_RANKS} devices")
-    if strategy in ("tawpipe-step",) and topology.num_nodes == 1:
+    if why := _too_large(question, fixed):
+        return Candidate(strategy, None, None, True, False, why)
+    if strategy == "tawpipe-step" and question.topology.num_nodes == 1:
         return Candidate(strategy, None, None, True, False, "the same as tawpipe-spread on one node")
     options = [question.knobs(**fixed, micro_batches_per_visit=k) for k in _per_visit(question)]
     try:
@@ -112,14 +110,23 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
         leanest = _leanest(question, options[0])
         return Candidate(strategy, leanest, predict(question, leanest), True, fits(question, memory_quickly(question, leanest)))
     best: tuple[Knobs, Prediction] | None = None
-    for knobs in sorted(possible, key=lambda one: bound_of(question, one)):
-        if best is None or bound_of(question, knobs) < best[1].step_seconds:
+    for bound, knobs in sorted(((bound_of(question, one), one) for one in possible), key=lambda pair: pair[0]):
+        if best is None or bound < best[1].step_seconds * (1 - GAIN):
             made = predict(question, knobs)
             if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
                 best = knobs, made
     assert best is not None
-    knobs, prediction = _improve(question, *best)
-    return Candidate(strategy, knobs, prediction, True, True)
+    return Candidate(strategy, *_improve(question, *best), True, True)
+
+
+def _too_large(question: Question, fixed: dict[str, Any]) -> str:
+    """Why a strategy is not played here, or nothing."""
+    topology = question.topology
+    if topology == question.machine.topology and foldable(topology, question.knobs(**fixed), question.costs):
+        return ""
+    if topology.world_size * len(question.model.blocks) <= LARGEST_WORK:
+        return ""
+    return f"not played on {topology.world_size} devices that do not all do alike"
 
 
 def _best_pipeline(question: Question, kind: str) -> Candidate:
@@ -127,9 +134,11 @@ def _best_pipeline(question: Question, kind: str) -> Candidate:
     reason = "torch.distributed.pipelining and Megatron-LM run it"
     found: list[tuple[bool, float, Prediction, str]] = []
     refused = ""
-    for axis in AXES if question.topology.world_size > 1 else ():
-        size = Shape(question.topology, axis, 1, False).size
-        if size == 1 or size > LARGEST_PIPELINE:
+    world = question.topology.world_size
+    if world * len(question.model.blocks) > LARGEST_WORK:
+        return Candidate(kind, None, None, False, False, f"not played on {world} devices")
+    for axis in AXES if world > 1 else ():
+        if Shape(question.topology, axis, 1, False).size == 1:
             continue
         try:
             made = predict_pipeline(question, kind, axis)
@@ -157,30 +166,33 @@ def _improve(question: Question, knobs: Knobs, prediction: Prediction) -> tuple[
     for _ in range(PASSES):
         before = prediction.step_seconds
         for change in _changes(question, knobs):
-            if bound_of(question, change) >= prediction.step_seconds or not fits(question, memory_quickly(question, change)):
+            other = replace(knobs, **change)
+            if other == knobs or bound_of(question, other) >= prediction.step_seconds * (1 - GAIN):
                 continue
-            made = predict(question, change)
+            if not fits(question, memory_quickly(question, other)):
+                continue
+            made = predict(question, other)
             if made.step_seconds < prediction.step_seconds * (1 - GAIN):
-                knobs, prediction = change, made
+                knobs, prediction = other, made
         if prediction.step_seconds > before * (1 - GAIN):
             break
     return knobs, prediction
 
 
-def _changes(question: Question, knobs: Knobs) -> Iterator[Knobs]:
+def _changes(question: Question, knobs: Knobs) -> Iterator[dict[str, Any]]:
     for name in ("look_ahead", "gradient_buffers"):
-        yield replace(knobs, **{name: getattr(knobs, name) + 1})
+        yield {name: getattr(knobs, name) + 1}
     units = len(question.model.units)
     if knobs.placement in ("spread", "striped") and knobs.weights_scope == "visit" and question.topology.num_nodes > 1:
         for kept in (units // 4, units // 2, units):
             if kept > knobs.kept_units:
-                yield replace(knobs, kept_units=kept)
+                yield {"kept_units": kept}
     if knobs.placement in ("spread", "striped", "whole") and knobs.gradients_scope == "visit" and knobs.rounds > 1:
-        yield replace(knobs, gradients_scope="step")
+        yield {"gradients_scope": "step"}
     layers = sum(block.kind == "layer" for block in question.model.blocks)
-    yield replace(knobs, recompute=recompute_of_blocks("selective", question.model))
+    yield {"recompute": recompute_of_blocks("selective", question.model)}
     for share in (4, 2, 1):
-        yield replace(knobs, recompute=recompute_of_blocks(f"none:{max(1, layers // share)},full", question.model))
+        yield {"recompute": recompute_of_blocks(f"none:{max(1, layers // share)},full", question.model)}
 
 
 def _leanest(question: Question, knobs: Knobs) -> Knobs:

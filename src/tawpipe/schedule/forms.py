@@ -76,7 +76,7 @@ class _Checker:
             return
         if any(name.startswith("home.w.") for name in action.writes):
             yield "only UPDATE changes weights at home"
-        yield from {
+        checks = {
             Op.FORWARD: self._compute,
             Op.BACKWARD: self._compute,
             Op.ZERO: self._zero,
@@ -87,7 +87,11 @@ class _Checker:
             Op.NORM: self._norm,
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
-        }[action.op](action)
+        }
+        if action.op not in checks:
+            yield "is an operation of pipelines, which nothing runs"
+            return
+        yield from checks[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
         """Of a whole program."""

@@ -12,13 +12,17 @@ its gradients at the end.
 The order of every rank is made first, with unit times for forward, backward and weights. Transfers take the place of
 their time in it. It is one order for all ranks, so that a lane that waits for the other side waits for something that
 comes before: no deadlock, although a send holds its lane until its receive is there.
+
+What is left out: the exchange of a tied embedding's gradient between the first and the last stage.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
@@ -198,51 +202,50 @@ def _interleaved(shape: Shape, position: int, count: int) -> Iterator[Task]:
 
 
 def _zero_bubble(shape: Shape, count: int) -> list[list[Task]]:
-    """Greedy, with unit times: gradients of inputs first, then forward passes while not more activations are held than
-    1F1B holds on its first rank, then gradients of weights.
+    """Greedy, with unit times: gradients of inputs first, then forward passes, then gradients of weights, of which no
+    more wait than two for every rank. Micro-batches begin as long as a rank holds fewer than 1F1B does on its first.
     """
     most = 2 * shape.size
     done: dict[Task, float] = {}
     orders: list[list[Task]] = [[] for _ in range(shape.size)]
-    free = [0.0] * shape.size
-    held = [0] * shape.size
-    waiting: list[list[Task]] = [[] for _ in range(shape.size)]
-    left: list[set[Task]] = [set() for _ in range(shape.size)]
-    for stage in range(shape.stages):
-        for m in range(count):
-            left[shape.place(stage)] |= {Task("F", stage, m), Task("I", stage, m)}
-    next_of: list[dict[tuple[str, int], int]] = [
-        {(kind, s): 0 for kind in "FI" for s in range(shape.stages) if shape.place(s) == p} for p in range(shape.size)
+    free, held = [0.0] * shape.size, [0] * shape.size
+    waiting: list[deque[Task]] = [deque() for _ in range(shape.size)]
+    heads: list[dict[tuple[str, int], int]] = [
+        {(kind, s): 0 for s in range(shape.stages) if shape.place(s) == p for kind in "FI"} for p in range(shape.size)
     ]
 
-    def ready_at(task: Task) -> float:
-        needed = _needs(task, shape.stages)
-        return max((done.get(one, float("inf")) for one in needed), default=0.0)
+    def choice(p: int) -> tuple[float, int, int, int, int, Task] | None:
+        """What rank ``p`` would do next."""
+        found = []
+        for (kind, stage), m in heads[p].items():
+            task = Task(kind, stage, m)
+            if m == count or (kind == "F" and stage < shape.size and held[p] >= most):
+                continue
+            ready = max((done.get(one, inf) for one in _needs(task, shape.stages)), default=0.0)
+            if ready < inf:
+                found.append((max(free[p], ready), 0 if kind == "I" else 1, -stage, m, p, task))
+        if waiting[p]:
+            task = waiting[p][0]
+            rank = -1 if len(waiting[p]) >= most else 2
+            found.append((free[p], rank, 0, task.micro_batch, p, task))
+        return min(found, key=lambda one: one[:5]) if found else None
 
-    while any(left) or any(waiting):
-        choices = []
-        for p in range(shape.size):
-            heads = [Task(kind, s, m) for (kind, s), m in next_of[p].items() if m < count]
-            for task in heads:
-                if task.kind == "F" and held[p] >= most and shape.stages > 1:
-                    continue
-                at = max(free[p], ready_at(task))
-                if at < float("inf"):
-                    choices.append((at, 0 if task.kind == "I" else 1, -task.stage, task.micro_batch, p, task))
-            if waiting[p]:
-                task = waiting[p][0]
-                choices.append((max(free[p], done[Task("I", task.stage, task.micro_batch)]), 2, 0, task.micro_batch, p, task))
-        at, _, _, _, p, task = min(choices, key=lambda one: one[:5])
+    best = [choice(p) for p in range(shape.size)]
+    while ready := [one for one in best if one is not None]:
+        at, _, _, _, p, task = min(ready, key=lambda one: one[:5])
         done[task] = free[p] = at + UNIT_TIMES[task.kind]
         orders[p].append(task)
         if task.kind == "W":
-            waiting[p].pop(0)
+            waiting[p].popleft()
         else:
-            left[p].discard(task)
-            next_of[p][task.kind, task.stage] += 1
+            heads[p][task.kind, task.stage] += 1
             held[p] += 1 if task.kind == "F" else -1
             if task.kind == "I":
                 waiting[p].append(Task("W", task.stage, task.micro_batch))
+        near = [stage for stage in (task.stage - 1, task.stage + 1) if 0 <= stage < shape.stages]
+        for q in {p, *(shape.place(stage) for stage in near)}:
+            best[q] = choice(q)
+    assert all(m == count for own in heads for m in own.values()), "a V that waits for itself"
     return orders
 
 
@@ -318,6 +321,8 @@ class _Worker:
         self.blocks = {s: _stage_blocks(model, shape.stages, s) for s in self.stages}
         self.several = len(shape.holders(self.position)) > 1
         self.units = sorted({u for own in self.blocks.values() for b in own for u in model.blocks[b].units})
+        self.homed = [u for u in self.units if homes[u].index(rank) is not None]
+        """A tied embedding lives with the first stage; the last one uses it from its own copy."""
         self.started: set[int] = set()
 
     def number(self, m: int) -> int:
@@ -340,13 +345,13 @@ class _Worker:
                 found.append(Pool(f"W{unit}", "weight", 1, padded))
                 if self.model.units[unit].trainable:
                     found.append(Pool(f"G{unit}", "gradient", 1, padded))
-            if self.several and self.model.units[unit].trainable:
+            if self.several and unit in self.homed and self.model.units[unit].trainable:
                 found.append(Pool(f"R{unit}", "gradient", 1, stripe))
         return tuple(found)
 
     def program(self) -> Iterator[Action]:
         lane = Lane.GATHER if self.shape.group == "node" else Lane.INTER_W
-        for unit in self.units if self.several else ():
+        for unit in self.homed if self.several else ():
             reads, writes = (f"home.w.{unit}",), (self._weights(unit),)
             yield Action(
                 Op.COLLECTIVE, lane, reads, writes, unit=unit, collective="all_gather", group=self.shape.group
@@ -354,7 +359,7 @@ class _Worker:
         for _, _, actions in sorted(self._events(), key=lambda event: event[:2]):
             yield from actions
         lane = Lane.REDUCE if self.shape.group == "node" else Lane.INTER_G
-        for unit in reversed(self.units) if self.several else ():
+        for unit in reversed(self.homed) if self.several else ():
             if self.model.units[unit].trainable:
                 reads, writes = (self._gradient(unit),), (f"R{unit}.0",)
                 yield Action(

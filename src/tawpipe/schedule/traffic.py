@@ -38,7 +38,7 @@ class LinkTraffic:
 
 
 def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tuple[LinkTraffic, ...]:
-    """What every node's link carries of weights and gradients, from the actions.
+    """What every node's link carries of weights and gradients, from the actions of the ranks that have some.
 
     A collective is counted as a ring in the order of its members, broadcast and reduce as a chain from or to the root.
 
@@ -50,6 +50,8 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
     assert topology.world_size == schedule.topology.world_size
     counts = [[0, 0, 0, 0] for _ in range(topology.num_nodes)]
     for rank, program in enumerate(schedule.programs):
+        if not program:
+            continue
         node, sizes = topology.node_of(rank), schedule.buffer_elements(rank)
         for action in program:
             if action.op is Op.EXCHANGE:

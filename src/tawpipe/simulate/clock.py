@@ -128,7 +128,9 @@ class Player:
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
         self.gathering: dict[tuple, list[int]] = {}
-        self._known_groups: dict[tuple[int, ...], int] = {}
+        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._taking_part: dict[tuple[int, str], int] = {}
+        """First member and group -> how many are played; the others do what these do, when they do."""
         self.open: dict[tuple, deque[tuple[int, Transfer]]] = {}
         self.log: list[Start | End | Journey] = []
         for rank, program in enumerate(schedule.programs):
@@ -238,8 +240,8 @@ class Player:
         return work + costs.action_s
 
     def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:
-        members = self.schedule.topology.group(action.group, rank)
-        here = self.gathering.setdefault((action.lane, action.group, members), [])
+        members = self._members(action.group, rank)
+        here = self.gathering.setdefault((action.lane, action.group, members[0]), [])
         if here:
             other = self.record.action(here[0])
             if (other.op, other.collective, other.unit, other.root) != (
@@ -251,7 +253,7 @@ class Player:
                 texts = f"{self.record.text(number)} and {self.record.text(here[0])}"
                 raise ScheduleError(f"members of a group issue different operations: {texts}")
         here.append(number)
-        if len(here) < self._taking_part(members):
+        if len(here) < self._taking_part[members[0], action.group]:
             return
         if action.op in (Op.COUNT, Op.NORM):
             load = self.transfers.norm(members)
@@ -261,11 +263,11 @@ class Player:
         self._go(Journey(load, tuple(here), now, number))
         here.clear()
 
-    def _taking_part(self, members: tuple[int, ...]) -> int:
-        """How many of them are played; the others do what these do, when they do."""
-        if members not in self._known_groups:
-            self._known_groups[members] = sum(bool(self.schedule.programs[rank]) for rank in members)
-        return self._known_groups[members]
+    def _members(self, group: str, rank: int) -> tuple[int, ...]:
+        if (group, rank) not in self._groups:
+            found = self._groups[group, rank] = self.schedule.topology.group(group, rank)
+            self._taking_part[found[0], group] = sum(bool(self.schedule.programs[one]) for one in found)
+        return self._groups[group, rank]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
         self.open_parts[number] = len(action.transfers)
@@ -343,8 +345,8 @@ class Player:
             needed += [self.record.number(rank, step - 1, i) for i in before[index] if step]
             return [self.record.text(n) for n in needed if self.end[n] != self.end[n]]
         if action.op is not Op.EXCHANGE:
-            members = self.schedule.topology.group(action.group, rank)
-            here = {self.record.rank(n) for n in self.gathering[action.lane, action.group, members]}
+            members = self._members(action.group, rank)
+            here = {self.record.rank(n) for n in self.gathering[action.lane, action.group, members[0]]}
             return [f"rank {member} to come to this collective" for member in members if member not in here]
         found = []
         for (*_, sender, receiver, send), queue in self.open.items():

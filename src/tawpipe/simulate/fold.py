@@ -20,8 +20,14 @@ ALIKE = ("spread", "flat", "hybrid")
 def foldable(topology: Topology, knobs: Knobs, costs: CostModel | None = None) -> bool:
     """Whether one rank can stand for all."""
     shares = {len(own) for own in knobs.micro_batches}
-    same = costs is None or not (costs.between_of or costs.compute_factor or len(set(costs.sizes.values())) > 1)
-    return knobs.placement in ALIKE and topology.is_even and len(shares) == 1 and same
+    if knobs.placement not in ALIKE or not topology.is_even or len(shares) > 1:
+        return False
+    if costs is None:
+        return True
+    if knobs.placement == "flat" and not (costs.inside.shared or costs.inside.full_duplex):
+        return False  # ranks at the ends of a node send less inside it than those between them
+    sizes = {*costs.sizes.values(), costs.size} if costs.sizes else {costs.size}
+    return not costs.between_of and not costs.compute_factor and len(sizes) == 1
 
 
 def build_folded(model: ModelSpec, topology: Topology, knobs: Knobs) -> Schedule:

@@ -112,7 +112,7 @@ class Transfers:
         """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
         buffer = action.reads[0]
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        key = (action.collective, members, action.root, whole, is_weight(buffer), action.wire)
+        key = (action.collective, action.group, members[0], action.root, whole, is_weight(buffer), action.wire)
         if key not in self._collectives:
             costs, n = self.costs, len(members)
             width = wire_width(action.wire, costs.weight_bytes if is_weight(buffer) else costs.gradient_bytes)
@@ -145,7 +145,7 @@ class Transfers:
 
     def norm(self, members: tuple[int, ...]) -> Load:
         """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
-        key = ("NORM", members)
+        key = ("NORM", members[0])
         if key not in self._collectives:
             self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())
         return self._collectives[key]

@@ -27,8 +27,10 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         gpus: those that this process may use.
         environ: variables of a launcher, if one started this process.
     """
-    _check_bounds(config)
+    check_bounds(config)
     config.check_data()
+    if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
+        raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:
@@ -38,7 +40,17 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_resume(config)
 
 
-def _check_bounds(config: TrainConfig) -> None:
+def _reads_files(environ: Mapping[str, str]) -> bool:
+    """Whether this process is alone or the first one: the others need not see what it reads."""
+    return environ.get("RANK", "0") == "0"
+
+
+def check_bounds(config: TrainConfig) -> None:
+    """Every number is within its bounds.
+
+    Raises:
+        UserError: the first that is not.
+    """
     for path, leaf in train_options().leaves.items():
         value: object = config
         for name in path:
