@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tawpipe.train.console import Console, duration
-from tawpipe.train.metrics import MetricsWriter, mfu, peak_flops, peak_memory_bytes, training_flops
+from tawpipe.console import Console, duration
+from tawpipe.flops import mfu, peak_flops, training_flops
+from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
 
 ROW = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 100.0}
 

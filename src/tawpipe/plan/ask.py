@@ -18,7 +18,7 @@ from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.question import Question
 from tawpipe.simulate import LinkModel
 from tawpipe.sizes import model_spec
-from tawpipe.train.metrics import peak_flops, training_flops
+from tawpipe.flops import peak_flops, training_flops
 
 USABLE = 0.94
 """Share of a device's memory that a plan may fill: the rest is for the driver, the libraries and what falls between

@@ -61,7 +61,7 @@ def _examine(arguments: argparse.Namespace) -> int:
     from tawpipe.plan.machine import save_machine
     from tawpipe.plan.probe import probe
     from tawpipe.runtime.world import connect
-    from tawpipe.train.console import Console
+    from tawpipe.console import Console
 
     out = Path(arguments.out)
     if out.is_dir() or not out.parent.is_dir():

@@ -28,8 +28,9 @@ from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.console import Console
-from tawpipe.train.metrics import MetricsWriter, mfu, peak_flops, peak_memory_bytes, training_flops
+from tawpipe.console import Console
+from tawpipe.flops import mfu, peak_flops, training_flops
+from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
 
 TRACES = "traces"
 """Folder in the output folder."""

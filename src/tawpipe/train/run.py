@@ -16,12 +16,12 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.errors import UserError
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import build_model, resolve_model
+from tawpipe.console import Console, duration
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
 from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
-from tawpipe.train.console import Console, duration
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
 from tawpipe.train.metrics import peak_memory_bytes

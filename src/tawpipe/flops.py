@@ -1,0 +1,71 @@
+"""FLOPs that a model needs, and what devices can do. Imports nothing of the project."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of what they state with sparsity). The
+# first entry whose words all occur in a device's name counts.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("H200 NVL", 835.5e12),
+    ("GH200", 989.4e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989.4e12),
+    ("A100", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362.05e12),
+    ("L40", 181.05e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307.4e12),
+)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s that a device could reach in ``dtype``, None where that is not known (CPUs, other types).
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
+    989400000000000.0
+    """
+    if dtype != "bfloat16":
+        return None
+    words = device_name.replace("-", " ").split()
+    return next((peak for known, peak in _PEAKS if all(word in words for word in known.split())), None)
+
+
+def training_flops(
+    *, matmul_parameters: int, num_layers: int, attention_width: int, lengths: Iterable[int], window: int | None = None
+) -> float:
+    """FLOPs of one forward and backward pass over documents, as the model needs them.
+
+    After Chowdhery et al., PaLM, appendix B: 6 for each parameter and token, and 12 L H Q T for each token's attention.
+    T is the document's length here, since packed documents do not see each other, and half of it, since a token sees
+    only those before it. Recomputation is not counted, so that the quotient is a model FLOPs utilisation.
+
+    Args:
+        matmul_parameters: parameters that a token is multiplied with: all but the input embedding; of a mixture of
+            experts those of the experts that a token is sent to.
+        attention_width: number of query heads times their size.
+        lengths: tokens of each document.
+        window: tokens that a token sees at most, for sliding attention in all layers.
+    """
+    tokens, pairs = 0, 0.0
+    for length in lengths:
+        seen = length if window is None else min(window, length)
+        tokens += length
+        pairs += seen * seen / 2 + (length - seen) * seen
+    return 6.0 * matmul_parameters * tokens + 12.0 * num_layers * attention_width * pairs
+
+
+def mfu(flops: float, seconds: float, *, peak: float | None, num_devices: int) -> float | None:
+    """Model FLOPs utilisation from 0 to 1, None where the peak of the device is not known."""
+    return None if peak is None else flops / (seconds * peak * num_devices)
