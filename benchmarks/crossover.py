@@ -71,7 +71,9 @@ def cell(hidden: int, length: int, gigabits: float) -> dict[str, Any]:
                 continue
             made = predict(asked, asked.knobs(placement="spread", micro_batches_per_visit=per_visit, **scopes))
             offer("weights travel", made.step_seconds, f"spread, {per_visit} per visit, scope {name}", per_visit)
-        made = predict(asked, asked.knobs(placement="hybrid", gradients_scope="step", micro_batches_per_visit=per_visit))
+        made = predict(
+            asked, asked.knobs(placement="hybrid", gradients_scope="step", micro_batches_per_visit=per_visit)
+        )
         offer("a copy per node (HSDP)", made.step_seconds, f"hsdp, {per_visit} per visit")
     for kind in PIPELINES:
         for axis in AXES:
@@ -129,7 +131,9 @@ def table(environment: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
             since = f"{ahead[0]['tokens'] // 1024} k" if ahead else "-"
             volume = rule(hidden, ahead[0]["per_visit"] if ahead else 1)
             copies = [f"{row['tokens'] // 1024} k" for row in mine if row["winner"].startswith("a copy")]
-            lines.append(f"| {gigabits} Gbit/s | {hidden} | {since} | {volume / 1024:.1f} k | {', '.join(copies) or '-'} |")
+            lines.append(
+                f"| {gigabits} Gbit/s | {hidden} | {since} | {volume / 1024:.1f} k | {', '.join(copies) or '-'} |"
+            )
     return lines
 
 
@@ -159,7 +163,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.tick_params(length=0, labelsize=8)
     axes[-1, 0].set_xlabel("tokens in a micro-batch")
     figure.legend(
-        handles=[Patch(color=color, label=name) for name, color in FAMILIES.items()], loc="upper right", ncols=3, frameon=False
+        handles=[Patch(color=color, label=name) for name, color in FAMILIES.items()],
+        loc="upper right",
+        ncols=3,
+        frameon=False,
     )
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=130)

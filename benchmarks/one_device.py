@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe import Pipeline
+from tawpipe.flops import mfu, peak_flops, training_flops
 from tawpipe.model.build import PRESETS
 from tawpipe.runtime.optimizer import adamw
-from tawpipe.flops import mfu, peak_flops, training_flops
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time, in all contenders."""

@@ -185,7 +185,9 @@ def table(environment: dict[str, Any], machine: Emulation, rows: Sequence[dict[s
     for row in sorted(rows, key=lambda one: -abs(one["predicted_s"] / one["measured_s"] - 1)):
         notes = ("void" * (row["status"] == "void"), "fitted" * row["seen"])
         name = row["strategy"] + "".join(f", {note}" for note in notes if note)
-        gib = ("-", "-") if row["measured_gib"] is None else (f"{row['measured_gib']:.2f}", f"{row['predicted_gib']:.2f}")
+        gib = (
+            ("-", "-") if row["measured_gib"] is None else (f"{row['measured_gib']:.2f}", f"{row['predicted_gib']:.2f}")
+        )
         lines.append(
             f"| {row['folder']} | {row['cell']} | {name} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} "
             f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} | {row['measured_mb']:.1f} | {row['predicted_mb']:.1f} "

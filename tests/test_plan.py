@@ -55,9 +55,7 @@ def question(machine: Machine | None = None, *, global_batch: int = 16, memory: 
 # profiles
 
 
-@given(
-    fixed=st.floats(0, 1e-2), token=st.floats(1e-7, 1e-4), pair=st.sampled_from([0.0, 1e-9, 1e-7])
-)
+@given(fixed=st.floats(0, 1e-2), token=st.floats(1e-7, 1e-4), pair=st.sampled_from([0.0, 1e-9, 1e-7]))
 def test_a_fit_finds_what_made_the_seconds(fixed, token, pair):
     sizes = [size_of([n]) for n in (1000, 500, 250)] + [size_of([125] * 8)]
     truth = Seconds(fixed, token, pair)
@@ -159,9 +157,7 @@ def test_memory_rules_strategies_out():
 
 
 def test_slow_links_ask_for_fewer_bytes():
-    slow, fast = (
-        question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8)
-    )
+    slow, fast = (question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
     chosen = [Answer.of(asked, search(asked)).chosen for asked in (slow, fast)]
     assert chosen[0] is not None and chosen[1] is not None
     assert chosen[0].prediction is not None and chosen[1].prediction is not None

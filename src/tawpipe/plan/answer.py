@@ -94,7 +94,9 @@ class Answer:
         """Share of the step in which the busiest link is busy."""
         assert candidate.prediction is not None
         question = self.question
-        links = [question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))]
+        links = [
+            question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))
+        ]
         rate = min(link.bytes_per_s * (1 if link.shared else question.topology.local_size) for link in links)
         return candidate.prediction.link_bytes / rate / candidate.seconds
 
@@ -108,7 +110,14 @@ class Answer:
             "fits": candidate.fits,
             "why_not": candidate.why_not,
         }
-        names = ("step_seconds", "tokens_per_second_per_device", "mfu", "exposed_communication_s", "idle_s", "link_bytes")
+        names = (
+            "step_seconds",
+            "tokens_per_second_per_device",
+            "mfu",
+            "exposed_communication_s",
+            "idle_s",
+            "link_bytes",
+        )
         if made is None:
             return row | dict.fromkeys((*names, "peak_gib", "memory_gib"))
         devices = question.topology.world_size
@@ -162,7 +171,11 @@ class Answer:
             return
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         for row in rows:
-            cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=False)), row[-1]]
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=False)),
+                row[-1],
+            ]
             yield "  ".join(cells).rstrip()
 
     def save(self, path: Path) -> None:

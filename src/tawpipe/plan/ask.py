@@ -11,6 +11,7 @@ import torch
 
 from tawpipe.costs import Widths
 from tawpipe.errors import UserError
+from tawpipe.flops import peak_flops, training_flops
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
@@ -18,7 +19,6 @@ from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.question import Question
 from tawpipe.simulate import LinkModel
 from tawpipe.sizes import model_spec
-from tawpipe.flops import peak_flops, training_flops
 
 USABLE = 0.94
 """Share of a device's memory that a plan may fill: the rest is for the driver, the libraries and what falls between
@@ -86,7 +86,11 @@ def question_of(
     Raises:
         UserError: a model, a machine or a number that cannot work.
     """
-    for name, value in (("--sequence-length", sequence_length), ("--global-batch", global_batch), ("--micro-batch", micro_batch)):
+    for name, value in (
+        ("--sequence-length", sequence_length),
+        ("--global-batch", global_batch),
+        ("--micro-batch", micro_batch),
+    ):
         if value < (2 if name == "--sequence-length" else 1):
             raise UserError(name, value, "a larger number")
     if micro_batch > global_batch:

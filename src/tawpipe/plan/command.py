@@ -133,12 +133,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a preset, a folder with config.json, or a name on the Hub")
     parser.add_argument("--topology", required=True, help="a file of `tawpipe doctor`, or in short 3x8@10gbit")
     parser.add_argument("--sequence-length", type=int, required=True, metavar="TOKENS")
-    parser.add_argument("--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices")
-    parser.add_argument("--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)")
+    parser.add_argument(
+        "--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)"
+    )
     parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
-    parser.add_argument("--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, ...")
+    parser.add_argument(
+        "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, ..."
+    )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
     parser.add_argument("--no-clip", action="store_true", help="without clipping and finite check")

@@ -19,8 +19,20 @@ from tawpipe.errors import UserError
 
 FILE = "tawpipe-topology.yaml"
 PACKAGES = ("tawpipe", "torch", "transformers", "tokenizers", "datasets", "safetensors")
-VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-             "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG")
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_DEBUG",
+)
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -58,10 +70,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _examine(arguments: argparse.Namespace) -> int:
+    from tawpipe.console import Console
     from tawpipe.plan.machine import save_machine
     from tawpipe.plan.probe import probe
     from tawpipe.runtime.world import connect
-    from tawpipe.console import Console
 
     out = Path(arguments.out)
     if out.is_dir() or not out.parent.is_dir():
@@ -108,11 +120,17 @@ def _machine(world):
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = f"{properties.total_memory / 2**30:.1f} GiB"
-            yield f"GPU {index}", f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}"
+            yield (
+                f"GPU {index}",
+                f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}",
+            )
     else:
         yield "device", f"CPU, {os.cpu_count()} processors"
     yield "free memory", f"{free_memory() / 2**30:.1f} GiB"
-    yield "shared memory", f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none"
+    yield (
+        "shared memory",
+        f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none",
+    )
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
 
 
@@ -125,7 +143,11 @@ def _links(found):
     ):
         if several:
             rate = f"{link.bytes_per_s / 1e9:.3g} GB/s ({link.bytes_per_s * 8 / 1e9:.3g} Gbit/s)"
-            words = [rate, f"{link.latency_s * 1e6:.0f} us", "one for all devices of a node" if link.shared else "one per device"]
+            words = [
+                rate,
+                f"{link.latency_s * 1e6:.0f} us",
+                "one for all devices of a node" if link.shared else "one per device",
+            ]
             words += [] if link.full_duplex else ["both directions together"]
             yield name, ", ".join(words)
     for node, rates in enumerate(found.rates):

@@ -125,7 +125,9 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not nodes or any(not _whole(size, 1) for size in nodes):
         raise UserError(f"{where}: nodes", nodes, "a list with the number of devices of every node, as in [8, 8]")
-    links = {name: _link(content[name], f"{where}: {name}") for name in ("between", "inside", "host") if name in content}
+    links = {
+        name: _link(content[name], f"{where}: {name}") for name in ("between", "inside", "host") if name in content
+    }
     if len(nodes) > 1 and "between" not in links:
         raise UserError(f"{where}: between", None, "the link of a node to the others, as there are several nodes")
     if max(nodes) > 1 and "inside" not in links:
@@ -210,5 +212,3 @@ def _number(value: Any, *, least: float) -> bool:
 
 def _whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-

@@ -44,7 +44,9 @@ def _sections(answer: Answer) -> Iterator[Section]:
     shown = [one for one in answer.candidates if one.prediction is not None]
     rows = [line.split("\t") for line in answer.table(separator="\t")]
     marked = [i for i, one in enumerate(answer.candidates) if one is answer.chosen]
-    yield Section(answer.chosen.strategy if answer.chosen else "Nothing fits", answer.reason, Table(rows[0], rows[1:], marked))
+    yield Section(
+        answer.chosen.strategy if answer.chosen else "Nothing fits", answer.reason, Table(rows[0], rows[1:], marked)
+    )
     names = [one.strategy for one in shown]
     made = [one.prediction for one in shown if one.prediction is not None]
     parts = {
@@ -52,10 +54,14 @@ def _sections(answer: Answer) -> Iterator[Section]:
         "waiting for transfers": [one.exposed_communication_s for one in made],
         "idle otherwise": [max(0.0, one.idle_s - one.exposed_communication_s) for one in made],
     }
-    yield Section("Where a step's time goes", "Of a device, on the average.", figures=[stacked_bars(names, parts, unit="s")])
+    yield Section(
+        "Where a step's time goes", "Of a device, on the average.", figures=[stacked_bars(names, parts, unit="s")]
+    )
     kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
     limit = question.memory_bytes / 2**30 if question.memory_bytes else None
-    yield Section("Memory of a device", "At its highest.", figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)])
+    yield Section(
+        "Memory of a device", "At its highest.", figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)]
+    )
     if question.topology.num_nodes > 1:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
         yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB")])
@@ -92,13 +98,16 @@ def _changes(answer: Answer, shown: Sequence[Candidate]) -> Iterator[Section]:
         figure = lines([one * 8 / 1e9 for one in rates], series, x_title="Gbit/s between nodes", y_title="s per step")
         yield Section("With other links", "Seconds per step.", figures=[figure])
     longer = [_longer(question, factor) for factor in LENGTHS]
-    series = {
-        one.strategy: [_tokens(other, one) for other in longer] for one in ours
-    }
+    series = {one.strategy: [_tokens(other, one) for other in longer] for one in ours}
     figure = lines(
-        [other.sequence_length for other in longer], series, x_title="tokens in a row", y_title="tokens per second and device"
+        [other.sequence_length for other in longer],
+        series,
+        x_title="tokens in a row",
+        y_title="tokens per second and device",
     )
-    yield Section("With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure])
+    yield Section(
+        "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
+    )
 
 
 def _longer(question: Question, factor: float) -> Question:

@@ -212,14 +212,21 @@ def _between(
         return LinkModel(rate, delay, full_duplex=duplex, shared=shared)
 
     odd = {n: link(rate) for n, rate in enumerate(rates) if not usual / 1.15 < rate < usual * 1.15}
-    notes = [f"node {n}: link of {_gbit(rate)}, the others have {_gbit(usual)}" for n, rate in enumerate(rates) if rate * ODD < usual]
+    notes = [
+        f"node {n}: link of {_gbit(rate)}, the others have {_gbit(usual)}"
+        for n, rate in enumerate(rates)
+        if rate * ODD < usual
+    ]
     notes += [
         f"node {n} sends {_gbit(out)} and receives {_gbit(into)}: the two directions of its link differ"
         for n, (out, into) in enumerate(zip(sent, received, strict=True))
         if max(out, into) > ODD * min(out, into)
     ]
-    notes += [f"node {n}: {seconds * 1e6:.0f} us for a small message, the others need {delay * 1e6:.0f} us"
-              for n, seconds in enumerate(latency) if seconds > 3 * delay]
+    notes += [
+        f"node {n}: {seconds * 1e6:.0f} us for a small message, the others need {delay * 1e6:.0f} us"
+        for n, seconds in enumerate(latency)
+        if seconds > 3 * delay
+    ]
     found = tuple(Rates(*one) for one in zip(sent, received, latency, strict=True))
     return link(usual), odd, found, notes
 
@@ -228,7 +235,10 @@ def _host(world: World, size: int = 1 << 27) -> LinkModel:
     """Between a GPU and its host, the slowest of the ranks while all of them copy."""
     if world.device.type != "cuda":
         return LinkModel(float("inf"))
-    here, there = torch.empty(size, dtype=torch.uint8, device=world.device), torch.empty(size, dtype=torch.uint8).pin_memory()
+    here, there = (
+        torch.empty(size, dtype=torch.uint8, device=world.device),
+        torch.empty(size, dtype=torch.uint8).pin_memory(),
+    )
     seconds = 0.0
     for _ in range(2):
         world.barrier()

@@ -119,7 +119,9 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     element and a key before it, half of all pairs. Backward takes twice as much as forward, and recomputation once more.
     """
     config = chain.config.get_text_config()
-    width = config.num_attention_heads * (getattr(config, "head_dim", None) or _hidden(chain) // config.num_attention_heads)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or _hidden(chain) // config.num_attention_heads
+    )
     rate = flops * EFFICIENCY
     blocks = []
     for block in chain.blocks:
@@ -175,7 +177,10 @@ class _Bench:
             forward = self._time(lambda: chain.embed(batch), grad=False)
             found = forward, self._backward(lambda _: chain.embed(batch)[0], hidden, trainable, sums)
         elif spec.kind == "head":
-            found = (self._time(lambda: self._head(hidden, batch, None), grad=False), self._head_backward(hidden, batch, trainable, sums))
+            found = (
+                self._time(lambda: self._head(hidden, batch, None), grad=False),
+                self._head_backward(hidden, batch, trainable, sums),
+            )
         else:
             context = self._context(batch)
             forward = self._time(lambda: chain.layer(block, hidden, context), grad=False)

@@ -155,7 +155,10 @@ def bound_of(question: Question, knobs: Knobs) -> float:
     homes = place_units(question.model, topology, knobs.placement)
     empty = ((),) * topology.world_size
     frame = Schedule("frame", topology, question.model, knobs, homes, empty, empty)
-    far = wire_width(knobs.weights_wire, question.widths.weight), wire_width(knobs.gradients_wire, question.widths.gradient)
+    far = (
+        wire_width(knobs.weights_wire, question.widths.weight),
+        wire_width(knobs.gradients_wire, question.widths.gradient),
+    )
     links = [question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))]
     rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
     moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in link_elements_formula(frame)]
@@ -250,5 +253,3 @@ def _build(question: Question, knobs: Knobs) -> Schedule:
 def _play(question: Question, schedule: Schedule) -> Timeline:
     physical = None if len(schedule.played) < schedule.topology.world_size else question.machine.topology
     return play(schedule, question.costs, steps=4, physical=physical)
-
-

@@ -108,7 +108,9 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
     possible = [knobs for knobs, size in zip(options, sizes, strict=True) if fits(question, size)]
     if not possible:
         leanest = _leanest(question, options[0])
-        return Candidate(strategy, leanest, predict(question, leanest), True, fits(question, memory_quickly(question, leanest)))
+        return Candidate(
+            strategy, leanest, predict(question, leanest), True, fits(question, memory_quickly(question, leanest))
+        )
     best: tuple[Knobs, Prediction] | None = None
     for bound, knobs in sorted(((bound_of(question, one), one) for one in possible), key=lambda pair: pair[0]):
         if best is None or bound < best[1].step_seconds * (1 - GAIN):

@@ -23,7 +23,9 @@ def memory_over_time(
     events: list[tuple[float, int]] = []
     for span in spans:
         for names, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
-            size = sum(activation_bytes.get(name.partition(".")[0], 0) for name in names if not name.startswith("host."))
+            size = sum(
+                activation_bytes.get(name.partition(".")[0], 0) for name in names if not name.startswith("host.")
+            )
             if size:
                 events.append((when - zero, sign * size))
     seconds, held, total = [0.0], [fixed / 2**30], fixed

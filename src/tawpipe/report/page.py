@@ -112,7 +112,9 @@ def _table(table: Table) -> str:
         return f"<tr{f' class={name!r}' if name else ''}>{inside}</tr>"
 
     rows = [row(cells, "td", "chosen" if i in table.marked else "") for i, cells in enumerate(table.rows)]
-    return f'<div class="wide"><table><thead>{row(table.head, "th")}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return (
+        f'<div class="wide"><table><thead>{row(table.head, "th")}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
 
 
 # figures
@@ -136,7 +138,9 @@ def _figure(height: int, **layout: Any) -> Any:
     return figure
 
 
-def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, limit: float | None = None) -> Any:
+def stacked_bars(
+    names: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, limit: float | None = None
+) -> Any:
     """Horizontal bars, one for every name, cut in parts.
 
     Args:
@@ -146,7 +150,11 @@ def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], *, 
     figure = _figure(110 + 30 * len(names), barmode="stack", xaxis_title=unit)
     for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
         figure.add_bar(
-            y=list(names), x=list(values), name=part, orientation="h", marker_color=color,
+            y=list(names),
+            x=list(values),
+            name=part,
+            orientation="h",
+            marker_color=color,
             hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {unit}<extra></extra>",
         )
     if limit:
@@ -155,12 +163,18 @@ def stacked_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], *, 
     return figure
 
 
-def lines(x: Sequence[float], series: Mapping[str, Sequence[float | None]], *, x_title: str, y_title: str, log: bool = True) -> Any:
+def lines(
+    x: Sequence[float], series: Mapping[str, Sequence[float | None]], *, x_title: str, y_title: str, log: bool = True
+) -> Any:
     """Curves over a common axis."""
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
     for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
         figure.add_scatter(
-            x=list(x), y=list(values), name=name, mode="lines+markers", line={"color": color},
+            x=list(x),
+            y=list(values),
+            name=name,
+            mode="lines+markers",
+            line={"color": color},
             hovertemplate=f"{name}<br>%{{x:.4g}}: %{{y:.4g}}<extra></extra>",
         )
     if log:
@@ -176,7 +190,9 @@ def timeline_figure(bars: Sequence[Bar], *, ranks: Sequence[int] | None = None) 
     while len(mine) > MOST_BARS and len(chosen) > 1:
         chosen = chosen[:-1]
         mine = [bar for bar in bars if bar.rank in chosen]
-    rows = [(rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)]
+    rows = [
+        (rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)
+    ]
     names = {row: f"rank {row[0]} {row[1]}" for row in rows}
     figure = _figure(120 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
     for kind, color in KINDS.items():

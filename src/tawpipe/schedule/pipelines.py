@@ -72,7 +72,9 @@ def build_pipeline(
     count = len([m for own in knobs.micro_batches for m in own])
     layers = sum(block.kind == "layer" for block in model.blocks)
     if layers < shape.stages:
-        raise UserError(f"pipeline over {shape.size} ranks", f"{layers} layers", f"at least {shape.stages}, one per stage")
+        raise UserError(
+            f"pipeline over {shape.size} ranks", f"{layers} layers", f"at least {shape.stages}, one per stage"
+        )
     if count % replicas:
         raise UserError("micro-batches", count, f"a multiple of the {replicas} pipelines side by side")
     each = count // replicas
@@ -353,9 +355,7 @@ class _Worker:
         lane = Lane.GATHER if self.shape.group == "node" else Lane.INTER_W
         for unit in self.homed if self.several else ():
             reads, writes = (f"home.w.{unit}",), (self._weights(unit),)
-            yield Action(
-                Op.COLLECTIVE, lane, reads, writes, unit=unit, collective="all_gather", group=self.shape.group
-            )
+            yield Action(Op.COLLECTIVE, lane, reads, writes, unit=unit, collective="all_gather", group=self.shape.group)
         for _, _, actions in sorted(self._events(), key=lambda event: event[:2]):
             yield from actions
         lane = Lane.REDUCE if self.shape.group == "node" else Lane.INTER_G

@@ -232,12 +232,7 @@ class Timeline:
         """From the last forward or backward pass of all ranks to the end of the play."""
         passes = (Op.FORWARD, Op.BACKWARD)
         last = max(
-            (
-                s.end
-                for r in self.schedule.played
-                for s in self.spans(r, step=self.steps - 1)
-                if s.action.op in passes
-            ),
+            (s.end for r in self.schedule.played for s in self.spans(r, step=self.steps - 1) if s.action.op in passes),
             default=self.makespan,
         )
         return self.makespan - last

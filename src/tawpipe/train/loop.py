@@ -17,19 +17,19 @@ from importlib.metadata import version
 import torch
 
 from tawpipe.batches import LocalBatch
+from tawpipe.console import Console
 from tawpipe.data.collate import collate
 from tawpipe.data.prefetch import prefetch
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
+from tawpipe.flops import mfu, peak_flops, training_flops
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
-from tawpipe.console import Console
-from tawpipe.flops import mfu, peak_flops, training_flops
 from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
 
 TRACES = "traces"

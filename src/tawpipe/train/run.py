@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.errors import UserError
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import build_model, resolve_model
-from tawpipe.console import Console, duration
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
