@@ -190,7 +190,8 @@ def table(environment: dict[str, Any], machine: Emulation, rows: Sequence[dict[s
         )
         lines.append(
             f"| {row['folder']} | {row['cell']} | {name} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} "
-            f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} | {row['measured_mb']:.1f} | {row['predicted_mb']:.1f} "
+            f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} "
+            f"| {row['measured_mb']:.1f} | {row['predicted_mb']:.1f} "
             f"| {gib[0]} | {gib[1]} |"
         )
     return lines

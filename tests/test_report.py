@@ -62,7 +62,7 @@ def test_gaps_and_summary(bars):
 
 
 def test_traces_name_ranks_and_lanes(bars, tmp_path):
-    write_chrome_trace(bars, tmp_path / "trace.json")
+    write_chrome_trace([("predicted", bars)], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0 (node 0)", "rank 1 (node 0)", "rank 2 (node 1)", "rank 3 (node 1)"}

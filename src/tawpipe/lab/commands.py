@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +58,10 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from tawpipe.lab.compare import compare
+    from tawpipe.lab.compare import TRACES, compare
+    from tawpipe.lab.page import write_compare_page
     from tawpipe.lab.suite import load_suite
+    from tawpipe.report.page import check_page
 
     suite = load_suite(arguments.suite)
     if arguments.only:
@@ -67,8 +70,15 @@ def _compare(arguments: argparse.Namespace) -> int:
         if arguments.samples < 1:
             raise UserError("--samples", arguments.samples, "at least 1")
         suite = replace(suite, samples=arguments.samples)
-    rows = compare(suite, Path(arguments.out), traces=arguments.traces, tell=lambda line: print(line, flush=True))
-    print(f"{len(rows)} rows in {arguments.out}: results.json, table.md, chart.png")
+    check_page(arguments.report)
+    out = Path(arguments.out)
+    rows = compare(suite, out, traces=arguments.traces, tell=lambda line: print(line, flush=True))
+    print(f"{len(rows)} rows in {out}: results.json, table.md, chart.png")
+    if arguments.report:
+        environment = json.loads((out / "results.json").read_text(encoding="utf-8"))["environment"]
+        recordings = out / TRACES if arguments.traces and (out / TRACES).is_dir() else None
+        write_compare_page(suite.name, environment, rows, Path(arguments.report), recordings)
+        print(f"wrote {arguments.report}")
     return 0
 
 
@@ -108,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--traces", action="store_true", help="draw a step of every strategy in this project's runtime"
     )
+    compare.add_argument("--report", metavar="FILE", help="write a page (HTML) with the rows, and the timelines if any")
     compare.set_defaults(run=_compare)
 
     for command in (up, down, execute):

@@ -203,7 +203,8 @@ def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     bars = executed_bars(recording)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cell.name} {entry.label}").strip("-")
-    write_chrome_trace(bars, out / f"{name}.json")
+    shutil.copytree(recording, out / name, dirs_exist_ok=True)  # for `tawpipe trace`, and the page
+    write_chrome_trace([("executed", bars)], out / f"{name}.json")
     draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 
 

@@ -42,12 +42,12 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
         lines += [
             f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
             "",
-            _describe(some[0]),
+            describe(some[0]),
             "",
             "| " + " | ".join(columns) + " |",
             "| --- | --- " + "| ---: " * (len(columns) - 2) + "|",
         ]
-        lines += [_table_row(row, len(columns)) for row in sorted(some, key=_order)]
+        lines += [_table_row(row, len(columns)) for row in sorted(some, key=order_of)]
         lines += ["", *_disturbance_table(some)]
     path.write_text("\n".join(lines), encoding="utf-8")
 
@@ -56,7 +56,8 @@ def _is_real(row: dict[str, Any]) -> bool:
     return row["cell"]["workload"].get("kind") == "real"
 
 
-def _describe(row: dict[str, Any]) -> str:
+def describe(row: dict[str, Any]) -> str:
+    """The workload of a row, in words."""
     workload = row["cell"]["workload"]
     if _is_real(row):
         return (
@@ -94,7 +95,8 @@ def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def _order(row: dict[str, Any]) -> float:
+def order_of(row: dict[str, Any]) -> float:
+    """Seconds per step; rows without come last."""
     return row["seconds_per_step"]["median"] if "seconds_per_step" in row else float("inf")
 
 
@@ -146,7 +148,7 @@ def write_chart(name: str, rows: list[dict[str, Any]], path: Path) -> None:
         cell: [r for r in some if "seconds_per_step" in r and r["status"] != "failed"]
         for cell, some in cells_of(rows).items()
     }
-    cells = {cell: sorted(some, key=_order, reverse=True) for cell, some in cells.items() if some}
+    cells = {cell: sorted(some, key=order_of, reverse=True) for cell, some in cells.items() if some}
     if not cells:
         return
     heights = [len(some) for some in cells.values()]

@@ -14,24 +14,10 @@ import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.plan.question import Question, predict
+from tawpipe.plan.record import record_of, settings_of
 from tawpipe.plan.search import Candidate
-from tawpipe.schedule.spec import Knobs
 
 FORMAT = 1
-BUILDERS = {"flat": "flat", "hybrid": "hsdp", "ring": "weipipe"}
-"""Placement to ``schedule.builder`` where that is not tawpipe."""
-SETTINGS = (
-    "micro_batches_per_visit",
-    "look_ahead",
-    "gradient_buffers",
-    "weights_scope",
-    "gradients_scope",
-    "kept_units",
-    "offloaded_layers",
-    "weights_wire",
-    "gradients_wire",
-)
-"""Knobs that are settings of ``tawpipe train`` under the same name."""
 
 
 @dataclass(frozen=True)
@@ -213,39 +199,15 @@ class Answer:
             "step_seconds": round(self.chosen.seconds, 6),
             "schedule": settings_of(self.chosen.knobs),
         }
-        return yaml.safe_dump(content, sort_keys=False)
+        clock = yaml.safe_dump({"clock": record_of(question)}, sort_keys=False, default_flow_style=True, width=120)
+        head = yaml.safe_dump(content, sort_keys=False, width=120)
+        return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
 
 
 def fingerprint(question: Question) -> dict[str, int]:
     """What tells models apart here: the numbers of blocks and of parameters."""
     units = question.model.units
     return {"blocks": len(question.model.blocks), "parameters": sum(unit.numel for unit in units)}
-
-
-def settings_of(knobs: Knobs) -> dict[str, Any]:
-    """The section ``schedule`` of a training run."""
-    placement = knobs.placement
-    found: dict[str, Any] = {"builder": BUILDERS.get(placement, "tawpipe")}
-    if placement not in BUILDERS:
-        found["placement"] = placement
-    found |= {name: getattr(knobs, name) for name in SETTINGS}
-    found["recompute"] = spell_recompute(knobs.recompute) if knobs.recompute else "full"
-    return found
-
-
-def spell_recompute(recompute: Sequence[str]) -> str:
-    """The setting that ``recompute_of_blocks`` reads.
-
-    >>> spell_recompute(("full", "full", "selective", "none", "none", "full"))
-    'none:2,selective:1,full'
-    """
-    layers = list(reversed(recompute[1:-1]))
-    words: list[str] = []
-    while layers:
-        count = next((i for i, how in enumerate(layers) if how != layers[0]), len(layers))
-        words.append(f"{layers[0]}:{count}" if count < len(layers) else layers[0])
-        del layers[:count]
-    return ",".join(words)
 
 
 def load_plan(path: Path) -> dict[str, Any]:

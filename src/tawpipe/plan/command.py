@@ -1,9 +1,8 @@
-"""``tawpipe plan``: the words that follow it on the command line. What takes long to import waits until it is needed."""
+"""``tawpipe plan``: the words that follow it on the command line. Slow imports wait until they are needed."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,11 +81,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
-    if arguments.report:
-        if importlib.util.find_spec("plotly") is None:
-            raise UserError("--report", arguments.report, "plotly installed: pip install 'tawpipe[plan]'")
-        if not Path(arguments.report).parent.is_dir():
-            raise UserError("--report", arguments.report, "a file in a folder that exists")
+    from tawpipe.report.page import check_page
+
+    check_page(arguments.report)
     from tawpipe.plan.search import STRATEGIES
     from tawpipe.schedule.pipelines import PIPELINES
 

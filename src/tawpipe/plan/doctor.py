@@ -58,8 +58,8 @@ def doctor(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tawpipe doctor",
-        description="Says what is installed and what devices there are; on several processes or nodes also measures the "
-        "links between them, which takes a few seconds, and writes a topology file. On several machines: "
+        description="Says what is installed and what devices there are; on several processes or nodes also measures "
+        "the links between them, which takes a few seconds, and writes a topology file. On several machines: "
         "torchrun --nnodes N --nproc-per-node L ... -m tawpipe doctor",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one for each GPU)")

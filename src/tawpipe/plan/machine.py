@@ -59,8 +59,8 @@ class Machine:
     between: LinkModel
     inside: LinkModel
     between_of: Mapping[int, LinkModel] = field(default_factory=dict)
-    host: LinkModel = LinkModel(math.inf)
-    device: Device = Device()
+    host: LinkModel = field(default_factory=lambda: LinkModel(math.inf))
+    device: Device = field(default_factory=Device)
 
     @property
     def topology(self) -> Topology:
@@ -82,8 +82,8 @@ def uniform(nodes: int, local: int, *, between: LinkModel, inside: LinkModel, de
     return Machine((local,) * nodes, between, inside, device=device or Device())
 
 
-def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
-    """Write the file; ``notes`` become its first lines."""
+def spell_machine(machine: Machine) -> dict[str, Any]:
+    """The content of a file, which ``machine_from`` reads."""
     content: dict[str, Any] = {"format": FORMAT, "nodes": list(machine.nodes)}
     content["device"] = {"name": machine.device.name, "memory_gib": round(machine.device.memory_bytes / 2**30, 2)}
     if machine.device.flops:
@@ -92,9 +92,16 @@ def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
     if machine.between_of:
         content["between_of"] = {node: _spell_link(link, bits=True) for node, link in machine.between_of.items()}
+    return content
+
+
+def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
+    """Write the file; ``notes`` become its first lines."""
     head = "".join(f"# {line}\n" for line in notes.splitlines())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    path.write_text(
+        head + yaml.safe_dump(spell_machine(machine), sort_keys=False, default_flow_style=None), encoding="utf-8"
+    )
 
 
 def load_machine(path: Path) -> Machine:

@@ -33,8 +33,9 @@ def write_plan_page(answer: Answer, path: Path) -> None:
         raise UserError("--report", str(path), "a file in a folder that exists")
     question = answer.question
     subtitle = (
-        f"{sum(unit.numel for unit in question.model.units) / 1e9:.3g} B parameters, rows of {question.sequence_length} "
-        f"tokens, {question.global_batch} in a step; {question.machine.topology}; {question.profile.source}"
+        f"{sum(unit.numel for unit in question.model.units) / 1e9:.3g} B parameters, rows of "
+        f"{question.sequence_length} tokens, {question.global_batch} in a step; {question.machine.topology}; "
+        f"{question.profile.source}"
     )
     write_page(path, "Plan", _sections(answer), subtitle=subtitle)
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -264,7 +265,7 @@ def _device(world: World) -> Device:
 def free_memory() -> int:
     """Bytes that this machine could give to processes now; 0 where that is not known."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
+        with Path("/proc/meminfo").open(encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):

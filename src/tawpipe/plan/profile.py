@@ -22,7 +22,7 @@ from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
 EFFICIENCY = 0.5
-"""Share of a device's peak that is reached where nothing was measured: what well-kept trainers report on large layers."""
+"""Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
 UPDATE_BYTES = 28
 """That AdamW moves for an element in fp32: gradient, weight and two states read, three of them and a copy written."""
 ESTIMATED_BYTES_PER_S = 1e12
@@ -116,7 +116,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     """From the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
     A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
-    element and a key before it, half of all pairs. Backward takes twice as much as forward, and recomputation once more.
+    element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more.
     """
     config = chain.config.get_text_config()
     width = config.num_attention_heads * (

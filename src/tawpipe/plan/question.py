@@ -1,7 +1,7 @@
 """What a plan is asked for, and what is predicted of one strategy. Imports topology, schedule, simulate, costs, plan.
 
 A prediction plays the same schedule that would run. Two things keep it fast for thousands of devices and many rounds:
-where all ranks do alike, one is played for all (``simulate.fold``); and where a step has many rounds, a step with few is
+where all ranks do alike, one is played for all (``simulate.fold``); where a step has many rounds, a step with few is
 played twice, with one round more the second time, and what the round took is added for all that are left.
 """
 
@@ -22,6 +22,8 @@ from tawpipe.simulate import CostModel, MicroBatchSize, Timeline, play
 from tawpipe.simulate.fold import build_folded, foldable
 from tawpipe.topology import Topology
 
+MOST_VISITS = 20_000
+"""Micro-batches of a step, times blocks, up to which a timeline has all of them."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
 
@@ -205,6 +207,20 @@ def predict_pipeline(question: Question, kind: str, axis: str) -> Prediction:
         more, left = _play(question, built(few + size)), (each - few) / size
     most = question.micro_batches / topology.world_size * question.compute_s(Knobs("pipeline", ()))
     return replace(_predicted(made, more, left, memory_of(question, schedule), most), timeline=None)
+
+
+def timeline_of(question: Question, knobs: Knobs) -> Timeline:
+    """A step with all of its rounds and ranks, or with some of them if there are too many to look at."""
+    visits = question.micro_batches * len(question.model.blocks)
+    if visits > MOST_VISITS:
+        short, _, _ = _rounds(question, knobs)
+        return _play(question, _build(question, short))
+    return play(
+        build_training(question.model, question.topology, knobs),
+        question.costs,
+        steps=4,
+        physical=question.machine.topology,
+    )
 
 
 def _predicted(made: Timeline, more: Timeline, left: float, memory: Mapping[str, int], bound: float) -> Prediction:

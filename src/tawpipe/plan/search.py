@@ -1,4 +1,4 @@
-"""Which strategies there are, which knobs suit each of them, and which strategy is best. Imports errors, schedule, plan.
+"""Which strategies there are, which knobs suit each of them, which strategy is best. Imports errors, schedule, plan.
 
 The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
 do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,18 @@ from tawpipe.report.bars import Bar
 from tawpipe.schedule.actions import Lane
 
 
-def write_chrome_trace(bars: Iterable[Bar], path: Path, *, offset: int = 0, title: str = "") -> None:
+def write_chrome_trace(timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path) -> None:
     """One process per rank, one thread per lane, one slice per action; waiting is a slice of its own before it.
 
     Args:
-        title: in front of the names of the processes.
+        timelines: each with its name, which stands before those of its ranks if there are several.
     """
-    path.write_text(
-        json.dumps({"traceEvents": list(chrome_events(bars, title=title, offset=offset))}), encoding="utf-8"
-    )
+    events: list[dict[str, Any]] = []
+    offset = 0
+    for name, bars in timelines:
+        events += chrome_events(bars, title=name if len(timelines) > 1 else "", offset=offset)
+        offset += 1 + max((bar.rank for bar in bars), default=0)
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
 def chrome_events(bars: Iterable[Bar], *, title: str = "", offset: int = 0) -> Iterable[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``tawpipe trace``: the words that follow it on the command line. Imports errors and report."""
+"""``tawpipe trace``: the words that follow it on the command line. Imports errors and report; plan if there is one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.report.bars import Bar, executed_bars, first_of_nodes
+from tawpipe.report.bars import Bar, executed_bars, first_of_nodes, predicted_bars
 from tawpipe.report.chrome import write_chrome_trace
+from tawpipe.report.differences import differences
+from tawpipe.report.page import check_page, timeline_page
 from tawpipe.report.picture import draw_timeline
 from tawpipe.report.summary import summary
 
@@ -16,23 +18,46 @@ from tawpipe.report.summary import summary
 def trace(argv: Sequence[str]) -> int:
     """Runs ``tawpipe trace`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
-    folder = find_recording(Path(arguments.run))
-    bars = executed_bars(folder)
-    ranks = _ranks(arguments.ranks, bars)
+    check_page(arguments.report)
+    path = Path(arguments.run)
+    timelines, folder = _from_plan(path) if path.is_file() else _from_run(path)
+    ranks = _ranks(arguments.ranks, timelines[-1][1])
     out = Path(arguments.out) if arguments.out else folder
     out.mkdir(parents=True, exist_ok=True)
-    for line in summary(bars, ranks):
+    words = [line for name, bars in timelines for line in (f"{name}:", *summary(bars, ranks))]
+    compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 else []
+    for line in (*words, *compared):
         print(line)
-    write_chrome_trace(bars, out / "trace.json")
+    write_chrome_trace(timelines, out / "trace.json")
     files = [out / "trace.json", out / "timeline.svg", out / "timeline.png"]
     try:
         for picture in files[1:]:
-            draw_timeline([("executed", bars)], picture, ranks=ranks, title=str(folder))
+            draw_timeline(timelines, picture, ranks=ranks, title=str(path))
     except ImportError:
         files = files[:1]
         print("no picture: matplotlib is not installed (pip install 'tawpipe[lab]')")
+    if arguments.report:
+        timeline_page(Path(arguments.report), timelines, ranks, "\n".join(words), "\n".join(compared), str(path))
+        files.append(Path(arguments.report))
     print(f"wrote {', '.join(map(str, files))}; ui.perfetto.dev opens the first")
     return 0
+
+
+def _from_plan(path: Path) -> tuple[list[tuple[str, list[Bar]]], Path]:
+    from tawpipe.plan.replay import replay
+
+    return [("predicted", predicted_bars(replay(path)))], path.parent
+
+
+def _from_run(path: Path) -> tuple[list[tuple[str, list[Bar]]], Path]:
+    """The recording, and before it what the run's plan predicted, if it followed one."""
+    folder = find_recording(path)
+    executed = ("executed", executed_bars(folder))
+    plan = folder.parent.parent / "plan.yaml"
+    if not plan.is_file():
+        return [executed], folder
+    before, _ = _from_plan(plan)
+    return [*before, executed], folder
 
 
 def find_recording(path: Path) -> Path:
@@ -42,7 +67,7 @@ def find_recording(path: Path) -> Path:
         UserError: there is none.
     """
     if not path.is_dir():
-        raise UserError("RUN", str(path), "the output folder of a run, or a folder of a recorded step")
+        raise UserError("RUN", str(path), "the output folder of a run, a folder of a recorded step, or a plan")
     if any(path.glob("rank-*.json")):
         return path
     found = sorted(folder for folder in (path / "traces").glob("step-*") if any(folder.glob("rank-*.json")))
@@ -67,12 +92,15 @@ def _ranks(words: str | None, bars: Sequence[Bar]) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tawpipe trace",
-        description="Shows when everything in a recorded step ran: a summary here, timeline.svg and timeline.png, and "
-        "trace.json for ui.perfetto.dev or chrome://tracing.",
+        description="Shows when everything in a recorded step ran, beside what the run's plan predicted; or what a "
+        "plan predicts: a summary here, timeline.svg and timeline.png, and trace.json for ui.perfetto.dev.",
     )
     parser.add_argument(
-        "run", metavar="RUN", help="the output folder of a run with --log.trace-step, or of such a step"
+        "run",
+        metavar="RUN|PLAN",
+        help="the output folder of a run with --log.trace-step, the folder of such a step, or a saved plan",
     )
     parser.add_argument("--ranks", help="whose lanes are drawn: 0,4 or all (default: the first of every node)")
-    parser.add_argument("--out", metavar="DIR", help="where the files go (default: beside the recording)")
+    parser.add_argument("--out", metavar="DIR", help="where the files go (default: beside the recording or the plan)")
+    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the timelines to zoom into")
     return parser

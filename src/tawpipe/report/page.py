@@ -1,4 +1,5 @@
-"""One HTML page with figures and tables, which opens without a network. Imports report; plotly when it is written.
+"""One HTML page with figures and tables, which opens without a network. Imports errors and report; plotly when
+it is written.
 
 A page is a list of sections; each has words, perhaps a table, and figures. It follows the reader's light or dark theme
 and the width of the window.
@@ -7,11 +8,13 @@ and the width of the window.
 from __future__ import annotations
 
 import html
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
 from tawpipe.report.chrome import label
 from tawpipe.report.picture import KINDS, kind_of
@@ -22,7 +25,8 @@ MOST_BARS = 20_000
 """A timeline with more is cut to its first ranks: a browser should stay quick."""
 
 STYLE = """
-:root { color-scheme: light dark; --text: #1c2330; --quiet: #5c6675; --line: #d8dde5; --back: #ffffff; --soft: #f4f6f9; }
+:root { color-scheme: light dark; --text: #1c2330; --quiet: #5c6675; --line: #d8dde5; --back: #ffffff;
+  --soft: #f4f6f9; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e8ee; --quiet: #9aa5b4; --line: #343c49; --back: #14181f; --soft: #1c222c; }
 }
@@ -31,6 +35,7 @@ body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 1180px; background:
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 p { margin: .3rem 0 .8rem; max-width: 75ch; } .quiet { color: var(--quiet); }
+pre { overflow-x: auto; background: var(--soft); padding: .7rem .9rem; font-size: .82rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, td:last-child { text-align: left; } th { color: var(--quiet); font-weight: 600; }
@@ -72,11 +77,13 @@ class Section:
     """A part of a page.
 
     Args:
+        lines: text that is shown as it is.
         figures: of plotly.
     """
 
     title: str
     text: str = ""
+    lines: str = ""
     table: Table | None = None
     figures: list[Any] = field(default_factory=list)
 
@@ -89,6 +96,8 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")
         if section.text:
             parts.append(f"<p>{html.escape(section.text)}</p>")
+        if section.lines:
+            parts.append(f"<pre>{html.escape(section.lines)}</pre>")
         if section.table is not None:
             parts.append(_table(section.table))
         for figure in section.figures:
@@ -104,6 +113,44 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
     body = "\n".join(filter(None, parts))
     page = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}<script>{SCRIPT}</script></body></html>'
     path.write_text(page, encoding="utf-8")
+
+
+def check_page(path: str | None) -> None:
+    """Whether a page can be written there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if not path:
+        return
+    if importlib.util.find_spec("plotly") is None:
+        raise UserError("--report", path, "plotly installed: pip install 'tawpipe[plan]'")
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise UserError("--report", path, "a file in a folder that exists")
+
+
+def timeline_page(
+    path: Path, timelines: Sequence[tuple[str, Sequence[Bar]]], ranks: Sequence[int], words: str, compared: str, of: str
+) -> None:
+    """A page with timelines of one step, each to zoom into.
+
+    Args:
+        ranks: whose lanes are drawn.
+        words: what is said about them, in lines.
+        compared: how they differ, in lines; may be empty.
+        of: what they are of.
+    """
+    sections = [
+        Section(
+            f"The step, {name}", "Drag to zoom, double click to go back.", figures=[timeline_figure(bars, ranks=own)]
+        )
+        for name, bars in timelines
+        if (own := [rank for rank in ranks if any(bar.rank == rank for bar in bars)])
+    ]
+    if compared:
+        sections.append(Section("Predicted and executed", lines=compared))
+    sections.append(Section("In words", lines=words))
+    write_page(path, "Timeline", sections, subtitle=of)
 
 
 def _table(table: Table) -> str:
@@ -139,13 +186,18 @@ def _figure(height: int, **layout: Any) -> Any:
 
 
 def stacked_bars(
-    names: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str, limit: float | None = None
+    names: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    unit: str,
+    limit: float | None = None,
+    limit_name: str = "limit",
 ) -> Any:
     """Horizontal bars, one for every name, cut in parts.
 
     Args:
         parts: name of a part -> its size for every bar.
-        limit: a line across all bars.
+        limit: a line across all bars, with a name.
     """
     figure = _figure(110 + 30 * len(names), barmode="stack", xaxis_title=unit)
     for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
@@ -158,13 +210,18 @@ def stacked_bars(
             hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {unit}<extra></extra>",
         )
     if limit:
-        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text="limit")
+        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text=limit_name)
     figure.update_yaxes(autorange="reversed")
     return figure
 
 
 def lines(
-    x: Sequence[float], series: Mapping[str, Sequence[float | None]], *, x_title: str, y_title: str, log: bool = True
+    x: Sequence[float] | Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    x_title: str,
+    y_title: str,
+    log: bool = True,
 ) -> Any:
     """Curves over a common axis."""
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
@@ -175,7 +232,7 @@ def lines(
             name=name,
             mode="lines+markers",
             line={"color": color},
-            hovertemplate=f"{name}<br>%{{x:.4g}}: %{{y:.4g}}<extra></extra>",
+            hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
         )
     if log:
         figure.update_xaxes(type="log")

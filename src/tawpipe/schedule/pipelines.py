@@ -2,7 +2,7 @@
 
 Imports topology, errors and schedule. ``1f1b`` (Narayanan et al., PipeDream-flush), ``interleaved-1f1b`` (Narayanan et
 al., Megatron-LM: several stages per rank, micro-batches in groups of as many as there are ranks) and ``zero-bubble``
-(Qi et al.: two stages per rank in the shape of a V, gradients of weights apart from those of inputs, filled in greedily).
+(Qi et al.: two stages per rank in the shape of a V, gradients of weights apart from those of inputs, filled in).
 
 Layers are shared evenly by the stages; the embedding joins the first and the head the last. The pipeline goes over all
 ranks, over the nodes, or over the devices of each node; the ranks that then hold the same stage share its micro-batches

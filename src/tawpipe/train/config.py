@@ -184,10 +184,12 @@ class TrainConfig(DataSettings):
     resume: str = "none"
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
-    plan: str = "none"
-    """Where the schedule comes from: none (the settings under schedule), the file that `tawpipe plan --save` wrote, or
-    auto, which measures the links and the model first and plans by that, a few seconds. A resumed run follows the plan
-    that it began with while the nodes are the same."""
+    plan: str = "auto"
+    """Where the schedule comes from: auto measures the links and the model, predicts every strategy and takes the best,
+    in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
+    under schedule that are given beat auto. A resumed run does on the same nodes what it did before."""
+    report: str = ""
+    """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

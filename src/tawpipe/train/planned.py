@@ -1,55 +1,103 @@
-"""The schedule of a run, from a plan: a saved one, one that is made now, or that of the checkpoint. Imports plan and the
-settings.
+"""The schedule of a run: from settings, from a saved plan, from one that is made now, or from the checkpoint.
 
-A plan that was made from measurements is part of the run's state: on the same nodes a resumed run follows it again, so
-that a noisy measurement cannot change the order of sums. All ranks follow what rank 0 says.
+Imports plan and the settings.
+
+What was decided by measuring is part of the run's state: on the same nodes a resumed run does again what it did, so
+that a noisy measurement cannot change the order of sums. All ranks follow what rank 0 says. In this order:
+
+* ``plan`` names a file: that one. Settings under ``schedule`` that say something else are refused.
+* Settings under ``schedule`` were given: these.
+* The run goes on from a checkpoint, on the same nodes: what it did, with or without a plan.
+* ``plan`` is ``auto``: measure, predict, choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from tawpipe.console import duration
 from tawpipe.errors import UserError
+from tawpipe.plan.record import SETTINGS
 from tawpipe.runtime.world import World
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checkpoint import RunState
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import ScheduleConfig, TrainConfig
 
+PLANNED = ("builder", "placement", *SETTINGS, "recompute")
+"""Settings under ``schedule`` that a plan decides."""
+PLAN = "plan.yaml"
+"""In a run's output folder: the plan that it followed."""
+MEMORY = 0.85
+"""Share of what a device has that a plan made at the start of a run fills, by its own prediction."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a run does.
+
+    Args:
+        config: with the schedule that was decided.
+        text: of the plan, for checkpoints and the output folder; empty without one.
+        line: for the console.
+    """
+
+    config: TrainConfig
+    text: str = ""
+    line: str = ""
+
 
 def follow_plan(
-    config: TrainConfig, world: World, earlier: RunState | None, *, vocab_size: int, dtype: torch.dtype
-) -> tuple[TrainConfig, str, str]:
-    """Settings with the plan's schedule; the plan as text, for the checkpoint; and a line for the console.
+    config: TrainConfig,
+    world: World,
+    earlier: RunState | None,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    lengths: Callable[[], Sequence[int]] = lambda: (),
+) -> Followed:
+    """Decide; call on all ranks.
 
     Args:
         earlier: what the checkpoint says that the run goes on from.
+        lengths: of the documents in a typical row.
 
     Raises:
-        UserError: the plan is for other nodes, another batch or other rows.
+        UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
     """
-    text, line = "", ""
-    if config.plan in ("none", "auto") and earlier and earlier.plan and earlier.topology == str(world.nodes):
-        text, line = earlier.plan, "plan: that of the checkpoint"
-    elif config.plan == "none":
-        return config, "", ""
-    elif config.plan == "auto":
-        text, line = _make(config, world, vocab_size, dtype), "plan: made now"
-    else:
+    given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleConfig(), name)]
+    same_nodes = earlier is not None and earlier.topology == str(world.nodes)
+    if config.plan not in ("none", "auto"):
         text, line = _from_rank_0(world, lambda: _read(config)), f"plan: {config.plan}"
+    elif earlier is not None and same_nodes and earlier.plan and config.plan == "auto":
+        text, line = earlier.plan, "plan: that of the checkpoint"
+        if given and replace(config, schedule=_schedule(config, text)) != config:
+            text = ""
+    elif config.plan == "none" or given or same_nodes:
+        text, line = "", ""
+    else:
+        text, line = _make(config, world, vocab_size, dtype, lengths())
+    if not text:
+        line = "plan: none, as the settings under schedule say what to do" if given and config.plan == "auto" else ""
+        return Followed(config, "", line)
     plan = yaml.safe_load(text)
     _check(plan, config, world, dtype)
-    known = {field.name for field in fields(ScheduleConfig)}
-    chosen = {name: value for name, value in plan["schedule"].items() if name in known}
-    config = replace(config, schedule=replace(config.schedule, **chosen))
+    chosen = _schedule(config, text)
+    for name in given:
+        if getattr(chosen, name) != getattr(config.schedule, name):
+            option = f"--schedule.{name.replace('_', '-')}"
+            expected = f"{getattr(chosen, name)}, as --plan says; or no plan"
+            raise UserError(option, getattr(config.schedule, name), expected)
+    config = replace(config, schedule=chosen)
     check_bounds(config)
-    return config, text, f"{line}: {plan['reason']}"
+    return Followed(config, text, f"{line}: {plan['reason']}")
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
@@ -70,10 +118,17 @@ def check_model(text: str, spec: ModelSpec) -> None:
         )
 
 
+def _schedule(config: TrainConfig, text: str) -> ScheduleConfig:
+    """The settings under ``schedule`` with what a plan decides."""
+    chosen = yaml.safe_load(text)["schedule"]
+    return replace(config.schedule, **{name: value for name, value in chosen.items() if name in PLANNED})
+
+
 def _read(config: TrainConfig) -> str:
     from tawpipe.plan.answer import load_plan
 
-    return yaml.safe_dump(load_plan(Path(config.plan)), sort_keys=False)
+    load_plan(Path(config.plan))
+    return Path(config.plan).read_text(encoding="utf-8")
 
 
 def _from_rank_0(world: World, make: Callable[[], str]) -> str:
@@ -103,31 +158,37 @@ def _check(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch
         raise UserError("--dtype", config.dtype, expected)
 
 
-def _make(config: TrainConfig, world: World, vocab_size: int, dtype: torch.dtype) -> str:
-    """Measure links and blocks, search, choose; the plan as text."""
+def _make(
+    config: TrainConfig, world: World, vocab_size: int, dtype: torch.dtype, lengths: Sequence[int]
+) -> tuple[str, str]:
+    """Measure links and blocks, search, choose; the plan as text, and a line.
+
+    Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
+    """
     from tawpipe.plan.answer import Answer
     from tawpipe.plan.ask import question_of
     from tawpipe.plan.probe import probe
     from tawpipe.plan.search import search
 
+    begin = time.perf_counter()
     machine = probe(world).machine
     wide = torch.promote_types(dtype, torch.float32)
-
-    def make() -> str:
-        question = question_of(
-            config.model,
-            machine,
-            sequence_length=config.sequence_length,
-            global_batch=config.global_batch,
-            micro_batch=config.micro_batch,
-            dtype=dtype,
-            reduce_dtype=dtype if config.schedule.reduce_dtype == "same" else wide,
-            profile="measure",
-            vocab_size=vocab_size,
-            clip=bool(config.optimizer.clip_norm) or config.optimizer.finite_check,
-            trust_remote_code=config.trust_remote_code,
-            here=world.device,
-        )
-        return Answer.of(question, search(question)).text()
-
-    return _from_rank_0(world, make)
+    world.barrier()
+    question = question_of(
+        config.model,
+        machine,
+        sequence_length=config.sequence_length,
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        dtype=dtype,
+        reduce_dtype=dtype if config.schedule.reduce_dtype == "same" else wide,
+        lengths=lengths,
+        profile="measure",
+        vocab_size=vocab_size,
+        memory_bytes=int(machine.device.memory_bytes * MEMORY),
+        clip=bool(config.optimizer.clip_norm) or config.optimizer.finite_check,
+        trust_remote_code=config.trust_remote_code,
+        here=world.device,
+    )
+    text = _from_rank_0(world, lambda: Answer.of(question, search(question)).text())
+    return text, f"plan: measured and chosen in {duration(time.perf_counter() - begin)}"

@@ -18,6 +18,7 @@ from tawpipe.errors import UserError
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import build_model, resolve_model
 from tawpipe.pipeline import Pipeline
+from tawpipe.plan.record import PLACEMENTS
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
@@ -25,10 +26,9 @@ from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
 from tawpipe.train.metrics import peak_memory_bytes
-from tawpipe.train.planned import check_model, follow_plan
+from tawpipe.train.planned import PLAN, check_model, follow_plan
 
-BUILDERS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
-"""Builders that fix the placement."""
+ROWS_LOOKED_AT = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -47,9 +47,17 @@ def run(config: TrainConfig) -> int:
     path = checkpoints.find(config.resume)
     earlier = None if path is None else read_run(path)
     vocab_size = vocabulary_size(data.tokenizer)
-    config, plan, line = follow_plan(config, world, earlier, vocab_size=vocab_size, dtype=DTYPES[config.dtype])
-    if line:
-        console.notice(line)
+    followed = follow_plan(
+        config,
+        world,
+        earlier,
+        vocab_size=vocab_size,
+        dtype=DTYPES[config.dtype],
+        lengths=lambda: _typical_lengths(data, config.sequence_length),
+    )
+    config, plan = followed.config, followed.text
+    if followed.line:
+        console.line(followed.line)
     pipeline = _make_pipeline(config, world, data)
     check_model(plan, pipeline.spec)
     if path is not None and earlier is not None:
@@ -58,9 +66,12 @@ def run(config: TrainConfig) -> int:
         console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
         save_config(config, config.output_path / "config.yaml")
+        if plan:
+            (config.output_path / PLAN).write_text(plan, encoding="utf-8")
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
-    console.plan(_plan_rows(config, pipeline))
+    before = _plan_rows(config, pipeline)
+    console.plan(before)
 
     training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan)
     seconds = training.run()
@@ -82,6 +93,11 @@ def run(config: TrainConfig) -> int:
         )
         results.append(("model", str(folder)))
     results.append(("whole run", duration(time.perf_counter() - started)))
+    if config.report and world.rank == 0:
+        from tawpipe.train.page import write_run_page
+
+        write_run_page(Path(config.report), config, before, results)
+        results.append(("page", config.report))
     console.summary(results)
     pipeline.close()
     world.leave()
@@ -118,6 +134,13 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     return data
 
 
+def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
+    """Of the documents in the row, of the first ones, whose attention is neither the least nor the most work."""
+    rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
+    rows = [[*row, sequence_length - sum(row)] if sum(row) < sequence_length else row for row in rows]
+    return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
+
+
 def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pipeline:
     built = build_model(
         config.model,
@@ -139,7 +162,7 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         ),
         micro_batch=config.micro_batch,
         micro_batches_per_visit=chosen.micro_batches_per_visit,
-        placement=BUILDERS.get(chosen.builder, chosen.placement),
+        placement=PLACEMENTS.get(chosen.builder, chosen.placement),
         look_ahead=chosen.look_ahead,
         gradient_buffers=chosen.gradient_buffers,
         weights_scope=chosen.weights_scope,

@@ -1,0 +1,85 @@
+"""A run as a page. Imports report, the settings and what a run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tawpipe.report.bars import executed_bars, predicted_bars
+from tawpipe.report.page import Section, Table, lines, timeline_figure, write_page
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.loop import TRACES
+from tawpipe.train.planned import PLAN
+
+CURVES = (
+    ("Loss", ("loss", "validation_loss"), "loss per token"),
+    ("Gradient norm", ("grad_norm",), "norm"),
+    ("Speed", ("tokens_per_second",), "tokens per second"),
+    ("Memory", ("peak_memory_gib",), "GiB at the highest, rank 0"),
+)
+"""Title, names in metrics.jsonl, unit."""
+
+
+def write_run_page(
+    path: Path, config: TrainConfig, before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]]
+) -> None:
+    """What was planned, what came out, and how it went step by step.
+
+    Args:
+        before, after: what the console said before the first step and after the last one.
+    """
+    folder = config.output_path
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    for row in rows:
+        if row.get("peak_memory_bytes") is not None:
+            row["peak_memory_gib"] = row["peak_memory_bytes"] / 2**30
+    sections = [
+        Section("Result", table=Table(("", ""), [list(row) for row in after])),
+        Section("Setting", table=Table(("", ""), [list(row) for row in before])),
+        *_plan(folder, rows),
+        *_curves(rows),
+        *_recorded(folder),
+    ]
+    write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
+
+
+def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    """What the plan said about a step, beside what steps took."""
+    if not (folder / PLAN).is_file():
+        return
+    plan = yaml.safe_load((folder / PLAN).read_text(encoding="utf-8"))
+    took = sorted(row["seconds"] for row in rows[1:] if row.get("seconds"))
+    table = None
+    if took and plan.get("step_seconds"):
+        predicted, median = plan["step_seconds"], took[len(took) // 2]
+        cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
+        table = Table(("step, seconds", "predicted", "median", "difference"), [["", *cells]])
+    yield Section("Plan", f"{plan['strategy']}: {plan['reason']}", table)
+
+
+def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    steps = [row["step"] for row in rows]
+    for title, names, unit in CURVES:
+        series = {name.replace("_", " "): [row.get(name) for row in rows] for name in names}
+        series = {name: values for name, values in series.items() if any(value is not None for value in values)}
+        if series:
+            yield Section(title, figures=[lines(steps, series, x_title="step", y_title=unit, log=False)])
+
+
+def _recorded(folder: Path) -> Iterator[Section]:
+    """The step that --log.trace-step took down, beside the plan's."""
+    found = sorted(one for one in (folder / TRACES).glob("step-*") if any(one.glob("rank-*.json")))
+    if not found:
+        return
+    words = "Drag to zoom, double click to go back."
+    if (folder / PLAN).is_file():
+        from tawpipe.plan.replay import replay
+
+        bars = predicted_bars(replay(folder / PLAN))
+        yield Section("A step as the plan predicted it", words, figures=[timeline_figure(bars)])
+    yield Section(f"{found[-1].name} as it ran", words, figures=[timeline_figure(executed_bars(found[-1]))])
