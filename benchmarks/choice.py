@@ -1,0 +1,250 @@
+"""Does the planner choose what is fastest? Settings drawn at random, the choice made by the clock, then all measured.
+
+    python benchmarks/choice.py --out benchmarks/results/DATE-choice --settings 20
+
+Needs root, as the lab does; about a minute and a half for every setting. A setting is a cluster (2 to 4 nodes of 1 to 3
+devices), a timed workload of half a second to a second and a half of computing per device, links that are busy from a
+tenth to three times as long with one micro-batch per visit, and in three of five a limit of memory. The search gets
+what `tawpipe plan` would get, and the numbers of the emulating machine that ``prediction.py`` has fitted. Measured are the
+search's best setting of every strategy, and ``tawpipe-spread`` and ``flat`` with other numbers of micro-batches per
+visit, as far as they fit. Right is a choice within 3 % of the fastest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prediction import Emulation
+from tawpipe.costs import Widths
+from tawpipe.errors import UserError
+from tawpipe.lab.bounds import workload_model
+from tawpipe.lab.compare import FRAMES, compare
+from tawpipe.lab.suite import Cell, Entry, Suite
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.plan.answer import Answer
+from tawpipe.plan.machine import uniform
+from tawpipe.plan.profile import Profile
+from tawpipe.plan.question import Question, memory_quickly, predict
+from tawpipe.plan.search import STRATEGIES, fits, search
+from tawpipe.schedule.spec import Knobs
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
+
+NEVER = 10**15
+"""Bytes: recomputing less is left out, which a timed layer cannot do in all ways."""
+GOOD = 0.03
+NAMES = {"hsdp": "hsdp-ours"}
+"""Of strategies in the lab, where they differ from the planner's."""
+KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "weights_scope", "gradients_scope", "kept_units")
+
+
+@dataclass(frozen=True)
+class LabQuestion(Question):
+    """A question about the lab's cluster, with what the machine that emulates it adds."""
+
+    emulation: Emulation = field(default_factory=Emulation)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        machine = self.emulation
+        usual = Question.costs.func(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return replace(usual, action_s=machine.action_s, add_s=machine.add_s, update_s=machine.update_s)
+
+
+def draw_cell(random_: random.Random, number: int) -> Cell:
+    """A cluster and a workload."""
+    nodes, local = random_.choice([(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2)])
+    layers, per_device = random_.randint(4, 16), random_.choice([1, 2, 3, 4, 6, 8])
+    layer_bytes = 4 * round(2 ** random_.uniform(17, 21))
+    compute = random_.uniform(0.5, 1.5)
+    ratio = 10 ** random_.uniform(-1, math.log10(3))
+    bits = 8 * 3 * layers * layer_bytes * per_device * (1 - 1 / nodes) / (ratio * compute)
+    megabits = min(2000, max(10, round(bits / 1e6)))
+    forward = compute / (4 * layers * per_device)
+    workload = TimedWorkload(
+        layers,
+        layer_bytes,
+        forward_s=round(forward, 5),
+        backward_input_s=round(2 * forward, 5),
+        backward_weight_s=round(forward, 5),
+        micro_batches=per_device * nodes * local,
+        activation_bytes=4 * round(2 ** random_.uniform(15, 19)),
+    )
+    return Cell(f"setting {number}", nodes, local, f"{megabits}mbit", workload)
+
+
+def question_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabQuestion:
+    """What the planner is asked about a cell."""
+    workload = cell.workload
+    assert isinstance(workload, TimedWorkload)
+    forward = workload.forward_s + machine.sleep_s
+    backward = workload.backward_input_s + workload.backward_weight_s + 2 * machine.sleep_s
+    layer = BlockCost(Seconds(forward), Seconds(backward))
+    blocks = (BlockCost(), *[layer] * workload.layers, BlockCost())
+    rate = float(cell.rate.removesuffix("mbit")) * 1e6 / 8 * FRAMES
+    return LabQuestion(
+        model=workload_model(workload),
+        profile=Profile(
+            blocks,
+            machine.update_s,
+            {"graph": NEVER, "kept": NEVER},
+            workload.activation_bytes,
+            working=0,
+            fixed_working=0,
+            source=cell.name,
+        ),
+        machine=uniform(
+            cell.nodes,
+            cell.local,
+            between=LinkModel(rate, machine.latency_s),
+            inside=LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10),
+        ),
+        global_batch=workload.micro_batches,
+        micro_batch=1,
+        sequence_length=2,
+        size=MicroBatchSize(1, 1),
+        widths=Widths(4, 4, 4, 2),
+        memory_bytes=memory_bytes or NEVER // 2,
+        emulation=machine,
+    )
+
+
+def limit_of(cell: Cell, machine: Emulation, random_: random.Random) -> int:
+    """In three of five settings, a limit between what little and what much per visit needs."""
+    share = random_.random()
+    if share < 0.4:
+        return 0
+    asked = question_of(cell, machine)
+    most = asked.micro_batches // asked.topology.world_size
+    few, many = (
+        sum(memory_quickly(asked, asked.knobs(placement="spread", micro_batches_per_visit=k)).values())
+        for k in (1, most)
+    )
+    return int(few + (share - 0.4) / 0.6 * (many - few) * 1.2)
+
+
+def others(question: Question) -> list[tuple[str, Knobs]]:
+    """``tawpipe-spread`` and ``flat`` with other numbers of micro-batches per visit, as far as they fit."""
+    most = question.micro_batches // question.topology.world_size
+    found = []
+    for strategy in ("tawpipe-spread", "flat"):
+        for per_visit in sorted({1, 2, most}):
+            if per_visit <= most:
+                knobs = question.knobs(**STRATEGIES[strategy], micro_batches_per_visit=per_visit)
+                if fits(question, memory_quickly(question, knobs)):
+                    found.append((strategy, knobs))
+    return found
+
+
+def entry_of(strategy: str, knobs: Knobs) -> Entry:
+    """For the lab."""
+    chosen: dict[str, Any] = {name: getattr(knobs, name) for name in KNOBS}
+    return Entry(NAMES.get(strategy, strategy), chosen | {"reuse": True})
+
+
+def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, samples: int) -> dict[str, Any]:
+    """Choose, then measure."""
+    question = question_of(cell, machine, memory_bytes)
+    begin = time.perf_counter()
+    answer = Answer.of(question, search(question))
+    took = time.perf_counter() - begin
+    if answer.chosen is None or answer.chosen.knobs is None:
+        raise UserError("memory", memory_bytes, "enough for some strategy")
+    runnable = [(one.strategy, one.knobs) for one in answer.candidates if one.runnable and one.fits and one.knobs]
+    chosen = entry_of(answer.chosen.strategy, answer.chosen.knobs)
+    knobs_of = {entry_of(*one).label: one for one in [*runnable, *others(question)]}
+    entries = tuple(entry_of(*one) for one in knobs_of.values())
+    suite = Suite(f"choice-{cell.name}", (cell,), entries, samples=samples, warmup=1)
+    rows = compare(suite, out, tell=lambda _: None)
+    found = []
+    for row in rows:
+        if "seconds_per_step" not in row:
+            print(f"  {row['label']}: {row['reason']}", flush=True)
+            continue
+        predicted = predict(question, knobs_of[row["label"]][1]).step_seconds
+        measured = row["seconds_per_step"]["median"]
+        found.append({"label": row["label"], "status": row["status"], "measured_s": measured, "predicted_s": predicted})
+    found.sort(key=lambda one: one["measured_s"])
+    mine = next(one for one in found if one["label"] == chosen.label)
+    return {
+        "cell": cell.spelled_out(),
+        "memory_bytes": memory_bytes,
+        "search_s": took,
+        "chosen": chosen.label,
+        "behind": mine["measured_s"] / found[0]["measured_s"] - 1,
+        "rows": found,
+    }
+
+
+def table(environment: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    good = sum(one["behind"] <= GOOD for one in results)
+    lines = [
+        f"{environment['date']}, `{environment['command']}`",
+        "",
+        f"{good} of {len(results)} choices are the fastest or within {GOOD:.0%} of it.",
+        "",
+        "| setting | nodes | link | layers | MB | micro-batches | s forward | limit MB | chosen | s "
+        "| behind | fastest |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | --- |",
+    ]
+    for one in results:
+        cell, work = one["cell"], one["cell"]["workload"]
+        limit = f"{one['memory_bytes'] / 1e6:.0f}" if one["memory_bytes"] else "-"
+        mine = next(row for row in one["rows"] if row["label"] == one["chosen"])
+        void = " (void)" if any(row["status"] != "ok" for row in one["rows"]) else ""
+        fastest = one["rows"][0]
+        other = "the same" if fastest is mine else f"{short(fastest['label'])} ({fastest['measured_s']:.2f} s)"
+        lines.append(
+            f"| {cell['name']}{void} | {cell['nodes']} x {cell['local']} | {cell['rate']} | {work['layers']} "
+            f"| {work['layer_bytes'] / 1e6:.1f} | {work['micro_batches']} | {work['forward_s']:.4f} | {limit} "
+            f"| {short(one['chosen'])} | {mine['measured_s']:.2f} | {one['behind']:.1%} | {other} |"
+        )
+    return lines
+
+
+def short(label: str) -> str:
+    """A label without the knobs that are as usual."""
+    name, _, knobs = label.partition(" (")
+    usual = ("look_ahead 2", "gradient_buffers 2", "weights_scope visit", "gradients_scope visit", "kept_units 0")
+    kept = [one for one in knobs.rstrip(")").split(", ") if one not in (*usual, "reuse True")]
+    return f"{name}, {', '.join(kept)}".replace("micro_batches_per_visit", "per visit").replace("_", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("choice"))
+    parser.add_argument("--settings", type=int, default=20, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--machine", type=Path, help="prediction.json, whose numbers of the machine are taken")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    machine = Emulation()
+    if args.machine:
+        machine = Emulation(**json.loads(args.machine.read_text(encoding="utf-8"))["machine"])
+    random_ = random.Random(args.seed)
+    environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    results: list[dict[str, Any]] = []
+    for number in range(1, args.settings + 1):
+        cell = draw_cell(random_, number)
+        limit = limit_of(cell, machine, random_)
+        results.append(measure(cell, machine, limit, args.out / "last", args.samples))
+        print(table(environment, results)[-1], flush=True)
+        content = json.dumps({"environment": environment, "results": results}, indent=1)
+        (args.out / "choice.json").write_text(content + "\n", encoding="utf-8")
+        (args.out / "table.md").write_text("\n".join(table(environment, results)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
