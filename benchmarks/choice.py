@@ -5,8 +5,8 @@
 Needs root, as the lab does; about a minute and a half for every setting. A setting is a cluster (2 to 4 nodes of 1 to 3
 devices), a timed workload of half a second to a second and a half of computing per device, links that are busy from a
 tenth to three times as long with one micro-batch per visit, and in three of five a limit of memory. The search gets
-what `tawpipe plan` would get, and the numbers of the emulating machine that ``prediction.py`` has fitted. Measured are the
-search's best setting of every strategy, and ``tawpipe-spread`` and ``flat`` with other numbers of micro-batches per
+what `tawpipe plan` would get, and the numbers of the emulating machine that ``prediction.py`` has fitted. Measured are
+the search's best setting of every strategy, and ``tawpipe-spread`` and ``flat`` with other numbers of micro-batches per
 visit, as far as they fit. Right is a choice within 3 % of the fastest of them.
 """
 
