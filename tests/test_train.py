@@ -18,6 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
 
+from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.train.config import load_config
 
@@ -71,11 +72,12 @@ def rows(home: Path, output: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trained(home) -> Path:
-    """Four steps on two nodes of two."""
-    done = run(home, "first")
+    """Four steps on two nodes of two, by a plan that is made at the start; step 3 is recorded."""
+    done = run(home, "first", "--log.trace-step", "3", "--report", str(home / "first.html"))
     assert done.returncode == 0, done.stderr
     assert "4 processes = 2 nodes x 2" in done.stdout
     assert "link of a node" in done.stdout and "sample" in done.stdout
+    assert "plan: measured and chosen in" in done.stdout
     return home
 
 
@@ -88,6 +90,16 @@ def test_the_output_folder_holds_the_run(trained):
     assert yaml.safe_load((output / "config.yaml").read_text())["sequence_length"] == 64
     assert list((output / "tensorboard").iterdir())
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_the_recorded_step_stands_beside_the_plan(trained, capsys):
+    assert main(["trace", str(trained / "first"), "--out", str(trained / "traced")]) == 0
+    said = capsys.readouterr().out
+    assert "step predicted" in said and "farthest from the prediction, computing:" in said
+    assert "backward: predicted" in said and "another schedule" not in said
+    assert main(["trace", str(trained / "first" / "plan.yaml"), "--out", str(trained / "planned")]) == 0
+    page = (trained / "first.html").read_text()
+    assert "step-00000003 as it ran" in page and "A step as the plan predicted it" in page
 
 
 def test_the_export_opens_and_computes(trained):
