@@ -72,7 +72,9 @@ def _compare(arguments: argparse.Namespace) -> int:
         suite = replace(suite, samples=arguments.samples)
     check_page(arguments.report)
     out = Path(arguments.out)
-    rows = compare(suite, out, traces=arguments.traces, tell=lambda line: print(line, flush=True))
+    rows = compare(
+        suite, out, traces=arguments.traces, resume=arguments.resume, tell=lambda line: print(line, flush=True)
+    )
     print(f"{len(rows)} rows in {out}: results.json, table.md, chart.png")
     if arguments.report:
         environment = json.loads((out / "results.json").read_text(encoding="utf-8"))["environment"]
@@ -117,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", required=True, metavar="DIR", help="folder for results.json, table.md and chart.png")
     compare.add_argument(
         "--traces", action="store_true", help="draw a step of every strategy in this project's runtime"
+    )
+    compare.add_argument(
+        "--resume", action="store_true", help="keep the cells that --out holds of an earlier run, measure the others"
     )
     compare.add_argument("--report", metavar="FILE", help="write a page (HTML) with the rows, and the timelines if any")
     compare.set_defaults(run=_compare)

@@ -51,21 +51,26 @@ them.
 
 
 def compare(
-    suite: Suite, out: Path, *, traces: bool = False, tell: Callable[[str], None] = print
+    suite: Suite, out: Path, *, traces: bool = False, resume: bool = False, tell: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
     """Run a suite and write its results; the rows.
 
     Args:
         out: a folder; what it holds of an earlier run is replaced.
         traces: draw a step of every strategy in our runtime, into ``out/traces``.
+        resume: keep the rows of cells that an earlier run into ``out`` has measured, and measure the others.
         tell: is given a line for every launch and row.
 
     Raises:
         UserError: no root or tools, or a cell that cannot be built.
     """
     out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    rows = _earlier_rows(suite, out) if resume else []
+    measured = {row["cell"]["name"] for row in rows}
     for cell in suite.cells:
+        if cell.name in measured:
+            tell(f"cell {cell.name}: measured before")
+            continue
         tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}")
         for row in _measure_cell(suite, cell, tell, out / "traces" if traces else None):
             row |= disturbance(row, rows)
@@ -73,6 +78,27 @@ def compare(
             tell(_line(row))
         write_results(suite, rows, out)
     return rows
+
+
+def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run of this suite, of the cells that it has measured as they are now.
+
+    Raises:
+        UserError: what is there is not of this suite.
+    """
+    path = out / "results.json"
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        known = {cell.name: cell.spelled_out() for cell in suite.cells}
+        good = all(row["suite"] == suite.name for row in rows)
+        kept = [row for row in rows if row["cell"] == json.loads(json.dumps(known.get(row["cell"]["name"])))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError("--resume", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
+    if not good:
+        raise UserError("--resume", str(path), f"results of the suite {suite.name}")
+    return kept
 
 
 def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
