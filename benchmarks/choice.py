@@ -160,7 +160,8 @@ def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, sample
     took = time.perf_counter() - begin
     if answer.chosen is None or answer.chosen.knobs is None:
         raise UserError("memory", memory_bytes, "enough for some strategy")
-    runnable = [(one.strategy, one.knobs) for one in answer.candidates if one.runnable and one.fits and one.knobs]
+    good = [one for one in answer.candidates if one.runnable and one.fits and one.knobs]
+    runnable = [(one.strategy, one.knobs) for one in good if one.knobs and not one.knobs.offloaded_layers]
     chosen = entry_of(answer.chosen.strategy, answer.chosen.knobs)
     knobs_of = {entry_of(*one).label: one for one in [*runnable, *others(question)]}
     entries = tuple(entry_of(*one) for one in knobs_of.values())
@@ -175,13 +176,13 @@ def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, sample
         measured = row["seconds_per_step"]["median"]
         found.append({"label": row["label"], "status": row["status"], "measured_s": measured, "predicted_s": predicted})
     found.sort(key=lambda one: one["measured_s"])
-    mine = next(one for one in found if one["label"] == chosen.label)
+    mine = next((one for one in found if one["label"] == chosen.label), None)
     return {
         "cell": cell.spelled_out(),
         "memory_bytes": memory_bytes,
         "search_s": took,
         "chosen": chosen.label,
-        "behind": mine["measured_s"] / found[0]["measured_s"] - 1,
+        "behind": mine["measured_s"] / found[0]["measured_s"] - 1 if mine else math.inf,
         "rows": found,
     }
 
@@ -201,7 +202,7 @@ def table(environment: dict[str, Any], results: Sequence[dict[str, Any]]) -> lis
     for one in results:
         cell, work = one["cell"], one["cell"]["workload"]
         limit = f"{one['memory_bytes'] / 1e6:.0f}" if one["memory_bytes"] else "-"
-        mine = next(row for row in one["rows"] if row["label"] == one["chosen"])
+        mine = next((row for row in one["rows"] if row["label"] == one["chosen"]), {"measured_s": math.inf})
         void = " (void)" if any(row["status"] != "ok" for row in one["rows"]) else ""
         fastest = one["rows"][0]
         other = "the same" if fastest is mine else f"{short(fastest['label'])} ({fastest['measured_s']:.2f} s)"

@@ -26,7 +26,7 @@ from tawpipe.lab import ours
 from tawpipe.lab.bounds import workload_costs
 from tawpipe.lab.cluster_rates import parse_rates
 from tawpipe.lab.compare import FRAMES
-from tawpipe.lab.workload import RealWorkload, from_spelled_out
+from tawpipe.lab.workload import RealWorkload, Workload, from_spelled_out
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 
@@ -58,10 +58,10 @@ class Emulation:
 def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     """Seconds, bytes and memory of a measured row."""
     cell, knobs = row["cell"], row["knobs"]
-    workload = from_spelled_out(cell["workload"])
+    workload = workload_of(row)
     topology = Topology.grid(cell["nodes"], cell["local"])
     schedule = ours.schedule_of(row["strategy"], workload, topology, knobs)
-    workload = workload.split(knobs["parts_per_layer"])
+    workload = workload.split(ours.settings_of(row["strategy"], knobs).parts_per_layer)
     rates = [rate for rate in parse_rates(cell["rate"], nodes=cell["nodes"]) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10, machine.latency_s)
     inside = LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10)
@@ -90,6 +90,11 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     }
 
 
+def workload_of(row: dict[str, Any]) -> Workload:
+    """Of a row; the oldest results know no kind but the timed one."""
+    return from_spelled_out({"kind": "timed", **row["cell"]["workload"]})
+
+
 def measured(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """The rows of our runtime, without those that failed or were disturbed on purpose."""
     found = []
@@ -99,7 +104,7 @@ def measured(folders: Sequence[Path]) -> list[dict[str, Any]]:
             continue
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             good = row["origin"] == "ours" and row["status"] in ("ok", "void") and not row["cell"].get("slow")
-            if good and not isinstance(from_spelled_out(row["cell"]["workload"]), RealWorkload):
+            if good and not isinstance(workload_of(row), RealWorkload):
                 found.append(row | {"folder": folder.name})
     return found
 

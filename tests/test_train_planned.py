@@ -129,3 +129,17 @@ def test_a_plan_for_other_nodes_or_types_is_named(saved, plan, tmp_path):
         follow(replace(CONFIG, plan=str(tmp_path / "other.yaml")))
     with pytest.raises(UserError, match="--dtype"):
         follow_plan(replace(CONFIG, plan=saved), TWO_BY_TWO, None, vocab_size=500, dtype=torch.float32)
+
+
+def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
+    monkeypatch.setattr(planned, "_make", lambda *_: ("", "plan: none, for a test"))
+    found = follow(replace(CONFIG, global_batch=8), state(plan))
+    assert found == Followed(replace(CONFIG, global_batch=8), "", "plan: none, for a test")
+
+
+def test_without_a_plan_the_settings_hold():
+    """A model that is not there is the model's fault, later and by its name."""
+    alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+    config = replace(CONFIG, model="no/such/model")
+    found = follow_plan(config, alone, None, vocab_size=500, dtype=torch.bfloat16, lengths=lambda: [10])
+    assert found.config == config and "the settings under schedule hold" in found.line

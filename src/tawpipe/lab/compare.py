@@ -66,6 +66,8 @@ def compare(
     """
     out.mkdir(parents=True, exist_ok=True)
     rows = _earlier_rows(suite, out) if resume else []
+    if not resume:
+        shutil.rmtree(out / TRACES, ignore_errors=True)
     measured = {row["cell"]["name"] for row in rows}
     for cell in suite.cells:
         if cell.name in measured:
@@ -94,6 +96,9 @@ def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
         known = {cell.name: cell.spelled_out() for cell in suite.cells}
         good = all(row["suite"] == suite.name for row in rows)
         kept = [row for row in rows if row["cell"] == json.loads(json.dumps(known.get(row["cell"]["name"])))]
+        wanted = {entry.label for entry in suite.strategies}
+        whole = {name for name in known if wanted <= {row["label"] for row in kept if row["cell"]["name"] == name}}
+        kept = [row for row in kept if row["cell"]["name"] in whole and row["label"] in wanted]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("--resume", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
     if not good:
@@ -229,7 +234,8 @@ def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     bars = executed_bars(recording)
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cell.name} {entry.label}").strip("-")
-    shutil.copytree(recording, out / name, dirs_exist_ok=True)  # for `tawpipe trace`, and the page
+    shutil.rmtree(out / name, ignore_errors=True)
+    shutil.copytree(recording, out / name)  # for `tawpipe trace`, and the page
     write_chrome_trace([("executed", bars)], out / f"{name}.json")
     draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 

@@ -66,8 +66,8 @@ def _cell(cell: str, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         "computing": [median - wait for median, wait in zip(medians, waits, strict=True)],
         "not computing": waits,
     }
-    bound = max(row["physical_bound_s"] for row in good)
-    figures = [stacked_bars(names, parts, unit="s per step", limit=bound, limit_name="physical bound")]
+    bounds = [row["physical_bound_s"] for row in good]
+    figures = [stacked_bars(names, parts, unit="s per step", marks=bounds, marks_name="physical bound")]
     moved = {"sent by the busiest node": [max(row["link_bytes_sent"]) / 1e6 for row in good]}
     if any(moved["sent by the busiest node"]):
         figures.append(stacked_bars(names, moved, unit="MB per step"))

@@ -67,7 +67,7 @@ class Answer:
 
     def _nothing_fits(self) -> str:
         least = min(
-            (one for one in self.candidates if one.prediction is not None),
+            (one for one in self.candidates if one.runnable and one.prediction is not None),
             key=lambda one: one.prediction.peak_bytes if one.prediction else 0,
             default=None,
         )

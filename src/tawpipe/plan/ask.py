@@ -71,6 +71,7 @@ def question_of(
     vocab_size: int | None = None,
     memory_bytes: int | None = None,
     clip: bool = True,
+    chunk_tokens: int = 1024,
     trust_remote_code: bool = False,
     here: torch.device | None = None,
 ) -> Question:
@@ -81,6 +82,7 @@ def question_of(
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
         memory_bytes: of a device, instead of what the machine says.
+        chunk_tokens: whose logits exist at one time.
         here: this process's device.
 
     Raises:
@@ -120,7 +122,9 @@ def question_of(
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
     return Question(
         model=model_spec(made),
-        profile=_profile(made, machine, profile, dtype, sequence_length, peak, here or torch.device("cpu")),
+        profile=_profile(
+            made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu")
+        ),
         machine=machine,
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -140,18 +144,25 @@ def device_name(here: torch.device) -> str:
 
 
 def _profile(
-    chain: Chain, machine: Machine, how: str, dtype: torch.dtype, tokens: int, peak: float | None, here: torch.device
+    chain: Chain,
+    machine: Machine,
+    how: str,
+    dtype: torch.dtype,
+    tokens: int,
+    chunk_tokens: int,
+    peak: float | None,
+    here: torch.device,
 ) -> Profile:
     if how not in ("auto", "measure", "estimate"):
         raise UserError("--profile", how, "auto, measure or estimate")
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
         most = MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"]
-        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most))
+        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most), chunk_tokens=chunk_tokens)
     if peak is None:
         raise UserError(
             SETTING,
             machine.device.name,
             "a device whose peak is known, or one with `device: {flops: ...}` in the file, or --profile measure",
         )
-    return estimate(chain, dtype=dtype, flops=peak)
+    return estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk_tokens)

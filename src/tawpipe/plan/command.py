@@ -29,7 +29,7 @@ def plan(argv: Sequence[str]) -> int:
     from tawpipe.plan.search import search
     from tawpipe.runtime.world import pick_device
 
-    here = pick_device(arguments.device, 0)
+    here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
     memory = int(torch.cuda.get_device_properties(here).total_memory) if here.type == "cuda" else 0
     device = Device(arguments.device_name or device_name(here), 0 if arguments.device_name else memory)
     question = question_of(
@@ -38,7 +38,8 @@ def plan(argv: Sequence[str]) -> int:
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
-        dtype=getattr(torch, arguments.dtype),
+        dtype=dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
         lengths=_lengths(arguments.lengths),
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,

@@ -35,6 +35,12 @@ SHARED_BELOW = 0.7
 ODD = 1.5
 """A rate that is so many times below the median is named."""
 
+CONTAINER = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of a container's memory, in both versions of control groups."""
+
 Pair = tuple[int, int]
 
 
@@ -263,13 +269,19 @@ def _device(world: World) -> Device:
 
 
 def free_memory() -> int:
-    """Bytes that this machine could give to processes now; 0 where that is not known."""
+    """Bytes that this machine, or the container, could give to processes now; 0 where that is not known."""
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
+    for most, used in CONTAINER:
+        try:
+            free = min(free, int(most.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # none, or no limit
+            continue
+    return max(free, 0)
 
 
 def _gbit(rate: float) -> str:

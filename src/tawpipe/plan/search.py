@@ -12,7 +12,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.question import Prediction, Question, bound_of, memory_quickly, predict, predict_pipeline
+from tawpipe.plan.question import (
+    PLAYED_ROUNDS,
+    Prediction,
+    Question,
+    bound_of,
+    memory_quickly,
+    predict,
+    predict_pipeline,
+)
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.pipelines import AXES, PIPELINES, Shape
 from tawpipe.schedule.spec import Knobs
@@ -32,6 +40,8 @@ GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
 LARGEST_WORK = 4096
 """Ranks that are played, times blocks, beyond which a strategy is not played: a search should take a minute."""
+MOST_PLAYED = 30_000
+"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
 PASSES = 3
 
 
@@ -101,6 +111,7 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
     if strategy == "tawpipe-step" and question.topology.num_nodes == 1:
         return Candidate(strategy, None, None, True, False, "the same as tawpipe-spread on one node")
     options = [question.knobs(**fixed, micro_batches_per_visit=k) for k in _per_visit(question)]
+    options = [knobs for knobs in options if _played(question, knobs) <= MOST_PLAYED] or options[:1]
     try:
         sizes = [memory_quickly(question, knobs) for knobs in options]
     except UserError as error:
@@ -119,6 +130,14 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
                 best = knobs, made
     assert best is not None
     return Candidate(strategy, *_improve(question, *best), True, True)
+
+
+def _played(question: Question, knobs: Knobs) -> int:
+    """How much a prediction plays."""
+    alike = question.topology == question.machine.topology and foldable(question.topology, knobs, question.costs)
+    ranks = 1 if alike else question.topology.world_size
+    rounds = min(knobs.rounds, PLAYED_ROUNDS + 1)
+    return ranks * len(question.model.blocks) * knobs.micro_batches_per_visit * rounds
 
 
 def _too_large(question: Question, fixed: dict[str, Any]) -> str:
@@ -192,7 +211,8 @@ def _changes(question: Question, knobs: Knobs) -> Iterator[dict[str, Any]]:
     if knobs.placement in ("spread", "striped", "whole") and knobs.gradients_scope == "visit" and knobs.rounds > 1:
         yield {"gradients_scope": "step"}
     layers = sum(block.kind == "layer" for block in question.model.blocks)
-    yield {"recompute": recompute_of_blocks("selective", question.model)}
+    if question.profile.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
+        yield {"recompute": recompute_of_blocks("selective", question.model)}
     for share in (4, 2, 1):
         yield {"recompute": recompute_of_blocks(f"none:{max(1, layers // share)},full", question.model)}
 
@@ -201,4 +221,5 @@ def _leanest(question: Question, knobs: Knobs) -> Knobs:
     """The setting of a strategy that needs the least memory."""
     layers = sum(block.kind == "layer" for block in question.model.blocks)
     lean = replace(knobs, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1)
-    return lean if knobs.placement == "ring" else replace(lean, offloaded_layers=layers)
+    relieved = knobs.placement != "ring" and question.machine.device.name != "CPU"  # whose memory is the host's
+    return replace(lean, offloaded_layers=layers) if relieved else lean

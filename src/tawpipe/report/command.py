@@ -22,10 +22,11 @@ def trace(argv: Sequence[str]) -> int:
     path = Path(arguments.run)
     timelines, folder = _from_plan(path) if path.is_file() else _from_run(path)
     ranks = _ranks(arguments.ranks, timelines[-1][1])
+    whole = timelines[0][0] in ("predicted", "executed")
     out = Path(arguments.out) if arguments.out else folder
     out.mkdir(parents=True, exist_ok=True)
-    words = [line for name, bars in timelines for line in (f"{name}:", *summary(bars, ranks))]
-    compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 else []
+    words = [line for name, bars in timelines for line in (f"{name}:", *summary(bars, _there(ranks, bars)))]
+    compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 and whole else []
     for line in (*words, *compared):
         print(line)
     write_chrome_trace(timelines, out / "trace.json")
@@ -46,7 +47,8 @@ def trace(argv: Sequence[str]) -> int:
 def _from_plan(path: Path) -> tuple[list[tuple[str, list[Bar]]], Path]:
     from tawpipe.plan.replay import replay
 
-    return [("predicted", predicted_bars(replay(path)))], path.parent
+    timeline, left_out = replay(path)
+    return [(f"predicted, {left_out}" if left_out else "predicted", predicted_bars(timeline))], path.parent
 
 
 def _from_run(path: Path) -> tuple[list[tuple[str, list[Bar]]], Path]:
@@ -58,6 +60,11 @@ def _from_run(path: Path) -> tuple[list[tuple[str, list[Bar]]], Path]:
         return [executed], folder
     before, _ = _from_plan(plan)
     return [*before, executed], folder
+
+
+def _there(ranks: Sequence[int], bars: Sequence[Bar]) -> list[int]:
+    known = {bar.rank for bar in bars}
+    return [rank for rank in ranks if rank in known]
 
 
 def find_recording(path: Path) -> Path:

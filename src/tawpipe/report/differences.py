@@ -6,6 +6,7 @@ includes waiting for the other side, which a prediction counts as waiting; compu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,18 @@ class Pair:
 
 def matched(predicted: Sequence[Bar], executed: Sequence[Bar]) -> list[Pair]:
     """The actions that are in both, in the order in which they ran."""
-    known = {(bar.rank, str(bar.action)): bar for bar in predicted}
-    pairs = ((known.get((bar.rank, str(bar.action))), bar) for bar in executed)
+    known = dict(_numbered(predicted))
+    pairs = ((known.get(key), bar) for key, bar in _numbered(executed))
     return [Pair(before, bar) for before, bar in pairs if before is not None]
+
+
+def _numbered(bars: Sequence[Bar]) -> Iterator[tuple[tuple[int, str, int], Bar]]:
+    """With its rank, its text, and the how-manieth of this text it is: transfers of several rounds read alike."""
+    count: Counter[tuple[int, str]] = Counter()
+    for bar in bars:
+        key = bar.rank, str(bar.action)
+        yield (*key, count[key]), bar
+        count[key] += 1
 
 
 def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
-    """Write the page; the folder must exist."""
+    """Write the page."""
     parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""]
     library = True
     for section in sections:
@@ -112,11 +112,15 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
     )
     body = "\n".join(filter(None, parts))
     page = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}<script>{SCRIPT}</script></body></html>'
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def check_page(path: str | None) -> None:
+def check_page(path: str | None, *, makes_folder: bool = False) -> None:
     """Whether a page can be written there.
+
+    Args:
+        makes_folder: whether its folder is made before it is written.
 
     Raises:
         UserError: it cannot.
@@ -125,7 +129,7 @@ def check_page(path: str | None) -> None:
         return
     if importlib.util.find_spec("plotly") is None:
         raise UserError("--report", path, "plotly installed: pip install 'tawpipe[plan]'")
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+    if Path(path).is_dir() or not (makes_folder or Path(path).absolute().parent.is_dir()):
         raise UserError("--report", path, "a file in a folder that exists")
 
 
@@ -191,13 +195,15 @@ def stacked_bars(
     *,
     unit: str,
     limit: float | None = None,
-    limit_name: str = "limit",
+    marks: Sequence[float] = (),
+    marks_name: str = "",
 ) -> Any:
     """Horizontal bars, one for every name, cut in parts.
 
     Args:
         parts: name of a part -> its size for every bar.
-        limit: a line across all bars, with a name.
+        limit: a line across all bars.
+        marks: one on every bar, and what they are called.
     """
     figure = _figure(110 + 30 * len(names), barmode="stack", xaxis_title=unit)
     for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
@@ -210,7 +216,16 @@ def stacked_bars(
             hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {unit}<extra></extra>",
         )
     if limit:
-        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text=limit_name)
+        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text="limit")
+    if marks:
+        figure.add_scatter(
+            y=list(names),
+            x=list(marks),
+            name=marks_name,
+            mode="markers",
+            marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": "#888"}},
+            hovertemplate=f"%{{y}}<br>{marks_name}: %{{x:.4g}} {unit}<extra></extra>",
+        )
     figure.update_yaxes(autorange="reversed")
     return figure
 

@@ -45,7 +45,7 @@ def draw_timeline(
     """Lanes over seconds, one row for every lane that a rank uses; several timelines one below the other.
 
     Args:
-        timelines: each with its name, for example ``predicted`` and ``executed``.
+        timelines: each with its name, for example ``predicted`` and ``executed``; one may lack some of the ranks.
         path: ends with .svg, .png or .pdf.
         ranks: which are drawn; by default the first of every node.
 
@@ -60,6 +60,9 @@ def draw_timeline(
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
+    known = {bar.rank for _, bars in timelines for bar in bars}
+    if missing := [rank for rank in ranks or () if rank not in known]:
+        raise UserError("--ranks", missing[0], f"some of {', '.join(map(str, sorted(known)))}")
     rows = [(name, bars, rank, lane) for name, bars in timelines for rank, lane in _rows(bars, ranks)]
     figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.26 * len(rows)))
     for number, (_, bars, rank, lane) in enumerate(rows):
@@ -101,7 +104,4 @@ def draw_timeline(
 def _rows(bars: Sequence[Bar], ranks: Sequence[int] | None) -> list[tuple[int, Lane]]:
     used = {(bar.rank, bar.action.lane) for bar in bars}
     chosen = first_of_nodes(bars) if ranks is None else list(ranks)
-    known = sorted({rank for rank, _ in used})
-    if missing := [rank for rank in chosen if rank not in known]:
-        raise UserError("--ranks", missing[0], f"some of {', '.join(map(str, known))}")
     return [(rank, lane) for rank in chosen for lane in Lane if (rank, lane) in used]

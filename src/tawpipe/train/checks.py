@@ -34,7 +34,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.report and _reads_files(environ):
         from tawpipe.report.page import check_page
 
-        check_page(config.report)
+        own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
+        check_page(config.report, makes_folder=own)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:

@@ -187,7 +187,7 @@ class TrainConfig(DataSettings):
     plan: str = "auto"
     """Where the schedule comes from: auto measures the links and the model, predicts every strategy and takes the best,
     in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
-    under schedule that are given beat auto. A resumed run does on the same nodes what it did before."""
+    under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
     report: str = ""
     """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
     trust_remote_code: bool = False

@@ -80,6 +80,7 @@ def _recorded(folder: Path) -> Iterator[Section]:
     if (folder / PLAN).is_file():
         from tawpipe.plan.replay import replay
 
-        bars = predicted_bars(replay(folder / PLAN))
-        yield Section("A step as the plan predicted it", words, figures=[timeline_figure(bars)])
+        timeline, left_out = replay(folder / PLAN)
+        title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")
+        yield Section(title, words, figures=[timeline_figure(predicted_bars(timeline))])
     yield Section(f"{found[-1].name} as it ran", words, figures=[timeline_figure(executed_bars(found[-1]))])

@@ -8,11 +8,13 @@ that a noisy measurement cannot change the order of sums. All ranks follow what 
 * ``plan`` names a file: that one. Settings under ``schedule`` that say something else are refused.
 * Settings under ``schedule`` were given: these.
 * The run goes on from a checkpoint, on the same nodes: what it did, with or without a plan.
-* ``plan`` is ``auto``: measure, predict, choose.
+* ``plan`` is ``auto``: measure, predict, choose. Where that fails or finds nothing that fits, the settings hold: a run
+  that could go on without a plan is not ended for want of one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +33,14 @@ from tawpipe.train.checkpoint import RunState
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import ScheduleConfig, TrainConfig
 
+logger = logging.getLogger(__name__)
 PLANNED = ("builder", "placement", *SETTINGS, "recompute")
 """Settings under ``schedule`` that a plan decides."""
 PLAN = "plan.yaml"
 """In a run's output folder: the plan that it followed."""
-MEMORY = 0.85
+NO_PLAN = "none: "
+SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
+MEMORY = {"cuda": 0.85, "cpu": 0.5}
 """Share of what a device has that a plan made at the start of a run fills, by its own prediction."""
 
 
@@ -62,10 +67,12 @@ def follow_plan(
     vocab_size: int,
     dtype: torch.dtype,
     lengths: Callable[[], Sequence[int]] = lambda: (),
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Followed:
     """Decide; call on all ranks.
 
     Args:
+        tell: is given what takes time, before it does.
         earlier: what the checkpoint says that the run goes on from.
         lengths: of the documents in a typical row.
 
@@ -79,16 +86,19 @@ def follow_plan(
     elif earlier is not None and same_nodes and earlier.plan and config.plan == "auto":
         text, line = earlier.plan, "plan: that of the checkpoint"
         if given and replace(config, schedule=_schedule(config, text)) != config:
-            text = ""
+            text, line = "", SETTINGS_HOLD
+        elif problem := _mismatch(yaml.safe_load(text), config, world, dtype):
+            tell(f"the plan of the checkpoint is for something else: {problem}")
+            text, line = _make(config, world, vocab_size, dtype, lengths(), tell)
     elif config.plan == "none" or given or same_nodes:
-        text, line = "", ""
+        text, line = "", SETTINGS_HOLD if given and config.plan == "auto" else ""
     else:
-        text, line = _make(config, world, vocab_size, dtype, lengths())
+        text, line = _make(config, world, vocab_size, dtype, lengths(), tell)
     if not text:
-        line = "plan: none, as the settings under schedule say what to do" if given and config.plan == "auto" else ""
         return Followed(config, "", line)
     plan = yaml.safe_load(text)
-    _check(plan, config, world, dtype)
+    if found := _mismatch(plan, config, world, dtype):
+        raise found
     chosen = _schedule(config, text)
     for name in given:
         if getattr(chosen, name) != getattr(config.schedule, name):
@@ -145,50 +155,86 @@ def _from_rank_0(world: World, make: Callable[[], str]) -> str:
     return world.broadcast_text(text)
 
 
-def _check(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch.dtype) -> None:
+def _mismatch(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch.dtype) -> UserError | None:
+    """Why a plan is not for this run, if it is not."""
     nodes = [len(node) for node in world.nodes.nodes]
     if plan["nodes"] != nodes:
-        raise UserError("--plan", f"nodes of {plan['nodes']} processes", f"a plan for these nodes, of {nodes}")
+        return UserError("--plan", f"nodes of {plan['nodes']} processes", f"a plan for these nodes, of {nodes}")
     for name in ("global_batch", "micro_batch", "sequence_length"):
         if plan[name] != getattr(config, name):
             option = f"--{name.replace('_', '-')}"
-            raise UserError(option, getattr(config, name), f"{plan[name]}, as in the plan; or another plan")
+            return UserError(option, getattr(config, name), f"{plan[name]}, as in the plan; or another plan")
     if plan["weight_bytes"] != dtype.itemsize:
         expected = f"a type of {plan['weight_bytes']} bytes, as in the plan; or another plan"
-        raise UserError("--dtype", config.dtype, expected)
+        return UserError("--dtype", config.dtype, expected)
+    if plan.get("gradient_bytes", 0) not in (0, _reduce_dtype(config, dtype).itemsize):
+        expected = f"a type of {plan['gradient_bytes']} bytes, as in the plan; or another plan"
+        return UserError("--schedule.reduce-dtype", config.schedule.reduce_dtype, expected)
+    return None
+
+
+def _reduce_dtype(config: TrainConfig, dtype: torch.dtype) -> torch.dtype:
+    return dtype if config.schedule.reduce_dtype == "same" else torch.promote_types(dtype, torch.float32)
 
 
 def _make(
-    config: TrainConfig, world: World, vocab_size: int, dtype: torch.dtype, lengths: Sequence[int]
+    config: TrainConfig,
+    world: World,
+    vocab_size: int,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    tell: Callable[[str], None],
 ) -> tuple[str, str]:
-    """Measure links and blocks, search, choose; the plan as text, and a line.
+    """Measure links and blocks, search, choose; the plan as text, or nothing, and a line.
 
     Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
     """
     from tawpipe.plan.answer import Answer
     from tawpipe.plan.ask import question_of
     from tawpipe.plan.probe import probe
+    from tawpipe.plan.question import Question
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
+    tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
     machine = probe(world).machine
-    wide = torch.promote_types(dtype, torch.float32)
+    question: Question | None = None
+    problem = ""
     world.barrier()
-    question = question_of(
-        config.model,
-        machine,
-        sequence_length=config.sequence_length,
-        global_batch=config.global_batch,
-        micro_batch=config.micro_batch,
-        dtype=dtype,
-        reduce_dtype=dtype if config.schedule.reduce_dtype == "same" else wide,
-        lengths=lengths,
-        profile="measure",
-        vocab_size=vocab_size,
-        memory_bytes=int(machine.device.memory_bytes * MEMORY),
-        clip=bool(config.optimizer.clip_norm) or config.optimizer.finite_check,
-        trust_remote_code=config.trust_remote_code,
-        here=world.device,
-    )
-    text = _from_rank_0(world, lambda: Answer.of(question, search(question)).text())
+    try:
+        question = question_of(
+            config.model,
+            machine,
+            sequence_length=config.sequence_length,
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            dtype=dtype,
+            reduce_dtype=_reduce_dtype(config, dtype),
+            lengths=lengths,
+            profile="measure",
+            vocab_size=vocab_size,
+            memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
+            clip=bool(config.optimizer.clip_norm) or config.optimizer.finite_check,
+            chunk_tokens=config.schedule.loss_chunk_tokens,
+            trust_remote_code=config.trust_remote_code,
+            here=world.device,
+        )
+    except Exception as error:  # what is wrong with the model comes again, by name, when it is made
+        logger.debug("measuring", exc_info=True)
+        problem = f"{type(error).__name__}: {error}"
+    failed = any(world.gather_numbers(float(bool(problem))))
+
+    def choose() -> str:
+        if failed or question is None:
+            return NO_PLAN + (problem or "another process could not measure the blocks")
+        try:
+            answer = Answer.of(question, search(question))
+        except Exception as error:
+            logger.debug("searching", exc_info=True)
+            return f"{NO_PLAN}{type(error).__name__}: {error}"
+        return answer.text() if answer.chosen else NO_PLAN + answer.reason
+
+    text = _from_rank_0(world, choose)
+    if text.startswith(NO_PLAN):
+        return "", f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}"
     return text, f"plan: measured and chosen in {duration(time.perf_counter() - begin)}"

@@ -54,8 +54,9 @@ def run(config: TrainConfig) -> int:
         vocab_size=vocab_size,
         dtype=DTYPES[config.dtype],
         lengths=lambda: _typical_lengths(data, config.sequence_length),
+        tell=console.line,
     )
-    config, plan = followed.config, followed.text
+    given, config, plan = config, followed.config, followed.text
     if followed.line:
         console.line(followed.line)
     pipeline = _make_pipeline(config, world, data)
@@ -65,9 +66,11 @@ def run(config: TrainConfig) -> int:
     elif config.resume == "auto":
         console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
-        save_config(config, config.output_path / "config.yaml")
+        save_config(given, config.output_path / "config.yaml")
         if plan:
             (config.output_path / PLAN).write_text(plan, encoding="utf-8")
+        else:
+            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     before = _plan_rows(config, pipeline)
