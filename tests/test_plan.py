@@ -17,10 +17,11 @@ from tawpipe.costs import Widths
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
-from tawpipe.plan.answer import Answer, load_plan, settings_of, spell_recompute
+from tawpipe.plan.answer import Answer, load_plan
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.profile import Profile, estimate, fit, measure, size_of
 from tawpipe.plan.question import Question, _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
+from tawpipe.plan.record import settings_of, spell_recompute
 from tawpipe.plan.search import STRATEGIES, search
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_training

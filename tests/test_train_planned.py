@@ -80,7 +80,7 @@ def test_settings_beat_auto(made):
 
 
 def test_what_a_plan_does_not_decide_does_not_count_as_a_setting(made):
-    config = replace(CONFIG, schedule=ScheduleConfig(reduce_dtype="same", loss_chunk_tokens=64))
+    config = replace(CONFIG, schedule=ScheduleConfig(loss_chunk_tokens=64))
     assert follow(config).text and made == ["made"]
 
 

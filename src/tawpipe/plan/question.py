@@ -24,6 +24,8 @@ from tawpipe.topology import Topology
 
 MOST_VISITS = 20_000
 """Micro-batches of a step, times blocks, up to which a timeline has all of them."""
+PLAYED_STEPS = 3
+"""One before and one after the step that is looked at."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
 
@@ -218,7 +220,7 @@ def timeline_of(question: Question, knobs: Knobs) -> Timeline:
     return play(
         build_training(question.model, question.topology, knobs),
         question.costs,
-        steps=4,
+        steps=PLAYED_STEPS,
         physical=question.machine.topology,
     )
 
@@ -268,4 +270,4 @@ def _build(question: Question, knobs: Knobs) -> Schedule:
 
 def _play(question: Question, schedule: Schedule) -> Timeline:
     physical = None if len(schedule.played) < schedule.topology.world_size else question.machine.topology
-    return play(schedule, question.costs, steps=4, physical=physical)
+    return play(schedule, question.costs, steps=PLAYED_STEPS, physical=physical)

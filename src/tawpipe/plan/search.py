@@ -2,7 +2,7 @@
 
 The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
 do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then
-the best setting of each strategy is improved knob by knob as long as that gains something.
+the best setting of each strategy that is not far behind is improved knob by knob as long as that gains something.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ LARGEST_WORK = 4096
 MOST_PLAYED = 30_000
 """Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
 PASSES = 3
+HOPELESS = 1.35
+"""So many times as long as the best, a strategy is not improved knob by knob: recomputing nothing, the largest gain
+there is, makes a step a quarter shorter.
+"""
+PARTS = ("knobs", "prediction")
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,12 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda _: None) 
         candidate = _best(question, strategy, fixed)
         found.append(candidate)
         tell(describe(question, candidate))
+    found.sort(key=lambda one: (not one.fits, one.seconds))
+    for i, one in enumerate(found):
+        ahead = min(other.seconds for other in found if other.fits or not found[0].fits)
+        if one.fits and one.knobs is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
+            found[i] = replace(one, **dict(zip(PARTS, _improve(question, one.knobs, one.prediction), strict=True)))
+            tell(describe(question, found[i]))
     for kind in PIPELINES:
         candidate = _best_pipeline(question, kind)
         found.append(candidate)
@@ -129,7 +140,7 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
             if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
                 best = knobs, made
     assert best is not None
-    return Candidate(strategy, *_improve(question, *best), True, True)
+    return Candidate(strategy, *best, True, True)
 
 
 def _played(question: Question, knobs: Knobs) -> int:

@@ -83,9 +83,9 @@ class Section:
 
     title: str
     text: str = ""
-    lines: str = ""
     table: Table | None = None
     figures: list[Any] = field(default_factory=list)
+    lines: str = ""
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
