@@ -201,11 +201,11 @@ def test_a_saved_plan_is_settings(tmp_path):
     answer = Answer.of(asked, search(asked))
     answer.save(tmp_path / "plan.yaml")
     plan = load_plan(tmp_path / "plan.yaml")
+    assert answer.chosen is not None and answer.chosen.knobs is not None
     assert plan["strategy"] == answer.chosen.strategy and plan["nodes"] == [2, 2]
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"schedule": plan["schedule"]}))
     chosen = load_config(["--config", str(config)]).schedule
-    assert answer.chosen.knobs is not None
     assert chosen.look_ahead == answer.chosen.knobs.look_ahead
 
 

@@ -52,7 +52,7 @@ def command(home: Path, output: str, *words: str) -> list[str]:
         *("-m", "tawpipe", "train", "--data", str(home / "corpus" / "*.txt"), "--model", str(home / "model")),
         *("--vocab-size", "400", "--sequence-length", "64", "--global-batch", "6", "--steps", "4", "--log.every", "1"),
         *("--checkpoint.every", "2", "--evaluation.every", "2", "--sample.tokens", "4", "--validation-fraction", "0.2"),
-        *("--cache-dir", str(home / "cache"), "--output", str(home / output), *words),
+        *("--cache-dir", str(home / "cache"), "--output", str(home / output), "--plan", "none", *words),
     ]
 
 
@@ -73,7 +73,7 @@ def rows(home: Path, output: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def trained(home) -> Path:
     """Four steps on two nodes of two, by a plan that is made at the start; step 3 is recorded."""
-    done = run(home, "first", "--log.trace-step", "3", "--report", str(home / "first.html"))
+    done = run(home, "first", "--plan", "auto", "--log.trace-step", "3", "--report", str(home / "first.html"))
     assert done.returncode == 0, done.stderr
     assert "4 processes = 2 nodes x 2" in done.stdout
     assert "link of a node" in done.stdout and "sample" in done.stdout
@@ -137,7 +137,7 @@ def test_other_processes_see_the_same_losses(trained, words):
 def test_resume_goes_on_with_the_identical_losses(trained):
     shutil.copytree(trained / "first", trained / "again")
     shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
-    done = run(trained, "again", "--resume", "auto")
+    done = run(trained, "again", "--resume", "auto", "--plan", "auto")
     assert done.returncode == 0, done.stderr
     assert "step 2, 12 samples consumed" in done.stdout
     before, after = rows(trained, "first"), rows(trained, "again")

@@ -132,7 +132,7 @@ class Answer:
     def table(self, *, separator: str = "") -> Iterator[str]:
         """Lines of text, in columns; or with a separator between the cells."""
         head = ("strategy", "s/step", "tokens/s/device", "MFU", "not hidden s", "idle s", "MB/link", "GiB", "")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for one in self.candidates:
             row = self.row(one)
             if one.prediction is None:

@@ -108,7 +108,9 @@ def _software():
             yield name, "not installed"
     if torch.cuda.is_available():
         yield "CUDA", str(torch.version.cuda)
-        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        from torch.cuda import nccl
+
+        yield "NCCL", ".".join(map(str, nccl.version()))
 
 
 def _machine(world):
