@@ -15,7 +15,7 @@ import yaml
 from tawpipe.errors import UserError
 from tawpipe.plan.question import Question, predict
 from tawpipe.plan.record import record_of, settings_of
-from tawpipe.plan.search import Candidate
+from tawpipe.plan.search import GAIN, Candidate
 
 FORMAT = 1
 
@@ -26,7 +26,8 @@ class Answer:
 
     Args:
         candidates: the fastest that fits first.
-        chosen: what to run; None if nothing that this project runs fits.
+        chosen: what to run: the fastest, and of those that are as fast the one that moves least between nodes; None if
+            nothing that this project runs fits.
         runner_up: the next one.
     """
 
@@ -38,6 +39,12 @@ class Answer:
     @classmethod
     def of(cls, question: Question, candidates: Sequence[Candidate]) -> Answer:
         good = [one for one in candidates if one.runnable and one.fits and one.prediction is not None]
+        good.sort(key=lambda one: one.seconds)
+        if good:  # of those that are as fast, the one that loads the links least
+            alike = [one for one in good if one.seconds <= good[0].seconds * (1 + GAIN)]
+            best = min(alike, key=lambda one: one.prediction.link_bytes if one.prediction else 0)
+            good.remove(best)
+            good.insert(0, best)
         return cls(question, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
 
     @property
@@ -52,13 +59,14 @@ class Answer:
         if self.question.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
             words += f" and keeps the busiest link {busy:.0%} busy"
-            if self.chosen.knobs.weights_scope == "visit" and busy < 0.6:
+            keeps = self.chosen.knobs.placement in ("spread", "striped")
+            if keeps and self.chosen.knobs.weights_scope == "visit" and busy < 0.6:
                 words += ", so weights need not be kept in the node beyond a visit"
             elif busy > 0.9:
                 words += ": the link is the limit, more micro-batches per visit or a larger batch would help"
         if self.runner_up is not None:
             behind = self.runner_up.seconds / seconds - 1
-            words += f"; {self.runner_up.strategy} is {'as fast' if behind < 0.005 else f'{behind:.1%} slower'}"
+            words += f"; {self.runner_up.strategy} is {'as fast' if behind < GAIN else f'{behind:.1%} slower'}"
         better = [one for one in self.candidates if not one.runnable and one.fits and one.seconds < seconds]
         if better:
             ahead = seconds / better[0].seconds - 1
