@@ -1,6 +1,6 @@
 """How far the clock is from what was measured: every row in our runtime of the suites' results, predicted.
 
-    python benchmarks/prediction.py --out benchmarks/results/DATE-prediction benchmarks/results/*/
+    python benchmarks/prediction.py --fit --out benchmarks/results/DATE-prediction benchmarks/results
 
 A measured step begins and ends with nothing under way; so does the predicted one. The clock knows the setting (layers,
 seconds, bytes, links, knobs) and a few numbers of the machine that emulates the cluster, which are the same for all
@@ -26,7 +26,7 @@ from tawpipe.lab import ours
 from tawpipe.lab.bounds import workload_costs
 from tawpipe.lab.cluster_rates import parse_rates
 from tawpipe.lab.compare import FRAMES
-from tawpipe.lab.workload import RealWorkload, Workload, from_spelled_out
+from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 
@@ -61,6 +61,7 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     workload = workload_of(row)
     topology = Topology.grid(cell["nodes"], cell["local"])
     schedule = ours.schedule_of(row["strategy"], workload, topology, knobs)
+    assert isinstance(workload, TimedWorkload)
     workload = workload.split(ours.settings_of(row["strategy"], knobs).parts_per_layer)
     rates = [rate for rate in parse_rates(cell["rate"], nodes=cell["nodes"]) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10, machine.latency_s)
@@ -85,9 +86,14 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     said = costs(schedule, widths, activation_bytes={"x": workload.activation_bytes})
     return {
         "seconds": timeline.makespan,
-        "sent": max(node.sent for node in timeline.node_bytes[0]) / FRAMES,
+        "sent": max(node.sent for node in timeline.node_bytes[0]),
         "gib": (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30,
     }
+
+
+def has_results(folder: Path) -> bool:
+    """Whether it is a folder of one suite; if not, it is one of such folders."""
+    return (folder / "results.json").exists()
 
 
 def workload_of(row: dict[str, Any]) -> Workload:
@@ -104,6 +110,7 @@ def measured(folders: Sequence[Path]) -> list[dict[str, Any]]:
             continue
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             good = row["origin"] == "ours" and row["status"] in ("ok", "void") and not row["cell"].get("slow")
+            good = good and "parts_per_layer" in row["knobs"]  # others were measured before buffers kept what they hold
             if good and not isinstance(workload_of(row), RealWorkload):
                 found.append(row | {"folder": folder.name})
     return found
@@ -132,11 +139,12 @@ def _seconds(row: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("folders", nargs="+", type=Path, help="with results.json")
+    parser.add_argument("folders", nargs="+", type=Path, help="with results.json, or of such folders")
     parser.add_argument("--out", type=Path, default=Path("prediction"))
     parser.add_argument("--fit", action="store_true", help="search the numbers of the machine on every other row")
     args = parser.parse_args()
-    rows = measured(args.folders)
+    folders = [[folder] if has_results(folder) else sorted(folder.iterdir()) for folder in args.folders]
+    rows = measured([one for some in folders for one in some])
     machine = Emulation()
     calm = [row for row in rows if row["status"] == "ok"]
     seen = {id(row) for row in calm[::2]} if args.fit else set()
