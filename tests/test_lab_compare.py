@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ import yaml
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
-from tawpipe.lab.compare import bounds_of
+from tawpipe.lab.compare import bounds_of, compare
 from tawpipe.lab.suite import load_suite, read_suite, shipped_suites
 from tawpipe.schedule.verify import verify
 from tawpipe.topology import Topology
@@ -111,3 +112,31 @@ def test_an_unknown_strategy_or_knob_is_named():
         ours.settings_of("flat", {"no_such_knob": 1})
     with pytest.raises(UserError, match="tawpipe-spread"):
         ours.settings_of("nobody", {})
+
+
+def test_cells_that_were_measured_are_kept_and_others_are_not(tmp_path, monkeypatch):
+    suite = load_suite("smoke")
+    first = suite.cells[0]
+    suite = replace(suite, cells=(first, replace(first, name="second")))
+    labels = [entry.label for entry in suite.strategies]
+    measured: list[str] = []
+
+    def measure(_, cell, *__):
+        measured.append(cell.name)
+        return [{"suite": suite.name, "cell": cell.spelled_out(), "label": label} for label in labels]
+
+    monkeypatch.setattr("tawpipe.lab.compare._measure_cell", measure)
+    monkeypatch.setattr("tawpipe.lab.compare._line", lambda row: "")
+    monkeypatch.setattr("tawpipe.lab.compare.disturbance", lambda row, rows: {})
+    monkeypatch.setattr(
+        "tawpipe.lab.compare.write_results",
+        lambda suite, rows, out: (out / "results.json").write_text(json.dumps({"rows": rows})),
+    )
+    compare(replace(suite, cells=(first,)), tmp_path, tell=lambda _: None)
+    assert len(compare(suite, tmp_path, resume=True, tell=lambda _: None)) == 2 * len(labels)
+    assert measured == [first.name, "second"]  # the first was not measured again
+    slower = replace(first, rate="123mbit")
+    compare(replace(suite, cells=(slower,)), tmp_path, resume=True, tell=lambda _: None)
+    assert measured[2:] == [first.name]  # another setting under the same name is another cell
+    with pytest.raises(UserError, match="results of the suite"):
+        compare(replace(suite, name="other"), tmp_path, resume=True, tell=lambda _: None)

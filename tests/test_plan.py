@@ -15,13 +15,14 @@ from schedules import llama
 from tawpipe.cli import main
 from tawpipe.costs import Widths
 from tawpipe.errors import UserError
+from tawpipe.flops import chain_flops
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.answer import Answer, load_plan
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.profile import Profile, estimate, fit, measure, size_of
 from tawpipe.plan.question import Question, _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
-from tawpipe.plan.record import settings_of, spell_recompute
+from tawpipe.plan.record import PLACEMENTS, settings_of, spell_recompute
 from tawpipe.plan.search import STRATEGIES, search
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_training
@@ -273,3 +274,33 @@ def test_complaints(words, reason, capsys):
 def test_what_fits_nowhere_ends_with_1(capsys):
     assert main([*WORDS, "--memory", "0.001"]) == 1
     assert "nothing fits" in capsys.readouterr().out
+
+
+# plans that are run
+
+
+def test_plans_agree_and_one_repeats_bit_by_bit(pool):
+    """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
+    asked = question()
+    names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")
+    chosen = [one for one in search(asked) if one.strategy in names]
+    assert len(chosen) == 5
+    results = []
+    for one in (*chosen, chosen[0]):
+        assert one.knobs is not None
+        settings = settings_of(one.knobs)
+        placement = PLACEMENTS.get(settings.pop("builder"))
+        knobs = {"placement": placement, **settings} if placement else settings
+        results.append(pool.run("cases:weights_after", 2, 2, rows=8, **knobs)[0])
+    losses, weights = results[0]
+    for other_losses, other in results[1:]:
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        assert all(torch.allclose(value, weights[name], rtol=1e-8, atol=1e-10) for name, value in other.items())
+    assert results[-1][0] == losses and all(torch.equal(value, weights[name]) for name, value in results[-1][1].items())
+
+
+def test_what_a_mixture_of_experts_needs_is_not_guessed():
+    chain = tiny()
+    assert chain_flops(chain, [64])
+    chain.config.num_experts = 8
+    assert chain_flops(chain, [64]) is None

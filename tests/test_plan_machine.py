@@ -10,7 +10,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.plan.ask import machine_of
 from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine
-from tawpipe.plan.probe import tournament
+from tawpipe.plan.probe import free_memory, tournament
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -98,3 +98,14 @@ def test_the_probe_finds_the_nodes(pool):
     assert 1e6 < machine.between.bytes_per_s < 1e12 and machine.between.latency_s > 0
     assert machine.device.name == "CPU" and machine.device.memory_bytes > 2**20
     assert torch.get_num_threads() >= 1
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    whole = free_memory()
+    assert whole > 0
+    (tmp_path / "max").write_text("3000000\n")
+    (tmp_path / "current").write_text("1000000\n")
+    monkeypatch.setattr("tawpipe.plan.probe.CONTAINER", ((tmp_path / "max", tmp_path / "current"),))
+    assert free_memory() == 2000000
+    (tmp_path / "max").write_text("max\n")
+    assert free_memory() > 2000000

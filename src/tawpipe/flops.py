@@ -1,8 +1,15 @@
-"""FLOPs that a model needs, and what devices can do. Imports nothing of the project."""
+"""FLOPs that a model needs, and what devices can do. Imports nothing; looks at chains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tawpipe.model.chain import Chain
+
+_UNEVEN = ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window")
+"""Names in the configs of models whose tokens do not all meet all weights, or all tokens before them."""
 
 # Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of what they state with sparsity). The
 # first entry whose words all occur in a device's name counts.
@@ -64,6 +71,29 @@ def training_flops(
         tokens += length
         pairs += seen * seen / 2 + (length - seen) * seen
     return 6.0 * matmul_parameters * tokens + 12.0 * num_layers * attention_width * pairs
+
+
+def attention_width(config: Any) -> int:
+    """Number of query heads times their size, of a model's text config."""
+    return config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def chain_flops(chain: Chain, lengths: Iterable[int]) -> float | None:
+    """``training_flops`` of a model; None for those whose FLOPs are not known here: mixtures of experts, and sliding
+    attention.
+    """
+    config = chain.config.get_text_config()
+    if any(getattr(config, name, None) for name in _UNEVEN):
+        return None
+    embedding = sum(chain.units[u].numel for u in chain.blocks[0].units if chain.units[u].blocks == (0,))
+    return training_flops(
+        matmul_parameters=sum(unit.numel for unit in chain.units) - embedding,
+        num_layers=len(chain.blocks) - 2,
+        attention_width=attention_width(config),
+        lengths=lengths,
+    )
 
 
 def mfu(flops: float, seconds: float, *, peak: float | None, num_devices: int) -> float | None:

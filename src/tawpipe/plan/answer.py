@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,7 @@ class Answer:
         """Share of the step in which the busiest link is busy."""
         assert candidate.prediction is not None
         question = self.question
-        links = [
-            question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))
-        ]
+        links = [question.costs.node_link(node) for node in range(len(question.machine.nodes))]
         rate = min(link.bytes_per_s * (1 if link.shared else question.topology.local_size) for link in links)
         return candidate.prediction.link_bytes / rate / candidate.seconds
 
@@ -241,15 +239,10 @@ def crossing(question: Question, first: Candidate, second: Candidate) -> str:
         return ""
     base = question.machine.between.bytes_per_s
     for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
-        other = _with(question, question.machine.with_rate(base * factor))
+        other = replace(question, machine=question.machine.with_rate(base * factor))
         if predict(other, second.knobs).step_seconds < predict(other, first.knobs).step_seconds * 0.995:
             return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
     return ""
-
-
-def _with(question: Question, machine: Any) -> Question:
-    values = {f.name: getattr(question, f.name) for f in fields(question)}
-    return Question(**{**values, "machine": machine})
 
 
 def json_text(answer: Answer) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from tawpipe.costs import Widths
 from tawpipe.errors import UserError
-from tawpipe.flops import peak_flops, training_flops
+from tawpipe.flops import chain_flops, peak_flops
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
@@ -108,15 +108,6 @@ def question_of(
         return Chain(built.model)
 
     made = chain()
-    text = made.config.get_text_config()
-    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    embedding = sum(made.units[u].numel for u in made.blocks[0].units if made.units[u].blocks == (0,))
-    per_sequence = training_flops(
-        matmul_parameters=sum(unit.numel for unit in made.units) - embedding,
-        num_layers=len(made.blocks) - 2,
-        attention_width=width,
-        lengths=documents,
-    )
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master = torch.promote_types(dtype, torch.float32)
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
@@ -132,7 +123,7 @@ def question_of(
         size=size_of(documents * micro_batch),
         widths=Widths(dtype.itemsize, reduce_dtype.itemsize, master.itemsize, optimizer_states=2),
         memory_bytes=int(limit),
-        flops=per_sequence * global_batch,
+        flops=(chain_flops(made, documents) or 0.0) * global_batch,
         peak_flops=peak,
         clip=clip,
     )

@@ -11,6 +11,7 @@ unless that is the question. What is asked, in a few seconds altogether:
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -274,8 +275,11 @@ def free_memory() -> int:
         with Path("/proc/meminfo").open(encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
+    except (OSError, KeyError, ValueError):  # no Linux: at least what is built in
+        try:
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, AttributeError):
+            return 0
     for most, used in CONTAINER:
         try:
             free = min(free, int(most.read_text()) - int(used.read_text()))

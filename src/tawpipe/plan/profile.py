@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tawpipe.errors import UserError
+from tawpipe.flops import attention_width
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.recompute import kept_per_token
@@ -119,9 +119,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more.
     """
     config = chain.config.get_text_config()
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or _hidden(chain) // config.num_attention_heads
-    )
+    width = attention_width(config)
     rate = flops * EFFICIENCY
     blocks = []
     for block in chain.blocks:
@@ -264,14 +262,3 @@ class _Bench:
         value.grad = torch.ones_like(value)
         optimizer = torch.optim.AdamW([value], fused=True)
         return self._time(lambda: optimizer.step(), grad=False) / elements
-
-
-def needs_flops(name: str, flops: float | None) -> float:
-    """The peak of a device that nothing can be measured on.
-
-    Raises:
-        UserError: nobody knows it.
-    """
-    if flops is None:
-        raise UserError("--topology", f"a device called {name!r}", "one whose peak is known, or device: {flops: ...}")
-    return flops

@@ -163,7 +163,7 @@ def bound_of(question: Question, knobs: Knobs) -> float:
         wire_width(knobs.weights_wire, question.widths.weight),
         wire_width(knobs.gradients_wire, question.widths.gradient),
     )
-    links = [question.machine.between_of.get(n, question.machine.between) for n in range(len(question.machine.nodes))]
+    links = [question.costs.node_link(node) for node in range(len(question.machine.nodes))]
     rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
     moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in link_elements_formula(frame)]
     if topology == question.machine.topology:

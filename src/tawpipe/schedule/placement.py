@@ -10,6 +10,8 @@ PLACEMENTS = ("spread", "striped", "whole", "flat")
 """Those that keep one copy of everything and fit every model and cluster; see ``place``."""
 ALL_PLACEMENTS = (*PLACEMENTS, "hybrid", "ring")
 """And one copy per node, and WeiPipe's ring, see ``ring.place_on_ring``."""
+ALIKE = ("spread", "flat", "hybrid")
+"""Those under which all ranks of equally large nodes do the same, but for the names of their peers."""
 STRIPE_ALIGNMENT = 8
 """Elements: stripes start at multiples of 16 bytes in every dtype, which collectives and vector loads want."""
 

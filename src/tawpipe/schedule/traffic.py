@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op, is_activation, is_weight
+from tawpipe.schedule.placement import ALIKE
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule, wire_bytes
@@ -132,7 +133,7 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
         weights = sorted(set(weights))
     if knobs.gradients_scope == "step":
         gradients = sorted(set(gradients))
-    alike = knobs.placement in ("spread", "flat", "hybrid")  # for all nodes: one stands for them
+    alike = knobs.placement in ALIKE  # for all nodes: one stands for them
     counts = [[0, 0, 0, 0] for _ in range(1 if alike else nodes)]
     for unit, offset in [(unit, 0) for unit in weights] + [(unit, 2) for unit in gradients]:
         home = schedule.homes[unit]

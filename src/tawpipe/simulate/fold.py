@@ -9,12 +9,10 @@ thousands of devices take as long as one.
 from __future__ import annotations
 
 from tawpipe.schedule.build import build_training
+from tawpipe.schedule.placement import ALIKE
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
 from tawpipe.simulate.costs import CostModel
 from tawpipe.topology import Topology
-
-ALIKE = ("spread", "flat", "hybrid")
-"""Placements under which all ranks run one program."""
 
 
 def foldable(topology: Topology, knobs: Knobs, costs: CostModel | None = None) -> bool:

@@ -23,7 +23,7 @@ from tawpipe.data.prefetch import prefetch
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
-from tawpipe.flops import mfu, peak_flops, training_flops
+from tawpipe.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
@@ -214,22 +214,8 @@ class Training:
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
         """Of this rank, whose documents stand for those of all; None for models whose FLOPs are not known here."""
-        chain = self.pipeline.chain
-        text = chain.config.get_text_config()
-        uneven = ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window")
-        if not done.lengths or any(getattr(text, name, None) for name in uneven):
-            return None
-        width = text.num_attention_heads * (
-            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        )
-        embedding = sum(chain.units[u].numel for u in chain.blocks[0].units if chain.units[u].blocks == (0,))
-        flops = training_flops(
-            matmul_parameters=sum(unit.numel for unit in chain.units) - embedding,
-            num_layers=len(chain.blocks) - 2,
-            attention_width=width,
-            lengths=done.lengths,
-        )
-        return mfu(flops, seconds, peak=self._peak, num_devices=1)
+        flops = chain_flops(self.pipeline.chain, done.lengths) if done.lengths else None
+        return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=1)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
