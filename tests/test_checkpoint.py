@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -50,20 +51,19 @@ def alone() -> World:
 
 def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
     good = tmp_path / "step-00000003"
-    good.mkdir()
-    (good / MARKER).write_text((saved[0] / "step-00000003" / MARKER).read_text())
+    shutil.copytree(saved[0] / "step-00000003", good)
     (tmp_path / "step-00000004").mkdir()  # no marker
     half = tmp_path / "step-00000005.incomplete"
     half.mkdir()
     (half / MARKER).write_text("{}")
     checkpoints = Checkpoints(tmp_path, alone())
-    assert checkpoints.find("auto") == good
-    with pytest.raises(UserError, match="complete checkpoint"):
+    assert checkpoints.find("auto").path == good
+    with pytest.raises(UserError, match="sound checkpoint"):
         checkpoints.find(str(tmp_path / "step-00000004"))
 
 
 def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
-    assert Checkpoints(tmp_path / "none", alone()).find("auto") is None
+    assert Checkpoints(tmp_path / "none", alone()).find("auto").path is None
     with pytest.raises(UserError, match="--resume"):
         Checkpoints(tmp_path, alone()).find(str(tmp_path / "missing"))
 

@@ -11,7 +11,9 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +26,26 @@ class Event(Protocol):
         """Block the calling thread until the action has ended; raises what the action raised."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a lane is at.
+
+    Args:
+        label: of the action.
+        seconds: since it was begun, or since it is waited with.
+        waits: for other actions of this rank, before it begins.
+    """
+
+    label: str
+    seconds: float
+    waits: bool
+
 
 class LaneProtocol(Protocol):
     """What the executor needs of a lane."""
@@ -33,6 +55,10 @@ class LaneProtocol(Protocol):
         ...
 
     def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
+
+    def doing(self) -> Doing | None:
+        """What it is at; None if nothing is left to do. From any thread."""
+        ...
 
     def close(self) -> None: ...
 
@@ -70,6 +96,10 @@ class CpuEvent:
         if self.error is not None:
             raise self.error
 
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
     def end(self, error: BaseException | None = None) -> None:
         self.error = error
         self._ended.set()
@@ -87,6 +117,7 @@ class CpuLane:
     def __init__(self, name: str, failure: Failure, *, delay: Callable[[], float] | None = None) -> None:
         self.name, self._failure, self._delay = name, failure, delay
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._at: tuple[str, float, bool] | None = None
         # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
@@ -99,6 +130,10 @@ class CpuLane:
         self._queue.put((run, tuple(after), event, label))
         return event
 
+    def doing(self) -> Doing | None:
+        at = self._at
+        return None if at is None else Doing(at[0], time.monotonic() - at[1], at[2])
+
     def close(self) -> None:
         """End the thread after what has been submitted."""
         self._queue.put(None)
@@ -109,14 +144,17 @@ class CpuLane:
             event = item[2]
             error = self._attempt(item[0], item[1], item[3])
             del item  # whoever waits for the end may count on it that the lane holds nothing of the action any more
+            self._at = None
             event.end(error)
             del event, error
 
     def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: str) -> BaseException | None:
         """Run one action when what it waits for has ended; what it raised, if anything."""
         try:
+            self._at = (label, time.monotonic(), True)
             for other in after:
                 other.wait()
+            self._at = (label, time.monotonic(), False)
             if self._failure.error is not None:
                 # An action that is left out would put a group's operations out of order: nothing runs any more.
                 raise self._failure.error
@@ -142,6 +180,10 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
+    @property
+    def done(self) -> bool:
+        return self.event.query()
+
 
 class CudaLane:
     """A stream: ``submit`` runs the function at once on the calling thread, which puts its kernels into the stream.
@@ -156,8 +198,11 @@ class CudaLane:
     ) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
+        self._submitted: deque[tuple[str, float, CudaEvent]] = deque()
 
     def begin_step(self) -> None:
+        while self._submitted and self._submitted[0][2].done:
+            self._submitted.popleft()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
@@ -169,7 +214,14 @@ class CudaLane:
                 torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
             run()
             event.event.record(self.stream)
+        self._submitted.append((label, time.monotonic(), event))
         return event
+
+    def doing(self) -> Doing | None:
+        for label, begin, event in tuple(self._submitted):
+            if not event.done:
+                return Doing(label, time.monotonic() - begin, False)
+        return None
 
     def close(self) -> None:
         self.stream.synchronize()

@@ -6,7 +6,7 @@ Everything comes from torchrun's variables; a process that nobody launched is a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -69,6 +69,27 @@ class World:
         if int(length):
             self.broadcast(data)
         return bytes(data.tolist()).decode()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """A text of every rank, in their order, on all ranks."""
+        if self.group is None:
+            return [text]
+        data = text.encode()
+        longest = int(max(self.gather_numbers(float(len(data)))))
+        if not longest:
+            return [""] * self.size
+        mine = torch.tensor([*data, *[0] * (longest - len(data))], dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+
+    def with_group(self, name: str, timeout: timedelta) -> World:
+        """The same processes with a group of their own, for a thread of its own; call on all ranks."""
+        if self.group is None:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, group=group)
 
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
         """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: names, which are complete, which one to resume from, which to remove. Imports pipeline.
+"""The checkpoints of one run: names, which are sound, which one to resume from, which to remove. Imports pipeline.
 
 Random numbers derive from (seed, step, micro-batch, block), so seed and step are the whole random state.
 """
@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import Pipeline
-from tawpipe.runtime.state import MARKER, is_complete, read_record
+from tawpipe.runtime.saving import Saved, Saving
+from tawpipe.runtime.state import MARKER, damaged, is_complete, read_record
 from tawpipe.runtime.world import World
 
 
@@ -39,67 +40,157 @@ class RunState:
     versions: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from.
+
+    Args:
+        path: None to start anew.
+        passed_over: newer ones that were not taken, and why, in sentences.
+    """
+
+    path: Path | None
+    passed_over: tuple[str, ...] = ()
+
+
 class Checkpoints:
     """Folders ``step-00000100`` in one folder.
 
     Args:
         folder: all ranks must see the same one.
         keep: how many of the newest stay; 0 for all.
+        keep_every: those whose step it divides stay besides; 0 for none.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int = 0) -> None:
-        self.folder, self.world, self.keep = folder, world, keep
+    def __init__(self, folder: Path, world: World, *, keep: int = 0, keep_every: int = 0) -> None:
+        self.folder, self.world, self.keep, self.keep_every = folder, world, keep, keep_every
         self._resumed_step = 0
-        self._saved: list[Path] = []
+        self._mine: list[Path] = []
+        self._saving: Saving | None = None
 
     def complete(self) -> list[Path]:
         """The complete checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = (path for path in self.folder.glob("step-*") if is_complete(path))
-        return sorted(path for path in found if path.name.removeprefix("step-").isdecimal())
+        return complete_checkpoints(self.folder)
+
+    # saving
+
+    def start(self, pipeline: Pipeline, state: RunState) -> None:
+        """Begin to write a checkpoint; call on all ranks, when the one before it has been waited for."""
+        assert self._saving is None, "one save at a time"
+        path = self.folder / f"step-{state.step:08d}"
+        self._mine.append(path)
+        self._saving = pipeline.start_saving(path, run=asdict(state))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one has been begun whose end nobody has looked at."""
+        return self._saving is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``wait`` would return at once, on this rank."""
+        return self._saving is not None and self._saving.done
+
+    def wait(self) -> Saved | None:
+        """What came of the save under way, if there is one; call on all ranks.
+
+        When it is complete, older ones beyond ``keep`` go. So do those that an earlier run has left behind the step
+        from which this one went on: they are of another history, and ``auto`` would choose them.
+        """
+        if self._saving is None:
+            return None
+        saved, self._saving = self._saving.wait(), None
+        if not saved.problem and self.world.rank == 0:
+            complete = self.complete()
+            abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
+            kept = [p for p in complete if p not in abandoned]
+            for old in abandoned + superfluous(kept, keep=self.keep, keep_every=self.keep_every):
+                remove(old)
+        return saved
 
     def save(self, pipeline: Pipeline, state: RunState) -> Path:
-        """Write a checkpoint; call on all ranks. When it is complete, older ones beyond ``keep`` go.
-
-        So do those that an earlier run has left behind the step from which this one went on: they are of another
-        history, and ``auto`` would choose them.
-        """
-        path = self.folder / f"step-{state.step:08d}"
-        pipeline.save(path, run=asdict(state))
-        self._saved.append(path)
-        if self.world.rank == 0:
-            complete = self.complete()
-            abandoned = [p for p in complete if _step_of(p) > self._resumed_step and p not in self._saved]
-            mine = [p for p in complete if p not in abandoned]
-            for old in abandoned + (mine[: -self.keep] if self.keep else []):
-                # The marker goes first: a folder that is half removed is not complete.
-                (old / MARKER).unlink(missing_ok=True)
-                shutil.rmtree(old, ignore_errors=True)
-        return path
-
-    def find(self, resume: str) -> Path | None:
-        """The checkpoint that ``--resume`` means: none, auto (the newest complete one, or None) or a path.
-
-        Call on all ranks; rank 0 chooses, and all of them must see what it has chosen.
+        """Write a checkpoint and wait for it; call on all ranks.
 
         Raises:
-            UserError: the path holds no complete checkpoint, or not all machines see it.
+            RunError: it could not be written; what was there before is untouched.
         """
-        chosen = ""
-        if self.world.rank == 0 and resume != "none":
-            complete = self.complete()
-            chosen = (str(complete[-1]) if complete else "") if resume == "auto" else resume
-        chosen = self.world.broadcast_text(chosen)
-        if not chosen:
-            return None
-        path = Path(chosen)
-        self.world.require(is_complete(path), "--resume", chosen, "a complete checkpoint that every process can read")
-        self._resumed_step = read_run(path).step
-        return path
+        self.start(pipeline, state)
+        saved = self.wait()
+        assert saved is not None
+        if saved.problem:
+            raise RunError(f"{saved.folder} could not be written: {saved.problem}")
+        return saved.folder
+
+    # resuming
+
+    def find(self, resume: str) -> Found:
+        """The checkpoint that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
+
+        Call on all ranks, which read the files of a checkpoint by turns; all of them must see what is chosen.
+
+        Raises:
+            UserError: the path holds no sound checkpoint, or not all machines see it.
+        """
+        if resume == "none":
+            return Found(None)
+        names = [resume]
+        if resume == "auto":
+            listed = "\n".join(str(path) for path in reversed(self.complete())) if self.world.rank == 0 else ""
+            names = list(filter(None, self.world.broadcast_text(listed).split("\n")))
+        passed_over: list[str] = []
+        for name in names:
+            path = Path(name)
+            problem = self._problem(path)
+            if not problem:
+                self._resumed_step = read_run(path).step
+                return Found(path, tuple(passed_over))
+            if resume != "auto":
+                raise UserError("--resume", resume, f"a sound checkpoint that every process can read ({problem})")
+            passed_over.append(f"{path.name}: {problem}")
+        return Found(None, tuple(passed_over))
+
+    def _problem(self, path: Path) -> str:
+        """Why a checkpoint cannot be resumed from, the same on all ranks; or nothing."""
+        world = self.world
+        try:
+            read_run(path)
+            record = read_record(path)
+            found = damaged(path, record, range(world.rank, len(record["files"]), world.size))
+        except UserError as error:
+            found = error.expected
+        problems = world.gather_texts(found)
+        where = next((rank for rank, problem in enumerate(problems) if problem), None)
+        if where is None:
+            return ""
+        return problems[where] + (f"; rank {where}" if world.size > 1 and not all(problems) else "")
 
 
-def _step_of(path: Path) -> int:
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = (path for path in folder.glob("step-*") if is_complete(path))
+    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list[Path]:
+    """Of complete checkpoints, oldest first, those that may go.
+
+    >>> [path.name for path in superfluous([Path(f"step-{n}") for n in (10, 20, 30, 40)], keep=2, keep_every=20)]
+    ['step-10']
+    """
+    old = complete[:-keep] if keep else []
+    return [path for path in old if not keep_every or step_of(path) % keep_every]
+
+
+def remove(path: Path) -> None:
+    """The marker goes first: a folder that is half removed is not complete."""
+    (path / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    """After which step a checkpoint was saved, by its name."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -111,6 +202,11 @@ def read_run(path: Path) -> RunState:
     """
     record = read_record(path)
     try:
-        return RunState(**record["run"])
+        state = RunState(**record["run"])
+        kinds = {"step": int, "samples": int, "seed": int, "fingerprint": str, "data_state": dict, "plan": str}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(state, name), kind):
+                raise TypeError(f"{name} is {getattr(state, name)!r}")
     except (KeyError, TypeError) as error:
         raise UserError("--resume", str(path), f"a checkpoint that tawpipe train has saved ({error!r})") from error
+    return state

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
+from tawpipe.faults import parse_faults, restart_count
 from tawpipe.launch import Gpu, started_by_local_launcher
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
@@ -36,6 +37,10 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
+    parse_faults(config.inject)
+    if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
+        expected = "stop while --optimizer.finite-check is off, because updates do not wait for it"
+        raise UserError("--optimizer.nonfinite", "skip", expected)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:
@@ -138,6 +143,8 @@ def check_output(config: TrainConfig) -> None:
 
 
 def _goes_on_in(config: TrainConfig, folder: Path) -> bool:
+    if restart_count():
+        return True  # with what the processes before have left
     if config.resume in ("none", "auto"):
         return config.resume == "auto"
     return Path(config.resume).resolve().is_relative_to(folder.resolve())

@@ -99,6 +99,18 @@ def cut_after(path: Path, step: int) -> None:
     new.replace(path)
 
 
+def last_step(output: Path) -> int:
+    """The last step that ``metrics.jsonl`` has a row of, 0 for none."""
+    path = output / "metrics.jsonl"
+    steps = [0]
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            steps.append(int(json.loads(line)["step"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # half written by a crash
+    return max(steps)
+
+
 def peak_memory_bytes(device_type: str) -> int:
     """The most memory that this process has held: on the GPU by torch's allocator, on the CPU resident."""
     if device_type == "cuda":

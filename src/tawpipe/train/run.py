@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
+from tawpipe.faults import Injector, parse_faults, restart_count
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import build_model, resolve_model
 from tawpipe.pipeline import Pipeline
@@ -25,7 +27,7 @@ from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
 from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
-from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 
 ROWS_LOOKED_AT = 15
@@ -35,6 +37,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
     started = time.perf_counter()
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -43,9 +48,11 @@ def run(config: TrainConfig) -> int:
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
-    checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
-    path = checkpoints.find(config.resume)
-    earlier = None if path is None else read_run(path)
+    checkpoints = Checkpoints(
+        config.output_path / "checkpoints", world, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+    )
+    injector = Injector(parse_faults(config.inject), world.rank) if config.inject else None
+    path, earlier = _find_state(config, world, console, checkpoints, injector)
     vocab_size = vocabulary_size(data.tokenizer)
     followed = follow_plan(
         config,
@@ -59,12 +66,12 @@ def run(config: TrainConfig) -> int:
     given, config, plan = config, followed.config, followed.text
     if followed.line:
         console.line(followed.line)
-    pipeline = _make_pipeline(config, world, data)
+    pipeline = _make_pipeline(config, world, data, injector)
     check_model(plan, pipeline.spec)
     if path is not None and earlier is not None:
         _resume(config, console, pipeline, path, earlier, data)
-    elif config.resume == "auto":
-        console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
+    elif config.resume == "auto" or restart_count():
+        console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
         save_config(given, config.output_path / "config.yaml")
         if plan:
@@ -79,15 +86,18 @@ def run(config: TrainConfig) -> int:
     training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan)
     seconds = training.run()
 
-    done = max(0, config.steps - training.first)
-    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {config.steps}" if training.first else ""))]
+    done = training.last - training.first
+    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
+    if training.stall_s is not None:
+        results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
     memory = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(m)}" for m in memory)))
-    if config.sample.tokens:
+    stopped = training.last < config.steps
+    if config.sample.tokens and not stopped:
         results.append(("sample", _sample(config, pipeline, data)))
-    if config.export.enabled:
+    if config.export.enabled and not stopped:
         folder = pipeline.export(
             config.output_path / "model",
             dtype=DTYPES[config.export.dtype],
@@ -102,9 +112,34 @@ def run(config: TrainConfig) -> int:
         write_run_page(Path(config.report), config, before, results)
         results.append(("page", config.report))
     console.summary(results)
+    if stopped:
+        assert training.stopped is not None
+        name = training.stopped.name
+        console.notice(f"stopped by {name} after step {training.last}; --resume auto goes on from there")
     pipeline.close()
     world.leave()
+    if training.unsaved:
+        raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
     return 0
+
+
+def _find_state(
+    config: TrainConfig, world: World, console: Console, checkpoints: Checkpoints, injector: Injector | None
+) -> tuple[Path | None, RunState | None]:
+    """The checkpoint to go on from, and what it says of its run; after a restart that of this run, if there is one."""
+    restarts = restart_count()
+    if injector is not None:
+        injector.before_load()
+    found = checkpoints.find("auto" if restarts else config.resume)
+    if found.path is None and restarts and config.resume not in ("none", "auto"):
+        found = checkpoints.find(config.resume)
+    for words in found.passed_over:
+        console.notice(f"passed over {words}")
+    earlier = None if found.path is None else read_run(found.path)
+    if restarts and world.rank == 0:
+        reached, first = last_step(config.output_path), earlier.step if earlier else 0
+        console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
+    return found.path, earlier
 
 
 def gib(number: float) -> str:
@@ -144,7 +179,7 @@ def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
     return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
 
 
-def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pipeline:
+def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, injector: Injector | None) -> Pipeline:
     built = build_model(
         config.model,
         vocab_size=vocabulary_size(data.tokenizer),
@@ -185,7 +220,10 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         world=world,
         strict=config.strict,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
+        skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
+        injector=injector,
     )
+    pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
     pipeline.schedule(config.global_batch)
     return pipeline
 
