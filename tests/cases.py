@@ -366,7 +366,7 @@ def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: An
 def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
     """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
     pipeline = _checkpointed(world, seed=99, **knobs)
-    path = Checkpoints(Path(folder), world).find("auto")
+    path = Checkpoints(Path(folder), world).find("auto").path
     assert path is not None
     pipeline.load(path)
     state = read_run(path)
@@ -381,7 +381,7 @@ def load_into_another_model(world: World, *, folder: str) -> str:
     config = llama(torch.float32).config
     config.intermediate_size += 4
     pipeline = Pipeline(LlamaForCausalLM(config), world=world)
-    path = Checkpoints(Path(folder), world).find("auto")
+    path = Checkpoints(Path(folder), world).find("auto").path
     assert path is not None
     try:
         pipeline.load(path)

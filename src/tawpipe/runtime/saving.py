@@ -47,7 +47,15 @@ class Saved:
 
 
 def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
-    """Copies in the host's memory that nothing changes afterwards."""
+    """Copies in the host's memory that nothing changes afterwards.
+
+    Raises:
+        RunError: a weight or a state is not finite: whatever happened, it must not become what runs go on from.
+    """
+    sound = [piece.value.isfinite().all() for piece in pieces if piece.value.is_floating_point()]
+    if sound and not bool(torch.stack(sound).all()):
+        name = next(piece.name for piece in pieces if not bool(piece.value.isfinite().all()))
+        raise RunError(f"{name} holds numbers that are not finite; it is not saved")
     on_device = any(piece.value.is_cuda for piece in pieces)
     copies = []
     for piece in pieces:
@@ -100,13 +108,15 @@ class Saving:
         """Whether this rank has nothing left to do."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Saved:
+    def wait(self, limit_s: float | None = None) -> Saved:
         """What came of it, when it has ended.
 
         Raises:
-            RunError: the ranks have lost one another.
+            RunError: the ranks have lost one another, or it has taken longer than ``limit_s`` since it began.
         """
-        self._thread.join()
+        self._thread.join(None if limit_s is None else max(0.0, self._begin + limit_s - time.perf_counter()))
+        if self._thread.is_alive():
+            raise RunError(f"saving {self.folder} has taken longer than {limit_s:.0f} s on rank {self._world.rank}")
         if self._error is not None:
             raise RunError(f"saving {self.folder}: {self._error}") from self._error
         assert self._result is not None

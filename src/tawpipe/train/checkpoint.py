@@ -13,7 +13,7 @@ from typing import Any
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.saving import Saved, Saving
-from tawpipe.runtime.state import MARKER, damaged, is_complete, read_record
+from tawpipe.runtime.state import MARKER, PARTIAL, damaged, is_complete, read_record
 from tawpipe.runtime.world import World
 
 
@@ -60,10 +60,14 @@ class Checkpoints:
         folder: all ranks must see the same one.
         keep: how many of the newest stay; 0 for all.
         keep_every: those whose step it divides stay besides; 0 for none.
+        limit_s: that a save may take before the run ends; None for any time.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int = 0, keep_every: int = 0) -> None:
+    def __init__(
+        self, folder: Path, world: World, *, keep: int = 0, keep_every: int = 0, limit_s: float | None = None
+    ) -> None:
         self.folder, self.world, self.keep, self.keep_every = folder, world, keep, keep_every
+        self.limit_s = limit_s
         self._resumed_step = 0
         self._mine: list[Path] = []
         self._saving: Saving | None = None
@@ -99,7 +103,7 @@ class Checkpoints:
         """
         if self._saving is None:
             return None
-        saved, self._saving = self._saving.wait(), None
+        saved, self._saving = self._saving.wait(self.limit_s), None
         if not saved.problem and self.world.rank == 0:
             complete = self.complete()
             abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
@@ -134,6 +138,8 @@ class Checkpoints:
         if resume == "none":
             return Found(None)
         names = [resume]
+        if self.world.rank == 0:
+            clear_partial(self.folder)
         if resume == "auto":
             listed = "\n".join(str(path) for path in reversed(self.complete())) if self.world.rank == 0 else ""
             names = list(filter(None, self.world.broadcast_text(listed).split("\n")))
@@ -171,6 +177,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
         return []
     found = (path for path in folder.glob("step-*") if is_complete(path))
     return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what a crash has left half written, or half replaced."""
+    for path in (*folder.glob(f"step-*{PARTIAL}"), *folder.glob("step-*.replaced")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list[Path]:

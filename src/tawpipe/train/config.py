@@ -158,6 +158,8 @@ class TimeoutConfig:
     """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
     step_s: float = bounded(300.0, above=0)
     """Seconds for any step afterwards. Then every process says what it waits for, and the run ends."""
+    save_s: float = bounded(3600.0, above=0)
+    """Seconds for writing a checkpoint in the background. Then the run ends."""
     grace_s: float = bounded(120.0, above=0)
     """Seconds that SIGTERM or SIGUSR1 leave for ending the step and saving, on one machine; then the processes are
     ended. A second signal ends them at once."""

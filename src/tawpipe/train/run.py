@@ -49,7 +49,11 @@ def run(config: TrainConfig) -> int:
     console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
     checkpoints = Checkpoints(
-        config.output_path / "checkpoints", world, keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every
+        config.output_path / "checkpoints",
+        world,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        limit_s=config.timeouts.save_s,
     )
     injector = Injector(parse_faults(config.inject), world.rank) if config.inject else None
     path, earlier = _find_state(config, world, console, checkpoints, injector)
