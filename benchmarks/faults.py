@@ -367,8 +367,8 @@ def matrix_table(content: dict[str, Any]) -> list[str]:
         f"{content['environment']['date']}, `{content['environment']['command']}`, {content['seconds']} s",
         "",
         f"{survived} of {len(promised)} cases survived that the promises cover; at most {most} steps repeated; "
-        f"{sum(bool(one['left_behind']) for one in found)} left something behind. Not covered: {NOT_PROMISED}, of which "
-        f"{sum(one['survived'] for one in others)} of {len(others)} ended with the same weights.",
+        f"{sum(bool(one['left_behind']) for one in found)} left something behind. Not covered: {NOT_PROMISED}, of "
+        f"which {sum(one['survived'] for one in others)} of {len(others)} ended with the same weights.",
         "",
         "| kind | place | survived | starts | until the first end, s | steps repeated | until the next step, s |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
