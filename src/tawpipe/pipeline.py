@@ -37,7 +37,8 @@ from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.saving import Saved, Saving, stage
-from tawpipe.runtime.state import load_state, state_pieces
+from tawpipe.runtime.second_copy import Copy, SecondCopies
+from tawpipe.runtime.state import StatePiece, load_state, state_pieces
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
@@ -356,19 +357,42 @@ class Pipeline:
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
         """
-        self.drain()
         begin = time.perf_counter()
-        pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
+        pieces, shapes = self._stage()
         saving = Saving(
             Path(folder),
             pieces,
-            shapes={slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots},
+            shapes=shapes,
             record={"step": self.step_number, "run": dict(run or {})},
             world=self._world_of_saves,
             staged_s=time.perf_counter() - begin,
             before_write=self.injector.before_save if self.injector else None,
         )
         return saving.start()
+
+    def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:
+        """Like ``start_saving``, into the memory of this node and the next one; one at a time."""
+        pieces, shapes = self._stage()
+        copies.start(pieces, step=self.step_number, shapes=shapes, run=dict(run or {}))
+
+    def load_copy(self, copies: SecondCopies, copy: Copy) -> dict[str, Any]:
+        """Like ``load``, from the memory of the nodes."""
+        self.executor.drain()
+        self._recent.clear()
+        copies.load(copy, self.storage, self.optimizers)
+        return self._goes_on_from(copy.record)
+
+    def _stage(self) -> tuple[list[StatePiece], dict[str, list[int]]]:
+        """The state here, copied with nothing under way, and the shapes of all parameters."""
+        self.drain()
+        pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
+        return pieces, {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots}
+
+    def _goes_on_from(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        self.step_number = record["step"]
+        self._generation += 1
+        self.executor.forgive()
+        return record["run"]
 
     @cached_property
     def _world_of_saves(self) -> World:
@@ -382,11 +406,7 @@ class Pipeline:
         """
         self.executor.drain()
         self._recent.clear()  # of the state that is replaced
-        record = load_state(Path(folder), self.storage, self.optimizers, self.world)
-        self.step_number = record["step"]
-        self._generation += 1
-        self.executor.forgive()
-        return record["run"]
+        return self._goes_on_from(load_state(Path(folder), self.storage, self.optimizers, self.world))
 
     def export(
         self,

@@ -6,6 +6,7 @@ Random numbers derive from (seed, step, micro-batch, block), so seed and step ar
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,15 @@ def read_run(path: Path) -> RunState:
     Raises:
         UserError: it was not saved by a run, or is damaged.
     """
-    record = read_record(path)
+    return run_state(read_record(path), str(path))
+
+
+def run_state(record: Mapping[str, Any], where: str) -> RunState:
+    """From a record that was read at ``where``.
+
+    Raises:
+        UserError: it was not saved by a run, or is damaged.
+    """
     try:
         state = RunState(**record["run"])
         kinds = {"step": int, "samples": int, "seed": int, "fingerprint": str, "data_state": dict, "plan": str}
@@ -220,5 +229,5 @@ def read_run(path: Path) -> RunState:
             if not isinstance(getattr(state, name), kind):
                 raise TypeError(f"{name} is {getattr(state, name)!r}")
     except (KeyError, TypeError) as error:
-        raise UserError("--resume", str(path), f"a checkpoint that tawpipe train has saved ({error!r})") from error
+        raise UserError("--resume", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
     return state

@@ -38,6 +38,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
     parse_faults(config.inject)
+    if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
+        raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
     if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
         expected = "stop while --optimizer.finite-check is off, because updates do not wait for it"
         raise UserError("--optimizer.nonfinite", "skip", expected)

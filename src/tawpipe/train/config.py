@@ -108,6 +108,11 @@ class CheckpointConfig:
     """How many of the newest checkpoints stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    memory_every: int = bounded(0, minimum=0)
+    """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
+    the loss of a node, a restart goes on from there. 0 for never."""
+    memory_dir: str = "/dev/shm"
+    """A file system in memory, for that."""
     background: bool = True
     """Copy the state to the host's memory and write it while training goes on. Off, training waits for the disk."""
 

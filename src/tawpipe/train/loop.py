@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
 
@@ -28,6 +28,7 @@ from tawpipe.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.second_copy import SecondCopies
 from tawpipe.runtime.world import World
 from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
@@ -57,6 +58,7 @@ class Training:
     Args:
         state: what the checkpoint says that the run goes on from; None for a new run.
         plan: that the run follows, for its checkpoints.
+        copies: in the memory of the nodes, if there are to be any.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
     last one that was measured, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is
@@ -74,8 +76,9 @@ class Training:
         state: RunState | None,
         *,
         plan: str = "",
+        copies: SecondCopies | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.copies = plan, copies
         self.config, self.world, self.console = config, world, console
         self.pipeline, self.data, self.checkpoints = pipeline, data, checkpoints
         self.first = self.last = state.step if state else 0
@@ -115,6 +118,8 @@ class Training:
                 if self._saved_step != self.last:
                     self._save(self.last)
             self._end_save()
+            if self.copies is not None:
+                self.copies.wait(config.timeouts.save_s)
             if self.last > self.first:
                 pipeline.drain()
             elif self.data.validation is not None and config.evaluation.every:
@@ -153,6 +158,8 @@ class Training:
             pipeline.check_copies()
         if save:
             self._save(step + 1)
+        elif self.copies is not None and (step + 1) % config.checkpoint.memory_every == 0:
+            self._copy(step + 1)
         elif self.checkpoints.under_way and (step + 1) % LOOK_AT_SAVES == 0:
             self._end_save(only_if_ended=True)
 
@@ -168,6 +175,18 @@ class Training:
         if not self.config.checkpoint.background:
             self._end_save()
         self._last += time.perf_counter() - begin  # no part of the next step
+
+    def _copy(self, step: int) -> None:
+        """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
+        assert self.copies is not None
+        begin = time.perf_counter()
+        self.copies.wait(self.config.timeouts.save_s)
+        if self.copies.problem:
+            self.console.notice(
+                f"no copy in memory before step {step}, training goes on without: {self.copies.problem}"
+            )
+        self.pipeline.start_copy(self.copies, run=asdict(self._state(step)))
+        self._last += time.perf_counter() - begin
 
     def _end_save(self, *, only_if_ended: bool = False, now: int = 0) -> None:
         """Look at what came of the save under way; on all ranks.

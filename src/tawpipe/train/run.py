@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,8 +24,9 @@ from tawpipe.model.build import build_model, resolve_model
 from tawpipe.pipeline import Pipeline
 from tawpipe.plan.record import PLACEMENTS
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.second_copy import Copy, SecondCopies
 from tawpipe.runtime.world import World, connect
-from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
+from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, run_state
 from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
 from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
@@ -32,6 +35,15 @@ from tawpipe.train.planned import PLAN, check_model, follow_plan
 
 ROWS_LOOKED_AT = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from: a checkpoint, a copy in memory, or nothing."""
+
+    path: Path | None = None
+    copy: Copy | None = None
+    state: RunState | None = None
 
 
 def run(config: TrainConfig) -> int:
@@ -56,7 +68,9 @@ def run(config: TrainConfig) -> int:
         limit_s=config.timeouts.save_s,
     )
     injector = Injector(parse_faults(config.inject), world.rank) if config.inject else None
-    path, earlier = _find_state(config, world, console, checkpoints, injector)
+    copies = _second_copies(config, world)
+    start = _find_state(config, world, console, checkpoints, copies, injector)
+    earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
     followed = follow_plan(
         config,
@@ -72,8 +86,8 @@ def run(config: TrainConfig) -> int:
         console.line(followed.line)
     pipeline = _make_pipeline(config, world, data, injector)
     check_model(plan, pipeline.spec)
-    if path is not None and earlier is not None:
-        _resume(config, console, pipeline, path, earlier, data)
+    if earlier is not None:
+        _resume(config, console, pipeline, start, copies, data)
     elif config.resume == "auto" or restart_count():
         console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
@@ -87,7 +101,7 @@ def run(config: TrainConfig) -> int:
     before = _plan_rows(config, pipeline)
     console.plan(before)
 
-    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan)
+    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan, copies=copies)
     seconds = training.run()
 
     done = training.last - training.first
@@ -121,16 +135,32 @@ def run(config: TrainConfig) -> int:
         name = training.stopped.name
         console.notice(f"stopped by {name} after step {training.last}; --resume auto goes on from there")
     pipeline.close()
+    if copies is not None and not training.unsaved:
+        copies.remove()
     world.leave()
     if training.unsaved:
         raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
     return 0
 
 
+def _second_copies(config: TrainConfig, world: World) -> SecondCopies | None:
+    """Where this run keeps copies in memory, if it does."""
+    if not config.checkpoint.memory_every:
+        return None
+    key = hashlib.sha256(str(config.output_path.absolute()).encode()).hexdigest()[:12]
+    folder = Path(config.checkpoint.memory_dir) / f"tawpipe-{os.getuid()}-{key}"
+    return SecondCopies(folder, world.with_group("copies", timedelta(days=7)))
+
+
 def _find_state(
-    config: TrainConfig, world: World, console: Console, checkpoints: Checkpoints, injector: Injector | None
-) -> tuple[Path | None, RunState | None]:
-    """The checkpoint to go on from, and what it says of its run; after a restart that of this run, if there is one."""
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    checkpoints: Checkpoints,
+    copies: SecondCopies | None,
+    injector: Injector | None,
+) -> Start:
+    """What to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
     restarts = restart_count()
     if injector is not None:
         injector.before_load()
@@ -140,10 +170,20 @@ def _find_state(
     for words in found.passed_over:
         console.notice(f"passed over {words}")
     earlier = None if found.path is None else read_run(found.path)
+    copy = None
+    if copies is not None and (restarts or config.resume == "auto"):
+        copy = copies.find()
+        if copy is not None and (earlier is None or copy.step > earlier.step):
+            earlier = run_state(copy.record, "the copy in memory")
+        else:
+            copy = None
+    elif copies is not None:
+        copies.remove()  # of another run that had this output folder
+        world.barrier()
     if restarts and world.rank == 0:
         reached, first = last_step(config.output_path), earlier.step if earlier else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
-    return found.path, earlier
+    return Start(None if copy else found.path, copy, earlier)
 
 
 def gib(number: float) -> str:
@@ -233,12 +273,23 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, inject
 
 
 def _resume(
-    config: TrainConfig, console: Console, pipeline: Pipeline, path: Path, state: RunState, data: PreparedData
+    config: TrainConfig,
+    console: Console,
+    pipeline: Pipeline,
+    start: Start,
+    copies: SecondCopies | None,
+    data: PreparedData,
 ) -> None:
+    state, place = start.state, start.path or "memory"
+    assert state is not None
     if state.seed != config.seed:
-        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {path}")
-    pipeline.load(path)
-    console.notice(f"resumed from {path}: step {state.step}, {state.samples} samples consumed")
+        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
+    if start.path is not None:
+        pipeline.load(start.path)
+    else:
+        assert copies is not None and start.copy is not None
+        pipeline.load_copy(copies, start.copy)
+    console.notice(f"resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
     if state.data_state and not changed:
