@@ -210,6 +210,11 @@ class Executor:
         self.watchdog.watch(f"step {given.step + 1}" if given.seed is not None else "an evaluation", ended)
         return StepResult(ended, values)
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds for which this rank has computed since the executor was made, in actions that have ended."""
+        return self._lanes[Lane.COMPUTE].busy_s()
+
     def drain(self) -> None:
         """Wait until nothing is under way. Raises what any action raised."""
         for event in self._hazards.last_events():

@@ -60,6 +60,12 @@ class LaneProtocol(Protocol):
         """What it is at; None if nothing is left to do. From any thread."""
         ...
 
+    def busy_s(self) -> float:
+        """Seconds in which actions that have ended were under way, since the lane was made. On CUDA only where it was
+        asked for.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -118,6 +124,7 @@ class CpuLane:
         self.name, self._failure, self._delay = name, failure, delay
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._at: tuple[str, float, bool] | None = None
+        self._busy_s = 0.0
         # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
@@ -129,6 +136,9 @@ class CpuLane:
         event = CpuEvent(self._failure)
         self._queue.put((run, tuple(after), event, label))
         return event
+
+    def busy_s(self) -> float:
+        return self._busy_s
 
     def doing(self) -> Doing | None:
         at = self._at
@@ -160,7 +170,9 @@ class CpuLane:
                 raise self._failure.error
             if self._delay is not None:
                 time.sleep(self._delay())
+            begin = time.perf_counter()
             run()
+            self._busy_s += time.perf_counter() - begin
         except BaseException as error:
             if self._failure.error is None:
                 error.add_note(f"in action: {label}")
@@ -172,10 +184,11 @@ class CpuLane:
 class CudaEvent:
     """Recorded in a stream."""
 
-    __slots__ = ("event",)
+    __slots__ = ("begin", "event")
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def __init__(self, *, timed: bool = False) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
+        self.begin = torch.cuda.Event(enable_timing=True) if timed else None
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -191,31 +204,46 @@ class CudaLane:
     Args:
         delay: returns seconds for which the stream idles before an action.
         high_priority: for lanes of transfers, whose few blocks should not queue behind a large matrix product.
+        timed: take down how long actions take.
     """
 
     def __init__(
-        self, device: torch.device, *, delay: Callable[[], float] | None = None, high_priority: bool = False
+        self,
+        device: torch.device,
+        *,
+        delay: Callable[[], float] | None = None,
+        high_priority: bool = False,
+        timed: bool = False,
     ) -> None:
+        self._timed, self._busy_s = timed, 0.0
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
         self._submitted: deque[tuple[str, float, CudaEvent]] = deque()
 
     def begin_step(self) -> None:
-        while self._submitted and self._submitted[0][2].done:
-            self._submitted.popleft()
+        self.busy_s()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
-        event = CudaEvent()
+        event = CudaEvent(timed=self._timed)
         with torch.cuda.stream(self.stream), torch.profiler.record_function(label):
             for other in after:
                 self.stream.wait_event(other.event)
             if self._delay is not None:
                 torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
+            if event.begin is not None:
+                event.begin.record(self.stream)
             run()
             event.event.record(self.stream)
         self._submitted.append((label, time.monotonic(), event))
         return event
+
+    def busy_s(self) -> float:
+        while self._submitted and self._submitted[0][2].done:
+            event = self._submitted.popleft()[2]
+            if event.begin is not None:
+                self._busy_s += event.begin.elapsed_time(event.event) / 1e3
+        return self._busy_s
 
     def doing(self) -> Doing | None:
         for label, begin, event in tuple(self._submitted):
@@ -232,7 +260,8 @@ def make_lane(
 ) -> LaneProtocol:
     """The kind of lane that the device needs."""
     if device.type == "cuda":
-        return CudaLane(device, delay=delay, high_priority=name != "COMPUTE")
+        computes = name == "COMPUTE"
+        return CudaLane(device, delay=delay, high_priority=not computes, timed=computes)
     return CpuLane(name, failure, delay=delay)
 
 

@@ -128,6 +128,8 @@ class LogConfig:
     trace_step: int = bounded(0, minimum=0)
     """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
     step."""
+    straggler: float = bounded(1.3, minimum=0)
+    """Say so when a process computes so many times as long as most of them do. 0 for never."""
     spike: float = bounded(8.0, minimum=0)
     """Say so when a loss lies above the median of the last 50 by more than this many times their usual distance from
     it. 0 for never."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ class Training:
         self.validation_loss: float | None = None
         self._pending: deque[_Pending] = deque()
         self._saved_step = self._left_out = 0
+        self._computed_s = 0.0
         self._last = time.perf_counter()
         self._writer: MetricsWriter | None = None
         dtype = str(pipeline.dtype).removeprefix("torch.")
@@ -267,6 +269,8 @@ class Training:
                 self._writer.write(done.step, values)
             if said := self._spikes.look(result.loss):
                 self.console.notice(f"step {done.step}: {said}")
+            if self.config.log.straggler and done.step % self.config.log.every == 0:
+                self._look_for_stragglers(done.step)
             if extra or done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps):
                 self.console.progress(
                     done.step,
@@ -276,6 +280,18 @@ class Training:
                     tokens_per_second=per_second,
                     extra=extra,
                 )
+
+    def _look_for_stragglers(self, step: int) -> None:
+        """Compare how long the ranks have computed since the last look; on all ranks."""
+        now = self.pipeline.executor.compute_s
+        everyone = self.world.gather_numbers(now - self._computed_s)
+        self._computed_s = now
+        usual = statistics.median(everyone)
+        slow = [rank for rank, seconds in enumerate(everyone) if seconds > self.config.log.straggler * max(usual, 1e-9)]
+        for rank in slow[:3]:
+            where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
+            times = everyone[rank] / max(usual, 1e-9)
+            self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
 
     def _evaluate(self) -> float:
         """Mean loss per token over the first batches of the held-out rows, always the same ones."""
