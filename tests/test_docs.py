@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -23,10 +23,3 @@ def test_every_guard_exists():
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, flags=re.MULTILINE))
     assert len(named) > 20 and not named - defined
-
-
-def test_presets_of_settings_are_those_of_the_example():
-    from tawpipe.train.config import TrainConfig, train_options
-
-    expected = train_options().to_yaml(TrainConfig())
-    assert (ROOT / "examples" / "train.yaml").read_text(encoding="utf-8") == expected
