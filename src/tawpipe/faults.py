@@ -28,10 +28,11 @@ PLACES = ("pull", "gather", "forward", "backward", "reduce", "push", "update", "
 checkpoint being written, and being read.
 """
 KINDS = ("kill", "exit", "hang", "slow", "error", "nan", "bitflip", "disk-full")
-"""SIGKILL; an exit with code 3; an action that never ends; one that takes ``seconds`` longer; one that raises; a number
-that is none in what the action wrote, or one bit of it (of a checkpoint's file) turned over; no space left for a file.
+"""SIGKILL; an exit with code 3; an action that never ends; one that takes ``seconds`` longer; one that raises; numbers
+that are none in what the action writes; one bit of it, or of a checkpoint's file, turned over; no space left on a disk.
 """
-ONLY = {"disk-full": ("save",), "nan": PLACES[:7], "bitflip": (*PLACES[:7], "save")}
+BUFFERS = ("pull", "gather", "backward", "reduce", "push", "update")
+ONLY = {"disk-full": ("save",), "nan": BUFFERS, "bitflip": (*BUFFERS, "save")}
 """Places that a kind is limited to."""
 EXIT_CODE = 3
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -135,6 +136,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], rank: int, *, restart: int | None = None) -> None:
         restart = restart_count() if restart is None else restart
+        self._rank = rank
         self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
         self.step = 0
         """That is saved, for ``save``."""
@@ -167,10 +169,15 @@ class Injector:
             return run
         self._waiting.remove(fault)
 
+        spoils = fault.kind in ("nan", "bitflip")
+        only_sends = bool(action.transfers) and all(one.send for one in action.transfers)
+
         def faulty() -> None:
             strike(fault)
+            if spoils and only_sends:
+                spoil(fault.kind, action, buffers)
             run()
-            if fault.kind in ("nan", "bitflip"):
+            if spoils and not only_sends:
                 spoil(fault.kind, action, buffers)
 
         return faulty
@@ -185,11 +192,10 @@ class Injector:
 
     def after_save(self, folder: Path) -> None:
         """A checkpoint is complete."""
-        for fault in [
-            one for one in self._waiting if (one.place, one.kind, one.step) == ("save", "bitflip", self.step)
-        ]:
-            self._waiting.remove(fault)
-            flip_a_bit(max(folder.glob("*.safetensors")))
+        for fault in list(self._waiting):
+            if (fault.place, fault.kind, fault.step) == ("save", "bitflip", self.step):
+                self._waiting.remove(fault)
+                flip_a_bit(folder / f"state-{self._rank:05}.safetensors")
 
     def _strike_at(self, place: str, *, any_step: bool = False) -> None:
         for fault in list(self._waiting):
@@ -225,17 +231,18 @@ def strike(fault: Fault) -> None:
 
 
 def spoil(kind: str, action: Action, buffers: Mapping[str, Any]) -> None:
-    """Change a number in what an action wrote: to none, or one of its highest bits."""
+    """Change what an action writes: all to numbers that are none, or one of the highest bits of the first."""
     import torch
 
-    names = action.writes or tuple(t.buffer for t in action.transfers if not t.send) or (f"home.w.{action.unit}",)
+    moved = sorted(action.transfers, key=lambda one: one.send)  # what is received first
+    names = (*action.writes, *(one.buffer for one in moved), *action.reads, f"home.w.{action.unit}")
     found = [buffers[name] for name in names if isinstance(buffers.get(name), torch.Tensor)]
     if not found:
         raise UserError(SETTING, f"{kind} at {place_of(action)}", "a place whose action writes a buffer")
     with torch.no_grad():
         values = found[0].view(-1)
         if kind == "nan":
-            values[0] = float("nan")
+            values.fill_(float("nan"))
         else:
             values[:1].view(torch.uint8)[-1] ^= 0x40  # a high bit of the exponent
 

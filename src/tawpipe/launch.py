@@ -295,7 +295,7 @@ class _Run:
         self.over = True
         failed = list(self.failures)
         self._signal_groups(signal.SIGTERM)
-        self._watch_until(self._all_ended, seconds=0.3)
+        self._watch_until(self._all_ended, seconds=1.2)
         self._signal_groups(signal.SIGTERM)  # the first one asks for an end in good order, for which it is too late
         self._watch_until(self._all_ended, seconds=self.grace_s)
         self._signal_groups(signal.SIGKILL)

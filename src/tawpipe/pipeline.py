@@ -166,6 +166,7 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.spec = model_spec(self.chain)
         self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
+        self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self.step_number = 0
         self._training: bool | None = None
         self._generation = 0  # changes whenever weights may have
@@ -298,6 +299,7 @@ class Pipeline:
         finally:
             self.executor.close()
         self.transport.close()
+        self._world_of_saves.drop_group(self.world)
 
     def _set_training(self, mode: bool) -> None:
         if mode != self._training:  # it walks over all modules
@@ -367,6 +369,7 @@ class Pipeline:
             world=self._world_of_saves,
             staged_s=time.perf_counter() - begin,
             before_write=self.injector.before_save if self.injector else None,
+            after=self.injector.after_save if self.injector else None,
         )
         return saving.start()
 
@@ -393,10 +396,6 @@ class Pipeline:
         self._generation += 1
         self.executor.forgive()
         return record["run"]
-
-    @cached_property
-    def _world_of_saves(self) -> World:
-        return self.world.with_group("saves", timedelta(days=7))
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.

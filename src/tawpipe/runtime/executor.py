@@ -24,7 +24,7 @@ from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.runtime.watchdog import StepEnd, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.spec import Schedule
@@ -193,21 +193,26 @@ class Executor:
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         step = _Step(given, rule, values)
         ended: Event | None = None
+        last: dict[Lane, Event] = {}
+        end = StepEnd(last)
+        training = given.seed is not None
+        self.watchdog.watch(f"step {given.step + 1}" if training else "an evaluation", end)
         for lane in self._lanes.values():
             lane.begin_step()
         try:
             for index, action in enumerate(schedule.programs[self.rank]):
                 run: Callable[[], None] = partial(self._run[action.op], action, step)
-                if self.injector is not None:
+                if self.injector is not None and training:
                     run = self.injector.around(action, given.step + 1, run, self._buffers)
                 event = self._submit(action, recording.around(index, str(action), run) if recording else run)
+                last[action.lane] = event
                 if action.op is Op.NORM:
                     ended = event
         except BaseException as error:  # on CUDA actions run here
             self._failure.note(error)
             raise
         assert ended is not None
-        self.watchdog.watch(f"step {given.step + 1}" if given.seed is not None else "an evaluation", ended)
+        end.issued = True
         return StepResult(ended, values)
 
     @property

@@ -17,13 +17,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tawpipe.errors import RunError
 from tawpipe.runtime.state import FORMAT, MARKER, PARTIAL, StatePiece, checksum, file_name
@@ -52,8 +53,10 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     Raises:
         RunError: a weight or a state is not finite: whatever happened, it must not become what runs go on from.
     """
-    sound = [piece.value.isfinite().all() for piece in pieces if piece.value.is_floating_point()]
-    if sound and not bool(torch.stack(sound).all()):
+    sound: dict[torch.device, list[Tensor]] = {}
+    for piece in pieces:
+        sound.setdefault(piece.value.device, []).append(piece.value.isfinite().all())
+    if not all(bool(torch.stack(flags).all()) for flags in sound.values()):
         name = next(piece.name for piece in pieces if not bool(piece.value.isfinite().all()))
         raise RunError(f"{name} holds numbers that are not finite; it is not saved")
     on_device = any(piece.value.is_cuda for piece in pieces)
@@ -76,7 +79,7 @@ class Saving:
         record: goes into ``tawpipe.json``; JSON values.
         world: whose group nothing else uses in the meantime.
         staged_s: how long staging took, for the report.
-        before_write: called by the thread before it writes; for tests.
+        before_write, after: called by the thread before it writes, and with the complete folder; for tests.
     """
 
     def __init__(
@@ -88,11 +91,12 @@ class Saving:
         record: Mapping[str, Any],
         world: World,
         staged_s: float = 0.0,
-        before_write: Any = None,
+        before_write: Callable[[], object] | None = None,
+        after: Callable[[Path], object] | None = None,
     ) -> None:
         self.folder, self._pieces, self._world = folder, list(pieces), world
         self._shapes, self._record, self._staged_s = shapes, record, staged_s
-        self._before_write = before_write
+        self._before_write, self._after = before_write, after
         self._begin = time.perf_counter()
         self._result: Saved | None = None
         self._error: BaseException | None = None
@@ -125,6 +129,8 @@ class Saving:
     def _run(self) -> None:
         try:
             problem = self._write()
+            if not problem and self._after is not None:
+                self._after(self.folder)
         except BaseException as error:
             self._error = error
             return
@@ -146,13 +152,15 @@ class Saving:
             shutil.rmtree(partial, ignore_errors=True)
         return found
 
-    def _attempt(self, act: Any) -> str:
-        """What went wrong, in words, or nothing."""
+    def _attempt(self, act: Callable[[], object]) -> str:
+        """What went wrong, in words, or nothing. Whatever it is, this rank goes on to tell the others."""
+        where = f"rank {self._world.rank}: " if self._world.size > 1 else ""
         try:
             act()
         except OSError as error:
-            where = f"rank {self._world.rank}: " if self._world.size > 1 else ""
             return f"{where}{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        except Exception as error:
+            return f"{where}{type(error).__name__}: {error}"
         return ""
 
     def _write_own(self, partial: Path) -> None:

@@ -19,6 +19,7 @@ import json
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,14 @@ from tawpipe.runtime.state import (
     MARKER,
     PARTIAL,
     StatePiece,
+    check_same_model,
     checksum,
     file_name,
-    is_complete,
     read_record,
     state_pieces,
 )
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
-
-KEPT = 1
-"""Copies that stay beside the one that is being written."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,8 @@ class SecondCopies:
     ) -> None:
         """Make a copy of staged pieces in a thread; call on all ranks, when the one before it has ended."""
         self.wait()
-        content = {"format": FORMAT, "parameters": shapes, "step": step, "run": dict(run)}
+        dtype = str(pieces[0].value.dtype) if pieces else ""
+        content = {"format": FORMAT, "parameters": shapes, "step": step, "run": dict(run), "dtype": dtype}
         self._thread = threading.Thread(target=self._run, args=(list(pieces), content), name="second copy", daemon=True)
         self._thread.start()
 
@@ -132,14 +131,15 @@ class SecondCopies:
         mine = save_bytes({piece.key: piece.value for piece in pieces})
         theirs = self._swap(mine)
         note: dict[str, Any] = {"problem": "", "bytes": len(mine), "sha256": hashlib.sha256(mine).hexdigest()}
+        note["content"] = content if world.rank == 0 else None
         note["chunks"] = [[piece.name, piece.numel, piece.start, piece.value.numel()] for piece in pieces]
         try:
             partial.mkdir(parents=True, exist_ok=True)
             (partial / file_name(world.rank)).write_bytes(mine)
             if self._from is not None:
                 (partial / file_name(self._from)).write_bytes(theirs)
-        except OSError as error:
-            note = {"problem": f"rank {world.rank}: {error.strerror or error} ({self.folder})"}
+        except Exception as error:  # whatever it is, this rank goes on to tell the others
+            note = {"problem": f"rank {world.rank}: {error} ({self.folder})"}
         notes = [json.loads(text) for text in world.gather_texts(json.dumps(note))]
         problem = next((one["problem"] for one in notes if one["problem"]), "")
         if not problem and self._leads:
@@ -148,7 +148,7 @@ class SecondCopies:
             for number, one in enumerate(notes):
                 for tensor, numel, start, count in one["chunks"]:
                     tensors.setdefault(tensor, {"numel": numel, "chunks": []})["chunks"].append([start, count, number])
-            text = json.dumps({**content, "tensors": tensors, "files": files})
+            text = json.dumps({**notes[0]["content"], "tensors": tensors, "files": files})
             try:
                 (partial / MARKER).write_text(text, encoding="utf-8")
                 shutil.rmtree(self._own / name, ignore_errors=True)
@@ -156,26 +156,28 @@ class SecondCopies:
             except OSError as error:
                 problem = f"rank {world.rank}: {error.strerror or error} ({self.folder})"
         problem = next(filter(None, world.gather_texts(problem)), "")
-        if self._leads:  # older ones go when every node has the new one
+        if self._leads:
             shutil.rmtree(partial, ignore_errors=True)
-            complete = sorted(path for path in self._own.glob("step-*") if is_complete(path))
-            for path in complete[:-KEPT] if not problem else ():
-                shutil.rmtree(path, ignore_errors=True)
+            for path in self.folder.glob("node-*/step-*") if not problem else ():
+                if path.name != name:  # every node has the new one now
+                    shutil.rmtree(path, ignore_errors=True)
         return problem
 
-    def _swap(self, mine: bytes) -> bytes:
+    def _swap(self, mine: bytes) -> bytes | memoryview:
         """Send to the node after this one, receive from the node before it."""
         if self._to is None or self._from is None:
             return b""
         group = self._world.group
         sizes = self._world.gather_numbers(float(len(mine)))
-        leaving = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody writes into it
+            leaving = torch.frombuffer(mine, dtype=torch.uint8)
         arriving = torch.empty(int(sizes[self._from]), dtype=torch.uint8)
         works = [dist.isend(leaving, self._to, group=group), dist.irecv(arriving, self._from, group=group)]
         for work in works:
             assert work is not None
             work.wait()
-        return arriving.numpy().tobytes()
+        return memoryview(arriving.numpy())
 
     # going on from one
 
@@ -191,6 +193,8 @@ class SecondCopies:
             for rank, seen in enumerate(everyone):
                 for number, folder in seen.get(str(step), ("", []))[1]:
                     holders.setdefault(number, (rank, folder))
+            if not holders:
+                continue
             teller, place = min(holders.values())
             text = self._text_of(Path(place) if world.rank == teller else None, teller)
             record = json.loads(text) if text else {}
@@ -232,9 +236,14 @@ class SecondCopies:
         """Bring homes and optimizer state to what a copy holds; call on all ranks.
 
         Raises:
-            RunError: it is of another model.
+            UserError: it is of another model or type.
         """
         world = self._world
+        own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
+        check_same_model(self.folder, copy.record["parameters"], own)
+        if copy.record.get("dtype") != str(storage.master_dtype):
+            expected = f"masters of {copy.record.get('dtype')}, as in the copy in memory; or remove {self.folder}"
+            raise UserError("--dtype", str(storage.master_dtype), expected)
         optimizers.create_state()
         pieces = list(state_pieces(storage, optimizers, saving=False))
         wanted = [[piece.name, piece.start, piece.value.numel()] for piece in pieces]
@@ -244,7 +253,7 @@ class SecondCopies:
             for name, start, count in ranges:
                 needs.setdefault(name, []).append((rank, start, start + count))
         if missing := sorted(needs.keys() - copy.record["tensors"].keys()):
-            raise RunError(f"the copy in memory is of another model: it has no {missing[0]}")
+            raise UserError("--resume", str(self.folder), f"a copy of this model and optimizer; it has no {missing[0]}")
         mine: dict[str, list[StatePiece]] = {}
         for piece in pieces:
             mine.setdefault(piece.name, []).append(piece)

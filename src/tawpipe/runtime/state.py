@@ -170,7 +170,7 @@ def load_state(folder: Path, storage: Storage, optimizers: UnitOptimizers, world
     """
     record = read_record(folder)
     own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-    _check_same_model(folder, record["parameters"], own)
+    check_same_model(folder, record["parameters"], own)
     optimizers.create_state()
     problem = ""
     try:
@@ -211,7 +211,7 @@ def _read(folder: Path, record: Mapping[str, Any], pieces: Sequence[StatePiece])
                 at = stop
 
 
-def _check_same_model(folder: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
+def check_same_model(folder: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
     """Raises UserError naming the first parameter in which two models differ."""
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):

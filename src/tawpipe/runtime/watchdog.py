@@ -1,8 +1,9 @@
 """Says what every rank waits for when a step takes too long, and ends the process. Imports runtime (lanes).
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
-schedule tells. So every rank prints its own: a rank whose lane COMPUTE is busy, or that has issued nothing, waits for
-nobody and is the one to look at. Lines begin with ``workers.STUCK``, by which a launcher finds them.
+schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
+look at, and so is one that prints nothing, because it is in no step. Lines begin with ``workers.STUCK``, by which a
+launcher finds them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from tawpipe.runtime.lanes import Doing, Event
 from tawpipe.schedule.actions import Lane
@@ -25,11 +26,34 @@ LAST_WORDS_S = 3.0
 EXIT_CODE = 1
 
 
+class Ends(Protocol):
+    """What tells whether a step is over."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class StepEnd:
+    """The end of a step in all lanes.
+
+    Args:
+        last: the last event of every lane, while the step is being issued.
+    """
+
+    def __init__(self, last: Mapping[Lane, Event]) -> None:
+        self._last = last
+        self.issued = False
+
+    @property
+    def done(self) -> bool:
+        return self.issued and all(event.done for event in self._last.values())
+
+
 @dataclass
 class _Watched:
     step: str
     begin: float
-    ended: Event
+    ended: Ends
 
 
 class Watchdog:
@@ -59,11 +83,13 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, step: str, ended: Event) -> None:
-        """A step has been issued, which is over when ``ended`` is."""
+    def watch(self, step: str, ended: Ends) -> None:
+        """A step begins, which is over when ``ended`` is."""
+        if not self.limit_s:
+            return
         with self._lock:
             self._watched.append(_Watched(step, time.monotonic(), ended))
-        if self._thread is None and self.limit_s:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 

@@ -91,6 +91,11 @@ class World:
         assert isinstance(group, dist.ProcessGroup)
         return replace(self, group=group)
 
+    def drop_group(self, other: World) -> None:
+        """Leave the group that ``other.with_group`` made; with nothing under way, on all ranks."""
+        if self.group is not None and self.group is not other.group:
+            dist.destroy_process_group(self.group)
+
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
         """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
         bad = [rank for rank, good in enumerate(self.gather_numbers(float(ok))) if not good]

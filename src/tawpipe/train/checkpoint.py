@@ -6,7 +6,7 @@ Random numbers derive from (seed, step, micro-batch, block), so seed and step ar
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.saving import Saved, Saving
 from tawpipe.runtime.state import MARKER, PARTIAL, damaged, is_complete, read_record
 from tawpipe.runtime.world import World
+
+ABANDONED = ".abandoned"
+"""Behind the name of a checkpoint of a history that is not gone on with."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Checkpoints:
             complete = self.complete()
             abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
             kept = [p for p in complete if p not in abandoned]
+            abandoned += self.folder.glob(f"step-*{ABANDONED}")
             for old in abandoned + superfluous(kept, keep=self.keep, keep_every=self.keep_every):
                 remove(old)
         return saved
@@ -128,13 +132,17 @@ class Checkpoints:
 
     # resuming
 
-    def find(self, resume: str) -> Found:
+    def find(self, resume: str, *, needed: bool = True) -> Found:
         """The checkpoint that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
 
-        Call on all ranks, which read the files of a checkpoint by turns; all of them must see what is chosen.
+        Call on all ranks, which read the files of a checkpoint by turns; all of them must see what is chosen. If a path
+        in this folder is, those in it that are newer are set aside.
+
+        Args:
+            needed: whether it is an error if there are checkpoints and none of them is sound.
 
         Raises:
-            UserError: the path holds no sound checkpoint, or not all machines see it.
+            UserError: the path holds no sound checkpoint, or not all machines see it; or see ``needed``.
         """
         if resume == "none":
             return Found(None)
@@ -150,10 +158,16 @@ class Checkpoints:
             problem = self._problem(path)
             if not problem:
                 self._resumed_step = read_run(path).step
+                self.world.barrier()
+                if resume != "auto" and self.world.rank == 0 and path.parent.resolve() == self.folder.resolve():
+                    set_aside([one for one in self.complete() if step_of(one) > self._resumed_step])
+                self.world.barrier()
                 return Found(path, tuple(passed_over))
             if resume != "auto":
                 raise UserError("--resume", resume, f"a sound checkpoint that every process can read ({problem})")
             passed_over.append(f"{path.name}: {problem}")
+        if passed_over and needed:
+            raise UserError("--resume", str(self.folder), f"a sound checkpoint; {'; '.join(passed_over)}")
         return Found(None, tuple(passed_over))
 
     def _problem(self, path: Path) -> str:
@@ -181,9 +195,19 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def clear_partial(folder: Path) -> None:
-    """Remove what a crash has left half written, or half replaced."""
+    """Remove what a crash has left half written; put back what was about to be replaced."""
+    for path in folder.glob("step-*.replaced"):
+        if not path.with_suffix("").exists():
+            path.rename(path.with_suffix(""))
     for path in (*folder.glob(f"step-*{PARTIAL}"), *folder.glob("step-*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(newer: Sequence[Path]) -> None:
+    """Checkpoints of another history: not chosen any more, and removed when this one has saved."""
+    for path in newer:
+        shutil.rmtree(path.with_suffix(ABANDONED), ignore_errors=True)
+        path.rename(path.with_suffix(ABANDONED))
 
 
 def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list[Path]:

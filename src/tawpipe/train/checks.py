@@ -37,7 +37,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
-    parse_faults(config.inject)
+    _check_faults(config)
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
         raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
     if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
@@ -50,6 +50,18 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
+
+
+def _check_faults(config: TrainConfig) -> None:
+    """Faults that could never happen would pass for survived."""
+    every = config.checkpoint.every
+    for fault in parse_faults(config.inject):
+        if fault.place != "load" and fault.step > config.steps:
+            raise UserError("--inject", f"step={fault.step}", f"a step up to --steps, which is {config.steps}")
+        if fault.place == "save" and fault.step != config.steps and (not every or fault.step % every):
+            raise UserError(
+                "--inject", f"step={fault.step},at=save", f"a step that is saved, every {every}th or the last"
+            )
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:

@@ -107,21 +107,22 @@ class Training:
                 config.output_path, tensorboard=config.log.tensorboard, resumed_step=self.first
             )
         try:
-            with StopRequest(self.world) as stop, prefetch(self._batches(self.first, config.steps)) as batches:
-                for step, batch in zip(range(self.first, config.steps), batches, strict=True):
-                    self._step(step, batch)
-                    self.last = step + 1
-                    self.stopped = stop.agreed()
-                    if self.stopped is not None and self.last < config.steps:
-                        break
+            with StopRequest(self.world) as stop:
+                with prefetch(self._batches(self.first, config.steps)) as batches:
+                    for step, batch in zip(range(self.first, config.steps), batches, strict=True):
+                        self._step(step, batch)
+                        self.last = step + 1
+                        self.stopped = stop.agreed()
+                        if self.stopped is not None and self.last < config.steps:
+                            break
                 stop.finish()
-            if self.stopped is not None and self.last < config.steps:
-                self._report(keep=0, evaluate=False)
-                if self._saved_step != self.last:
-                    self._save(self.last)
-            self._end_save()
-            if self.copies is not None:
-                self.copies.wait(config.timeouts.save_s)
+                if self.stopped is not None and self.last < config.steps:
+                    self._report(keep=0, evaluate=False)
+                    if self._saved_step != self.last:
+                        self._save(self.last)
+                self._end_save()
+                if self.copies is not None:
+                    self.copies.wait(config.timeouts.save_s)
             if self.last > self.first:
                 pipeline.drain()
             elif self.data.validation is not None and config.evaluation.every:
@@ -216,9 +217,6 @@ class Training:
             self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
             return
         self._stalls.append(saved.staged_s)
-        injector = self.pipeline.injector
-        if injector is not None and self.world.rank == 0:
-            injector.after_save(saved.folder)
 
     @property
     def stall_s(self) -> float | None:
@@ -284,7 +282,8 @@ class Training:
     def _look_for_stragglers(self, step: int) -> None:
         """Compare how long the ranks have computed since the last look; on all ranks."""
         now = self.pipeline.executor.compute_s
-        everyone = self.world.gather_numbers(now - self._computed_s)
+        own = max(1, len(self.pipeline.shares(self.config.global_batch)))  # shares may differ by one
+        everyone = self.world.gather_numbers((now - self._computed_s) / own)
         self._computed_s = now
         usual = statistics.median(everyone)
         slow = [rank for rank, seconds in enumerate(everyone) if seconds > self.config.log.straggler * max(usual, 1e-9)]

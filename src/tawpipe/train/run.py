@@ -67,9 +67,14 @@ def run(config: TrainConfig) -> int:
         keep_every=config.checkpoint.keep_every,
         limit_s=config.timeouts.save_s,
     )
-    injector = Injector(parse_faults(config.inject), world.rank) if config.inject else None
+    # Agents of torchrun count by themselves: a node that joins later has seen no restart.
+    restarts = int(max(world.gather_numbers(float(restart_count()))))
+    faults = parse_faults(config.inject)
+    if beyond := [fault for fault in faults if fault.rank >= world.size]:
+        raise UserError("--inject", f"rank={beyond[0].rank}", f"one of the {world.size} ranks, from 0")
+    injector = Injector(faults, world.rank, restart=restarts) if faults else None
     copies = _second_copies(config, world)
-    start = _find_state(config, world, console, checkpoints, copies, injector)
+    start = _find_state(config, world, console, checkpoints, copies, injector, restarts)
     earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
     followed = follow_plan(
@@ -88,7 +93,7 @@ def run(config: TrainConfig) -> int:
     check_model(plan, pipeline.spec)
     if earlier is not None:
         _resume(config, console, pipeline, start, copies, data)
-    elif config.resume == "auto" or restart_count():
+    elif config.resume == "auto" or restarts:
         console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
         save_config(given, config.output_path / "config.yaml")
@@ -159,25 +164,25 @@ def _find_state(
     checkpoints: Checkpoints,
     copies: SecondCopies | None,
     injector: Injector | None,
+    restarts: int,
 ) -> Start:
     """What to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
-    restarts = restart_count()
     if injector is not None:
         injector.before_load()
-    found = checkpoints.find("auto" if restarts else config.resume)
+    copy = None
+    if copies is not None and (restarts or config.resume == "auto"):
+        copy = copies.find()
+    found = checkpoints.find("auto" if restarts else config.resume, needed=copy is None)
     if found.path is None and restarts and config.resume not in ("none", "auto"):
         found = checkpoints.find(config.resume)
     for words in found.passed_over:
         console.notice(f"passed over {words}")
     earlier = None if found.path is None else read_run(found.path)
-    copy = None
-    if copies is not None and (restarts or config.resume == "auto"):
-        copy = copies.find()
-        if copy is not None and (earlier is None or copy.step > earlier.step):
-            earlier = run_state(copy.record, "the copy in memory")
-        else:
-            copy = None
-    elif copies is not None:
+    if copy is not None and (earlier is None or copy.step > earlier.step):
+        earlier = run_state(copy.record, "the copy in memory")
+    else:
+        copy = None
+    if copies is not None and not (restarts or config.resume == "auto"):
         copies.remove()  # of another run that had this output folder
         world.barrier()
     if restarts and world.rank == 0:

@@ -1,8 +1,8 @@
 """Ending a run in good order when the system asks for it. Imports runtime.world.
 
 SIGTERM and SIGUSR1 to any process: all finish the step they are in, save and exit with 0. The processes agree by a
-number that goes round with every step and is read one step later, so that nobody waits for it. A second signal ends the
-process at once.
+number that goes round with every step and is read one step later, so that nobody waits for it. A second signal, a
+second later or more, ends the process at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SECOND_S = 1.0
+"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
 
 
 class StopRequest:
@@ -27,6 +30,7 @@ class StopRequest:
     def __init__(self, world: World) -> None:
         self._world = world
         self.caught: signal.Signals | None = None
+        self._caught_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._asked: tuple[dist.Work, torch.Tensor] | None = None
 
@@ -64,6 +68,8 @@ class StopRequest:
             self._asked = None
 
     def _catch(self, number: int, _: FrameType | None) -> None:
-        if self.caught is not None:
+        now = time.monotonic()
+        if self.caught is not None and now - self._caught_at >= SECOND_S:
             os._exit(128 + number)
-        self.caught = signal.Signals(number)
+        if self.caught is None:
+            self.caught, self._caught_at = signal.Signals(number), now
