@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tawpipe.pipeline import Pipeline
 from tawpipe.plan.probe import probe
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.second_copy import SecondCopies
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
@@ -374,6 +376,39 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[state.step :]]]
     pipeline.close()
     return losses
+
+
+def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
+    """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
+
+    Returns:
+        whether a copy was found, whether the losses are those of a run that went on, and what is left of the folder.
+    """
+    pipeline = _checkpointed(world, **knobs)
+    given = batches(5, 6)
+    copies = SecondCopies(Path(folder), world.with_group("copies", timedelta(seconds=60)))
+    for step, batch in enumerate(given[:4]):
+        pipeline.step(batch)
+        if step in (1, 3):
+            pipeline.start_copy(copies, run={"step": step + 1, "samples": 0, "seed": 0})
+            copies.wait()
+            assert not copies.problem, copies.problem
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[4:]]]
+    pipeline.close()
+    world.barrier()
+    if lost is not None and world.rank == 0:
+        shutil.rmtree(Path(folder) / f"node-{lost}")
+    world.barrier()
+    other = _checkpointed(world, seed=99, **knobs)
+    found = copies.find()
+    if found is not None:
+        assert other.load_copy(copies, found)["step"] == 4
+        other.seed = 0
+    again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
+    other.close()
+    names = sorted(path.name for path in Path(folder).glob("node-*/*"))
+    copies.remove()
+    return found is not None, again == losses, " ".join(names)
 
 
 def load_into_another_model(world: World, *, folder: str) -> str:

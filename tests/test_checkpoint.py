@@ -43,6 +43,21 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(pool, saved):
     assert "--resume" in message and "mlp" in message
 
 
+@pytest.mark.parametrize(("nodes", "local", "lost"), [(2, 2, 1), (3, 1, 0), (1, 2, None), (2, 1, None)])
+def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
+    found = pool.run("cases:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, placement="spread")
+    assert all(one[:2] == (True, True) for one in found)
+    assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
+    assert not (tmp_path / "copies").exists()
+
+
+def test_two_lost_nodes_are_too_many(pool, tmp_path):
+    def lose(lost: int) -> list:
+        return pool.run("cases:lose_a_node", 1, 2, folder=str(tmp_path / "copies"), lost=lost, placement="spread")
+
+    assert lose(0)[0][0] is False
+
+
 def alone() -> World:
     import torch
 
