@@ -407,6 +407,7 @@ def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) ->
     again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
     other.close()
     names = sorted(path.name for path in Path(folder).glob("node-*/*"))
+    world.barrier()  # all have looked
     copies.remove()
     return found is not None, again == losses, " ".join(names)
 

@@ -126,11 +126,13 @@ def test_a_fault_happens_once_and_in_its_start():
     assert not ran and injector.around(action, 4, print, {}) is print
 
 
-@pytest.mark.parametrize(("kind", "good"), [("nan", lambda x: x != x), ("bitflip", lambda x: x not in (1.5, 0))])
-def test_numbers_are_spoiled(kind, good):
+def test_numbers_are_spoiled():
+    action = Action.parse("COMPUTE UPDATE u3 | norm home.g.3 -> home.w.3")
     buffers = {"home.w.3": torch.full((4,), 1.5)}
-    spoil(kind, Action.parse("COMPUTE UPDATE u3 | norm home.g.3 -> home.w.3"), buffers)
-    assert good(float(buffers["home.w.3"][0])) and bool((buffers["home.w.3"][1:] == 1.5).all())
+    spoil("bitflip", action, buffers)
+    assert float(buffers["home.w.3"][0]) not in (1.5, 0) and bool((buffers["home.w.3"][1:] == 1.5).all())
+    spoil("nan", action, buffers)
+    assert bool(buffers["home.w.3"].isnan().all())
 
 
 # saving
