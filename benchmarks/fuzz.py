@@ -33,7 +33,7 @@ from tawpipe.plan.ask import machine_of
 from tawpipe.plan.machine import Device, machine_from
 from tawpipe.plan.record import knobs_from, question_from
 from tawpipe.report.bars import executed_bars
-from tawpipe.runtime.state import MARKER, damaged, read_record
+from tawpipe.runtime.state import MARKER, damaged, read_record, sealed
 from tawpipe.schedule.actions import Action
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.checkpoint import read_run
@@ -113,10 +113,11 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
         "format": 2,
         "parameters": {"w": [2, 3]},
         "tensors": {"model.w": {"numel": 6, "chunks": [[0, 6, 0]]}},
+        "step": 1,
         "files": [{"bytes": 10, "sha256": "00"}],
         "run": {"step": 1, "samples": 2, "seed": 0, "fingerprint": "documents:1"},
-        "step": 1,
     }
+    faults = "rank=2,step=7,at=push:3,kind=kill;rank=0,step=1,at=forward:2,kind=slow,seconds=2"
     trace = {"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | W0.0 x -> y", 0.0, 1.0]]}
     suite = yaml.safe_load(Path("src/tawpipe/lab/suites/smoke.yaml").read_text(encoding="utf-8"))
     settings = yaml.safe_load(train_options().to_yaml(TrainConfig(data=["README.md"], output=str(folder / "out"))))
@@ -143,7 +144,9 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
             knobs_from(found["schedule"], question_from(found["clock"], where="plan.yaml"))
 
     def read_checkpoint(random_: random.Random) -> None:
-        path = written(f"step/{MARKER}", either(record, json.dumps, random_)).parent
+        # half of them with a checksum that is right, so that what is in them is looked at
+        sealing = (lambda value: json.dumps(sealed(value) if isinstance(value, dict) else value)), json.dumps
+        path = written(f"step/{MARKER}", either(record, random_.choice(sealing), random_)).parent
         read_run(path)
         found = read_record(path)
         damaged(path, found, range(len(found["files"])))
@@ -165,7 +168,7 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
         "action": read_action,
         "suite of the lab": lambda random_: load_suite(str(written("suite.yaml", either(suite, dump, random_)))),
         "rates of links": lambda random_: parse_rates(garble("400mbit,200mbit", random_), nodes=2),
-        "faults": lambda random_: parse_faults(garble("rank=2,step=7,at=push:3,kind=kill;rank=0,step=1", random_)),
+        "faults": lambda random_: parse_faults(garble(faults, random_)),
         "launcher's variables": lambda random_: LaunchEnvironment.read(
             {name: garble(value, random_) if random_.random() < 0.5 else value for name, value in environment.items()}
         ),
@@ -210,7 +213,7 @@ def fuzz(read: Callable[[random.Random], Any], seconds: float, seed: int) -> dic
     return counts | {"findings": findings}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of processor time for every reader")
     parser.add_argument("--seed", type=int, default=0)
@@ -237,7 +240,8 @@ def main() -> None:
         others = "; ".join(f"{key} ({each['count']})" for key, each in one["findings"].items()) or "none"
         lines.append(f"| {name} | {one['tried']} | {one['refused']} | {others} |")
     (args.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if any(one["findings"] for one in found.values()) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,11 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tawpipe.batches import Deal, LocalBatch
 from tawpipe.errors import RunError, UserError
+from tawpipe.faults import flip_a_bit
 from tawpipe.pipeline import Pipeline
 from tawpipe.plan.probe import probe
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.second_copy import SecondCopies
+from tawpipe.runtime.state import file_name
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
@@ -386,7 +388,8 @@ def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) ->
     """
     pipeline = _checkpointed(world, **knobs)
     given = batches(5, 6)
-    copies = SecondCopies(Path(folder), world.with_group("copies", timedelta(seconds=60)))
+    copies = SecondCopies(Path(folder), world, world.with_group("copies", timedelta(seconds=60)))
+    copies.history = "this one"
     for step, batch in enumerate(given[:4]):
         pipeline.step(batch)
         if step in (1, 3):
@@ -400,6 +403,12 @@ def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) ->
         shutil.rmtree(Path(folder) / f"node-{lost}")
     world.barrier()
     other = _checkpointed(world, seed=99, **knobs)
+    copies.history = "another"
+    assert copies.find() is None
+    copies.history = "this one"
+    if lost is None and world.rank == 0 and world.topology.num_nodes > 1:  # a file whose twin is sound
+        flip_a_bit(Path(folder) / "node-0" / "step-00000004" / file_name(0))
+    world.barrier()
     found = copies.find()
     if found is not None:
         assert other.load_copy(copies, found)["step"] == 4

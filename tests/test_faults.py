@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,19 +23,23 @@ from cases import llama
 from schedules import llama as sizes
 from tawpipe import Pipeline, adamw
 from tawpipe.cli import main
+from tawpipe.console import Console
 from tawpipe.errors import RunError, UserError
 from tawpipe.faults import KINDS, ONLY, PLACES, Fault, Injector, flip_a_bit, parse_faults, place_of, spoil
 from tawpipe.launch import Shape, launch
 from tawpipe.runtime.lanes import Doing
 from tawpipe.runtime.saving import Saving
-from tawpipe.runtime.state import MARKER, damaged, file_name, read_record
+from tawpipe.runtime.state import MARKER, damaged, file_name, read_record, sealed
 from tawpipe.runtime.watchdog import Watchdog
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.build import build_training
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
-from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
+from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, remove
+from tawpipe.train.config import TrainConfig, load_config
+from tawpipe.train.history import Mark
+from tawpipe.train.run import Start, _find_state, _second_copies
 from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
 
@@ -264,6 +268,43 @@ def test_the_command_says_what_is_sound(history, capsys):
     assert [path.name for path in (history / "checkpoints").iterdir()] == ["step-00000030"]
 
 
+def test_the_last_sound_checkpoint_is_not_pruned(history, capsys):
+    flip_a_bit(history / "checkpoints" / "step-00000030" / file_name(0))
+    assert main(["checkpoint", "prune", str(history), "--keep", "1"]) == 2
+    assert "step-00000030: the checksum" in capsys.readouterr().err
+    assert main(["checkpoint", "prune", str(history), "--keep", "2"]) == 0
+    assert [path.name[-2:] for path in sorted((history / "checkpoints").iterdir())] == ["20", "30"]
+
+
+def test_a_digit_that_turns_over_in_the_record_is_found(history):
+    marker = history / "checkpoints" / "step-00000030" / MARKER
+    marker.write_text(marker.read_text().replace('"samples": 30', '"samples": 31'))
+    found = Checkpoints(history / "checkpoints", ALONE).find("auto")
+    assert found.path is not None and found.path.name == "step-00000020"
+    assert "its checksum is another one" in found.passed_over[0]
+
+
+def test_what_a_crash_leaves_of_a_removal_goes_at_the_start(history, monkeypatch):
+    folder = history / "checkpoints"
+    monkeypatch.setattr("tawpipe.train.checkpoint.shutil.rmtree", lambda *_, **__: None)  # the crash
+    remove(folder / "step-00000010")
+    monkeypatch.undo()
+    assert min(path.name for path in folder.iterdir()) == "step-00000010.incomplete"
+    Checkpoints(folder, ALONE).find("auto")
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_what_cannot_be_removed_stays_and_is_named(pipeline, history, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("tawpipe.train.checkpoint.remove", refuse)
+    checkpoints = Checkpoints(history / "checkpoints", ALONE, keep=1)
+    checkpoints.start(pipeline, RunState(step=40, samples=40, seed=0))
+    saved = checkpoints.wait()
+    assert saved is not None and not saved.problem and "could not be removed: Permission denied" in saved.left
+
+
 @pytest.mark.parametrize("words", [["list", "nowhere"], ["prune", ".", "--keep", "0"], ["verify", "."]])
 def test_the_command_complains(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -289,8 +330,9 @@ def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
         "tensors": {"model.w": {"numel": 6, "chunks": [[0, 6, 0]]}},
         "files": [{"bytes": 10, "sha256": "00"}],
         "run": {"step": 1, "samples": 2, "seed": 0},
+        "step": 1,
     }
-    (folder / MARKER).write_text(json.dumps(good | changes))
+    (folder / MARKER).write_text(json.dumps(sealed(good | changes)))
     try:
         read_run(folder)
         assert (
@@ -390,22 +432,110 @@ def test_a_wrong_setting_is_not_tried_again():
     assert status == 2 and "restart" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_passed_on_and_waited_for(number):
-    code = "done = []\nfor s in (15, 10): signal.signal(s, lambda *_: done.append(1))\n"
-    code += "while not done: time.sleep(0.02)\ntime.sleep(0.3)\nsys.exit(0)"
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), number)).start()
-    begin = time.monotonic()
-    status, _ = launched(code, patience_s=20)
-    assert status == 0 and time.monotonic() - begin < 15
+READY = "open(os.path.join(READY, str(rank)), 'w').close()\n"
+"""What a worker says when its handlers stand."""
 
 
-def test_patience_ends():
-    code = "for s in (15, 10): signal.signal(s, lambda *_: None)\ntime.sleep(60)"
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    begin = time.monotonic()
-    status, said = launched(code, patience_s=0.5, grace_s=0.5)
-    assert status == 128 + signal.SIGTERM and time.monotonic() - begin < 15 and "SIGTERM" in said
+def launched_and_told(folder: Path, numbers: list[int], code: str, **settings) -> tuple[int, str, float]:
+    """Signals to the launcher when all workers are ready; the seconds from then on."""
+    told: list[float] = []
+
+    def tell() -> None:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.02)
+        told.append(time.monotonic())
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    threading.Thread(target=tell).start()
+    status, said = launched(f"READY = {str(folder)!r}\n" + code, **settings)
+    return status, said, time.monotonic() - told[0]
+
+
+NOTES = "done = []\nfor s in (15, 10): signal.signal(s, lambda *_: done.append(1))\n" + READY
+WAITS = "while not done: time.sleep(0.02)\n"
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM]])
+def test_a_signal_is_passed_on_and_waited_for(tmp_path, numbers):
+    code = NOTES + WAITS + "time.sleep(0.5)\nsys.exit(0)"
+    status, _, seconds = launched_and_told(tmp_path, numbers, code, patience_s=20)
+    assert status == 0 and seconds < 15  # two within a second are one
+
+
+def test_what_fails_after_a_signal_is_reported(tmp_path):
+    code = NOTES + WAITS + "raise SystemExit('no space left' if rank else 0)"
+    status, said, _ = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=20)
+    assert status == 1 and "rank 1" in said and "no space left" in said
+
+
+def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
+    status, said, _ = launched_and_told(tmp_path, [signal.SIGTERM], READY + "time.sleep(60)", patience_s=20)
+    assert status == 128 + signal.SIGTERM and "rank" not in said
+
+
+def test_patience_ends(tmp_path):
+    code = NOTES + "time.sleep(60)"
+    status, said, seconds = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=0.5, grace_s=0.5)
+    assert status == 128 + signal.SIGTERM and seconds < 15 and "SIGTERM" in said
+
+
+# histories
+
+
+def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
+    words = ["--output", str(tmp_path / "run"), "--checkpoint.memory-every", "1"]
+    words += ["--checkpoint.memory-dir", str(tmp_path)]
+    auto, anew = load_config([*words, "--resume", "auto"]), load_config(words)
+
+    def start(config: TrainConfig, restarts: int = 0) -> Start:
+        copies = _second_copies(config, ALONE)
+        checkpoints = Checkpoints(config.output_path / "checkpoints", ALONE)
+        found = _find_state(config, ALONE, Console(0), checkpoints, copies, None, restarts)
+        if found.state is None and copies is not None:
+            run = asdict(RunState(step=1, samples=1, seed=0))
+            pipeline.start_copy(copies, run=run)
+            copies.wait()
+            assert not copies.problem
+        return found
+
+    assert start(auto).copy is None
+    assert start(auto).copy is not None and start(auto, restarts=1).copy is not None
+    assert start(anew, restarts=1).copy is None  # the start before it died before it had chosen
+    assert start(anew, restarts=1).copy is not None
+    assert start(anew).copy is None
+    shutil.rmtree(tmp_path / "run")
+    assert start(auto).copy is None  # of a run that is not there any more
+    off = replace(auto, checkpoint=replace(auto.checkpoint, memory_every=0))
+    assert start(off).copy is None and not list(tmp_path.glob("tawpipe-*"))
+
+
+def test_a_mark_that_is_damaged_says_nothing():
+    for text in ("", "{", "[]", "{}", '{"history": 1}', "null"):
+        assert Mark.of(text) == Mark()
+    assert Mark.of(Mark("a", "auto", "b").text) == Mark("a", "auto", "b")
+
+
+# a full disk
+
+
+def test_a_row_that_a_full_disk_does_not_take_is_left_out(tmp_path):
+    code = "import resource, signal, sys; from pathlib import Path; from tawpipe.train.metrics import MetricsWriter\n"
+    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False)\n"
+    code += "row = dict(loss=1.0, grad_norm=1.0, learning_rate=1.0, tokens_per_second=1.0)\n"
+    code += "assert not writer.write(1, row)\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))\n"
+    code += "said = [writer.write(step, row) for step in (2, 3)]\n"
+    code += "assert 'No space left' in said[0] and not said[1], said\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+    code += "assert not writer.write(4, row)\n"
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 4]
 
 
 # jumps of the loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -263,6 +264,23 @@ def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained
     assert not list((trained / "restarted" / "checkpoints").glob("*.incomplete"))
 
 
+def listening(pid: int) -> set[str]:
+    """Addresses, as the kernel writes them, that a process and its children listen at."""
+    family = [pid]
+    for one in family:
+        for task in Path(f"/proc/{one}/task").iterdir():
+            family += map(int, (task / "children").read_text().split())
+    sockets = set()
+    for one in family:
+        for handle in Path(f"/proc/{one}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(str(handle.readlink()))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
 def test_sigterm_ends_a_run_in_good_order(trained):
     words = [sys.executable, *command(trained, "stopped", "--steps", "100000", *QUIET)]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -273,6 +291,8 @@ def test_sigterm_ends_a_run_in_good_order(trained):
             said += line
             if line.startswith("step"):
                 break
+        if sys.platform.startswith("linux"):
+            assert listening(process.pid) <= {"0100007F"}, "others can reach it"
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -32,7 +33,14 @@ from tawpipe.gpus import Gpu
 from tawpipe.workers import STUCK, USER_ERROR, Failure, StderrKeeper, first_cause
 
 MARKER = "TAWPIPE_LOCAL_LAUNCHER"
+LAUNCH = "TAWPIPE_LAUNCH"
+"""Tells the starts of one launch from those of another."""
+THIS_LAUNCH = secrets.token_hex(8)
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
+SECOND_S = 1.0
+"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
 
 
 def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
@@ -85,12 +93,15 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": shape.local_size,
         "GROUP_RANK": rank // shape.local_size,
         "GROUP_WORLD_SIZE": shape.nodes,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
         RESTARTS: restart,
         MARKER: 1,
+        LAUNCH: THIS_LAUNCH,
     }
+    if sys.platform.startswith("linux"):  # nobody else is to be listened to
+        variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
     return {name: str(value) for name, value in variables.items()}
@@ -106,7 +117,7 @@ def reserved_port() -> Iterator[int]:
     """A free TCP port that stays ours without being listened on; see the head of this file."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))
+        holder.bind((LOOPBACK, 0))
         yield holder.getsockname()[1]
 
 
@@ -142,7 +153,7 @@ def launch(
         gpus: one for each process, or none.
         grace_s: seconds from SIGTERM to SIGKILL for workers that do not end.
         patience_s: seconds that SIGTERM and SIGUSR1, which are passed on, leave the workers to end in good order; 0 to
-            end them at once. A second signal ends them at once.
+            end them at once. A second signal, a second later or more, ends them at once.
         max_restarts: how often all workers are started again after one of them has died.
         errors: where reports go; standard error by default.
 
@@ -177,6 +188,7 @@ class _Run:
     failures: list[Failure] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     signals: list[int] = field(default_factory=list)
+    again: bool = False
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     over: bool = False
     asked_at: float | None = None
@@ -187,7 +199,15 @@ class _Run:
         caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
         if self.patience_s:
             caught.append(signal.SIGUSR1)
-        before = {number: signal.signal(number, lambda got, _: self.signals.append(got)) for number in caught}
+        first_at = 0.0
+
+        def note(number: int, _: object) -> None:
+            nonlocal first_at
+            self.again |= bool(self.signals) and (not self.patience_s or time.monotonic() - first_at >= SECOND_S)
+            first_at = first_at or time.monotonic()
+            self.signals.append(number)
+
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:
@@ -219,7 +239,7 @@ class _Run:
             self._watch(0.05)
             if self.signals and self._in_good_order():
                 continue
-            if self.signals:
+            if self.signals and not self._failed_by_itself():
                 self._end_workers()
                 name = signal.Signals(self.signals[0]).name
                 print(f"tawpipe: stopped by {name}", file=self.errors, flush=True)
@@ -238,12 +258,18 @@ class _Run:
 
     def _in_good_order(self) -> bool:
         """Whether the workers are given time to end after a signal, which they are told of once."""
-        if not self.patience_s or len(self.signals) > 1 or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
+        if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
             return False
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             self._signal_groups(signal.Signals(self.signals[0]))
         return not self.failures and time.monotonic() - self.asked_at < self.patience_s
+
+    def _failed_by_itself(self) -> bool:
+        """Whether a worker has failed in the time that it was given to end, and not of the signal."""
+        if self.asked_at is None or self.again:
+            return False
+        return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
 
     def end_all(self) -> None:
         self._end_workers()
@@ -274,7 +300,7 @@ class _Run:
 
     def _watch_until(self, done: Callable[[], bool], *, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not done() and time.monotonic() < end and len(self.signals) < 2:
+        while not done() and time.monotonic() < end and not self.again:
             self._watch(0.05)
 
     def _read(self, key: selectors.SelectorKey) -> None:

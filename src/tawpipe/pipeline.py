@@ -167,6 +167,7 @@ class Pipeline:
         self.spec = model_spec(self.chain)
         self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
+        self._saving: Saving | None = None
         self.step_number = 0
         self._training: bool | None = None
         self._generation = 0  # changes whenever weights may have
@@ -297,6 +298,8 @@ class Pipeline:
         try:
             self.drain()
         finally:
+            if self._saving is not None:
+                self._saving.join()
             self.executor.close()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
@@ -354,12 +357,23 @@ class Pipeline:
             raise RunError(f"{folder} could not be written: {saved.problem}")
         return saved
 
-    def start_saving(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> Saving:
+    def start_saving(
+        self,
+        folder: str | Path,
+        *,
+        run: Mapping[str, Any] | None = None,
+        after: Callable[[], str] | None = None,
+    ) -> Saving:
         """Copy what ``save`` writes, and write it while training goes on; one at a time.
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
+
+        Args:
+            after: is called in the thread of every rank when the folder is complete; returns what went wrong, if
+                anything, which ``Saved.left`` passes on.
         """
         begin = time.perf_counter()
+        assert self._saving is None or self._saving.done, "one save at a time"
         pieces, shapes = self._stage()
         saving = Saving(
             Path(folder),
@@ -369,8 +383,10 @@ class Pipeline:
             world=self._world_of_saves,
             staged_s=time.perf_counter() - begin,
             before_write=self.injector.before_save if self.injector else None,
-            after=self.injector.after_save if self.injector else None,
+            spoil=self.injector.after_save if self.injector else None,
+            after=after,
         )
+        self._saving = saving
         return saving.start()
 
     def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:

@@ -184,18 +184,19 @@ class CpuLane:
 class CudaEvent:
     """Recorded in a stream."""
 
-    __slots__ = ("begin", "event")
+    __slots__ = ("begin", "event", "issued")
 
     def __init__(self, *, timed: bool = False) -> None:
         self.event = torch.cuda.Event(enable_timing=timed)
-        self.begin = torch.cuda.Event(enable_timing=True) if timed else None
+        self.begin = torch.cuda.Event(enable_timing=timed)
+        self.issued = False  # an event that was never recorded says that it has ended
 
     def wait(self) -> None:
         self.event.synchronize()
 
     @property
     def done(self) -> bool:
-        return self.event.query()
+        return self.issued and self.event.query()
 
 
 class CudaLane:
@@ -231,24 +232,24 @@ class CudaLane:
                 self.stream.wait_event(other.event)
             if self._delay is not None:
                 torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
-            if event.begin is not None:
-                event.begin.record(self.stream)
+            event.begin.record(self.stream)
+            self._submitted.append((label, time.monotonic(), event))  # before ``run``, in which a thread may hang
             run()
             event.event.record(self.stream)
-        self._submitted.append((label, time.monotonic(), event))
+            event.issued = True
         return event
 
     def busy_s(self) -> float:
         while self._submitted and self._submitted[0][2].done:
             event = self._submitted.popleft()[2]
-            if event.begin is not None:
+            if self._timed:
                 self._busy_s += event.begin.elapsed_time(event.event) / 1e3
         return self._busy_s
 
     def doing(self) -> Doing | None:
         for label, begin, event in tuple(self._submitted):
             if not event.done:
-                return Doing(label, time.monotonic() - begin, False)
+                return Doing(label, time.monotonic() - begin, not event.begin.query())
         return None
 
     def close(self) -> None:

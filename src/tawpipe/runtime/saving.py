@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.state import FORMAT, MARKER, PARTIAL, StatePiece, checksum, file_name
+from tawpipe.runtime.state import FORMAT, MARKER, PARTIAL, StatePiece, checksum, file_name, sealed
 from tawpipe.runtime.world import World
 
 
@@ -39,12 +39,14 @@ class Saved:
         staged_s: for which training stood still.
         written_s: from then on until the folder was complete.
         problem: why it is not there; empty if it is.
+        left: what could not be done after it on this rank.
     """
 
     folder: Path
     staged_s: float
     written_s: float
     problem: str = ""
+    left: str = ""
 
 
 def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
@@ -55,9 +57,9 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     """
     sound: dict[torch.device, list[Tensor]] = {}
     for piece in pieces:
-        sound.setdefault(piece.value.device, []).append(piece.value.isfinite().all())
+        sound.setdefault(piece.value.device, []).append(_finite(piece.value))
     if not all(bool(torch.stack(flags).all()) for flags in sound.values()):
-        name = next(piece.name for piece in pieces if not bool(piece.value.isfinite().all()))
+        name = next(piece.name for piece in pieces if not bool(_finite(piece.value)))
         raise RunError(f"{name} holds numbers that are not finite; it is not saved")
     on_device = any(piece.value.is_cuda for piece in pieces)
     copies = []
@@ -67,6 +69,11 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     if on_device:
         torch.cuda.synchronize()
     return [StatePiece(one.name, one.numel, one.start, copy) for one, copy in zip(pieces, copies, strict=True)]
+
+
+def _finite(value: Tensor) -> Tensor:
+    """Whether all numbers are; without temporaries of the tensor's size, which no plan has counted."""
+    return (torch.linalg.vector_norm(value, float("inf")) if value.numel() else value).isfinite().all()
 
 
 class Saving:
@@ -79,7 +86,8 @@ class Saving:
         record: goes into ``tawpipe.json``; JSON values.
         world: whose group nothing else uses in the meantime.
         staged_s: how long staging took, for the report.
-        before_write, after: called by the thread before it writes, and with the complete folder; for tests.
+        before_write, spoil: called by the thread before it writes, and with the complete folder; for tests.
+        after: called by the thread when the folder is complete; returns what went wrong.
     """
 
     def __init__(
@@ -92,11 +100,12 @@ class Saving:
         world: World,
         staged_s: float = 0.0,
         before_write: Callable[[], object] | None = None,
-        after: Callable[[Path], object] | None = None,
+        spoil: Callable[[Path], object] | None = None,
+        after: Callable[[], str] | None = None,
     ) -> None:
         self.folder, self._pieces, self._world = folder, list(pieces), world
         self._shapes, self._record, self._staged_s = shapes, record, staged_s
-        self._before_write, self._after = before_write, after
+        self._before_write, self._spoil, self._after = before_write, spoil, after
         self._begin = time.perf_counter()
         self._result: Saved | None = None
         self._error: BaseException | None = None
@@ -111,6 +120,10 @@ class Saving:
     def done(self) -> bool:
         """Whether this rank has nothing left to do."""
         return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Until the thread has ended, whatever came of it."""
+        self._thread.join()
 
     def wait(self, limit_s: float | None = None) -> Saved:
         """What came of it, when it has ended.
@@ -128,14 +141,16 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            problem = self._write()
+            problem, left = self._write(), ""
+            if not problem and self._spoil is not None:
+                self._spoil(self.folder)
             if not problem and self._after is not None:
-                self._after(self.folder)
+                left = self._after()
         except BaseException as error:
             self._error = error
             return
-        self._pieces.clear()
-        self._result = Saved(self.folder, self._staged_s, time.perf_counter() - self._begin, problem)
+        self._pieces.clear()  # the copies are many gigabytes
+        self._result = Saved(self.folder, self._staged_s, time.perf_counter() - self._begin, problem, left)
 
     def _write(self) -> str:
         partial, world = self.folder.with_name(self.folder.name + PARTIAL), self._world
@@ -190,7 +205,7 @@ class Saving:
         for path in notes:
             path.unlink()
         content = {"format": FORMAT, "parameters": self._shapes, "tensors": tensors, "files": files, **self._record}
-        _write_text(partial / MARKER, json.dumps(content, indent=1))
+        _write_text(partial / MARKER, json.dumps(sealed(content), indent=1))
         _sync(partial)
         replaced = self.folder.with_name(self.folder.name + ".replaced")
         shutil.rmtree(replaced, ignore_errors=True)

@@ -1,21 +1,24 @@
 """State in the memory of the nodes, so that the loss of one of them costs steps since then and no reading of a disk.
 
 Imports runtime (state, world) and safetensors. Processes do not outlive a restart, files in a memory file system do:
-every rank writes its stripes there, and those of the rank with its number on the node before, which sends them over a
-process group of its own while training goes on. After the loss of one node the others still hold everything. A copy is
-a folder of each node,
+every rank writes its stripes there, and those of the rank with its number on the machine before, which sends them over
+a process group of its own while training goes on. After the loss of one machine the others still hold everything. Nodes
+are machines here, however schedules group their processes. A copy is a folder of each node,
 
     DIR/node-1/step-00000120/tawpipe.json              # as of a checkpoint, the same on all nodes
     DIR/node-1/step-00000120/state-00002.safetensors   # of the node's own ranks, and of those before it
 
 and has its name when every rank has written. At a start the ranks say which files they see; the newest step of which
-every file is somewhere is gone on from, and the rank that holds a file sends the others what they need of it.
+every file is somewhere and sound is gone on from, and a rank that holds a file sends the others what they need of it.
+Copies of another history (another run in this output folder, or one that was gone back behind) are never looked at.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -42,10 +45,12 @@ from tawpipe.runtime.state import (
     checksum,
     file_name,
     read_record,
+    sealed,
     state_pieces,
 )
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -67,19 +72,21 @@ class SecondCopies:
 
     Args:
         folder: in a memory file system, of this run alone; the same on all nodes, which do not share it.
-        world: whose group nothing else uses in the meantime.
+        world: the processes, for finding and loading.
+        copying: the same with a group that nothing else uses, for making copies.
+
+    ``history`` tells the copies of one run from those of others in the same folder; set before the first copy.
     """
 
-    def __init__(self, folder: Path, world: World) -> None:
-        self._world, self.folder = world, folder
-        nodes = world.topology
+    def __init__(self, folder: Path, world: World, copying: World) -> None:
+        self._world, self._copying, self.folder = world, copying, folder
+        self.history = ""
+        nodes = world.hosts
         node, local = nodes.node_of(world.rank), nodes.local_of(world.rank)
         self._own = folder / f"node-{node}"
         self._leads = local == 0
-        after, before = (node + 1) % nodes.num_nodes, (node - 1) % nodes.num_nodes
-        alone = nodes.num_nodes == 1
-        self._to = None if alone else nodes.nodes[after][local]
-        self._from = None if alone else nodes.nodes[before][local]
+        self._to = _neighbour(nodes, world.rank)
+        self._from = [rank for rank in range(world.size) if _neighbour(nodes, rank) == world.rank]
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.problem = ""
@@ -94,8 +101,7 @@ class SecondCopies:
     ) -> None:
         """Make a copy of staged pieces in a thread; call on all ranks, when the one before it has ended."""
         self.wait()
-        dtype = str(pieces[0].value.dtype) if pieces else ""
-        content = {"format": FORMAT, "parameters": shapes, "step": step, "run": dict(run), "dtype": dtype}
+        content = {"format": FORMAT, "parameters": shapes, "step": step, "run": dict(run), "history": self.history}
         self._thread = threading.Thread(target=self._run, args=(list(pieces), content), name="second copy", daemon=True)
         self._thread.start()
 
@@ -126,18 +132,21 @@ class SecondCopies:
         self.seconds = time.perf_counter() - begin
 
     def _make(self, pieces: Sequence[StatePiece], content: dict[str, Any]) -> str:
-        world, name = self._world, f"step-{content['step']:08d}"
+        world, name = self._copying, f"step-{content['step']:08d}"
         partial = self._own / (name + PARTIAL)
         mine = save_bytes({piece.key: piece.value for piece in pieces})
-        theirs = self._swap(mine)
+        theirs = self._swap(mine, world)
         note: dict[str, Any] = {"problem": "", "bytes": len(mine), "sha256": hashlib.sha256(mine).hexdigest()}
         note["content"] = content if world.rank == 0 else None
-        note["chunks"] = [[piece.name, piece.numel, piece.start, piece.value.numel()] for piece in pieces]
+        note["chunks"] = [
+            [piece.name, piece.numel, str(piece.value.dtype), piece.start, piece.value.numel()] for piece in pieces
+        ]
         try:
+            own_folder(self.folder)
             partial.mkdir(parents=True, exist_ok=True)
             (partial / file_name(world.rank)).write_bytes(mine)
-            if self._from is not None:
-                (partial / file_name(self._from)).write_bytes(theirs)
+            for rank, their in theirs.items():
+                (partial / file_name(rank)).write_bytes(their)
         except Exception as error:  # whatever it is, this rank goes on to tell the others
             note = {"problem": f"rank {world.rank}: {error} ({self.folder})"}
         notes = [json.loads(text) for text in world.gather_texts(json.dumps(note))]
@@ -146,38 +155,38 @@ class SecondCopies:
             files = [{"bytes": one["bytes"], "sha256": one["sha256"]} for one in notes]
             tensors: dict[str, Any] = {}
             for number, one in enumerate(notes):
-                for tensor, numel, start, count in one["chunks"]:
-                    tensors.setdefault(tensor, {"numel": numel, "chunks": []})["chunks"].append([start, count, number])
-            text = json.dumps({**notes[0]["content"], "tensors": tensors, "files": files})
+                for tensor, numel, dtype, start, count in one["chunks"]:
+                    entry = tensors.setdefault(tensor, {"numel": numel, "dtype": dtype, "chunks": []})
+                    entry["chunks"].append([start, count, number])
+            text = json.dumps(sealed({**notes[0]["content"], "tensors": tensors, "files": files}))
             try:
                 (partial / MARKER).write_text(text, encoding="utf-8")
                 shutil.rmtree(self._own / name, ignore_errors=True)
                 partial.rename(self._own / name)
             except OSError as error:
                 problem = f"rank {world.rank}: {error.strerror or error} ({self.folder})"
+        older = [path for path in self.folder.glob("node-*/step-*") if path.name != name]  # before others may go on
         problem = next(filter(None, world.gather_texts(problem)), "")
         if self._leads:
-            shutil.rmtree(partial, ignore_errors=True)
-            for path in self.folder.glob("node-*/step-*") if not problem else ():
-                if path.name != name:  # every node has the new one now
-                    shutil.rmtree(path, ignore_errors=True)
+            for path in [partial, *([] if problem else older)]:  # every node has the new one now
+                shutil.rmtree(path, ignore_errors=True)
         return problem
 
-    def _swap(self, mine: bytes) -> bytes | memoryview:
-        """Send to the node after this one, receive from the node before it."""
-        if self._to is None or self._from is None:
-            return b""
-        group = self._world.group
-        sizes = self._world.gather_numbers(float(len(mine)))
+    def _swap(self, mine: bytes, world: World) -> dict[int, memoryview]:
+        """Send to the node after this one, receive from ranks of the node before it."""
+        if self._to is None:
+            return {}
+        sizes = world.gather_numbers(float(len(mine)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nobody writes into it
             leaving = torch.frombuffer(mine, dtype=torch.uint8)
-        arriving = torch.empty(int(sizes[self._from]), dtype=torch.uint8)
-        works = [dist.isend(leaving, self._to, group=group), dist.irecv(arriving, self._from, group=group)]
+        arriving = {rank: torch.empty(int(sizes[rank]), dtype=torch.uint8) for rank in self._from}
+        works = [dist.isend(leaving, self._to, group=world.group)]
+        works += [dist.irecv(buffer, rank, group=world.group) for rank, buffer in arriving.items()]
         for work in works:
             assert work is not None
             work.wait()
-        return memoryview(arriving.numpy())
+        return {rank: memoryview(buffer.numpy().data) for rank, buffer in arriving.items()}
 
     # going on from one
 
@@ -189,30 +198,39 @@ class SecondCopies:
             markers = {seen[str(step)][0] for seen in everyone if str(step) in seen}
             if len(markers) > 1:
                 continue
-            holders: dict[int, tuple[int, str]] = {}
+            seers: dict[tuple[int, str], list[int]] = {}
             for rank, seen in enumerate(everyone):
                 for number, folder in seen.get(str(step), ("", []))[1]:
-                    holders.setdefault(number, (rank, folder))
-            if not holders:
+                    seers.setdefault((number, folder), []).append(rank)
+            if not seers:
                 continue
-            teller, place = min(holders.values())
+            (_, place), (teller, *_) = min(seers.items(), key=lambda pair: pair[1])
             text = self._text_of(Path(place) if world.rank == teller else None, teller)
             record = json.loads(text) if text else {}
             files = record.get("files", [])
-            if not files or set(holders) != set(range(len(files))):
-                continue
-            own = [number for number, (rank, _) in holders.items() if rank == world.rank]
-            sound = all(checksum(Path(holders[n][1]) / file_name(n)) == files[n]["sha256"] for n in own)
-            if all(world.gather_numbers(float(sound))):
+            # Ranks of one node see the same files: each reads some of them, and is who sends those.
+            readers = {file: ranks[file[0] % len(ranks)] for file, ranks in sorted(seers.items())}
+            sound = [
+                [number, folder]
+                for (number, folder), rank in readers.items()
+                if rank == world.rank and number < len(files) and _is_sound(folder, number, files[number]["sha256"])
+            ]
+            holders: dict[int, tuple[int, str]] = {}
+            for rank, own in enumerate(world.gather_texts(json.dumps(sound))):
+                for number, folder in json.loads(own):
+                    holders.setdefault(number, (rank, folder))
+            if files and set(holders) == set(range(len(files))):
                 return Copy(step, record, tuple(holders[number] for number in range(len(files))))
         return None
 
     def _seen(self) -> dict[str, tuple[str, list[tuple[int, str]]]]:
         """Step to the checksum of its record, and the files that are here."""
         found: dict[str, tuple[str, list[tuple[int, str]]]] = {}
-        for path in sorted(self.folder.glob("node-*/step-*")):
+        for path in sorted(self.folder.glob("node-*/step-*")) if is_ours(self.folder) else ():
             try:
                 record = read_record(path)
+                if record.get("history") != self.history:
+                    continue
                 files = [
                     (number, str(path))
                     for number, entry in enumerate(record["files"])
@@ -241,9 +259,6 @@ class SecondCopies:
         world = self._world
         own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
         check_same_model(self.folder, copy.record["parameters"], own)
-        if copy.record.get("dtype") != str(storage.master_dtype):
-            expected = f"masters of {copy.record.get('dtype')}, as in the copy in memory; or remove {self.folder}"
-            raise UserError("--dtype", str(storage.master_dtype), expected)
         optimizers.create_state()
         pieces = list(state_pieces(storage, optimizers, saving=False))
         wanted = [[piece.name, piece.start, piece.value.numel()] for piece in pieces]
@@ -254,6 +269,12 @@ class SecondCopies:
                 needs.setdefault(name, []).append((rank, start, start + count))
         if missing := sorted(needs.keys() - copy.record["tensors"].keys()):
             raise UserError("--resume", str(self.folder), f"a copy of this model and optimizer; it has no {missing[0]}")
+        for piece in pieces:
+            copied = copy.record["tensors"][piece.name]
+            if (copied["numel"], copied["dtype"]) != (piece.numel, str(piece.value.dtype)):
+                has = f"{copied['numel']} numbers of {copied['dtype']}"
+                expected = f"a copy with {piece.name} as it is here; it has {has}; or remove that folder on all nodes"
+                raise UserError("--resume", str(self.folder), expected)
         mine: dict[str, list[StatePiece]] = {}
         for piece in pieces:
             mine.setdefault(piece.name, []).append(piece)
@@ -273,6 +294,37 @@ class SecondCopies:
                     _place(mine[name], begin, part)
         for unit in storage.master:
             storage.refresh(unit)
+
+
+def _neighbour(nodes: Topology, rank: int) -> int | None:
+    """Which rank of the next node gets a rank's copy; None on a single node."""
+    if nodes.num_nodes == 1:
+        return None
+    after = nodes.nodes[(nodes.node_of(rank) + 1) % nodes.num_nodes]
+    return after[nodes.local_of(rank) % len(after)]
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder that nobody else can read.
+
+    Raises:
+        OSError: it belongs to somebody else, whose weights would be taken for ours.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(folder):
+        raise PermissionError(errno.EACCES, "belongs to another user", str(folder))
+    folder.chmod(0o700)
+
+
+def is_ours(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+
+
+def _is_sound(folder: str, number: int, expected: str) -> bool:
+    try:
+        return checksum(Path(folder) / file_name(number)) == expected
+    except OSError:
+        return False
 
 
 def _parts(

@@ -4,7 +4,8 @@ Imports runtime (storage, optimizer, world) and safetensors. A stripe of a matri
 parameter and every state of it is kept as one-dimensional chunks; shapes stand beside them. A folder holds
 
 * ``state-00003.safetensors``: the chunks of rank 3, called ``NAME@START``. Nothing in it can run code.
-* ``tawpipe.json``: shapes, which chunk is in which file, size and SHA-256 of every file, and what the caller adds.
+* ``tawpipe.json``: shapes, which chunk is in which file, size and SHA-256 of every file, what the caller adds, and the
+  SHA-256 of all that.
 
 It is complete when it has its final name and holds ``tawpipe.json``, which is written last (see ``saving``).
 """
@@ -31,6 +32,8 @@ from tawpipe.runtime.world import World
 FORMAT = 2
 MARKER = "tawpipe.json"
 PARTIAL = ".incomplete"
+SEAL = "sha256"
+"""Name of a record's own checksum in it."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,16 @@ def file_name(number: int) -> str:
     return f"state-{number:05}.safetensors"
 
 
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its own checksum, so that a digit that turns over on the disk is no other record."""
+    return {**record, SEAL: _seal(record)}
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in record.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def is_complete(folder: Path) -> bool:
     """Whether a folder holds state that was written to its end."""
     return folder.suffix != PARTIAL and (folder / MARKER).is_file()
@@ -103,6 +116,8 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise UserError("--resume", str(folder), f"a readable {MARKER} ({error!r})") from error
     if found != FORMAT:
         raise UserError("--resume", str(folder), f"format {FORMAT}, not {found!r}")
+    if record.get(SEAL) != _seal(record):
+        raise UserError("--resume", str(folder), f"a sound {MARKER} (its checksum is another one)")
     if problem := _malformed(record):
         raise UserError("--resume", str(folder), f"a sound {MARKER} ({problem})")
     return record
@@ -113,6 +128,8 @@ def _malformed(record: Mapping[str, Any]) -> str:
     for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
         if not isinstance(record.get(name), kind):
             return f"{name} is not there"
+    if not _whole(record.get("step")):
+        return f"step is {record.get('step')!r}"
     files = record["files"]
     for entry in files:
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not _whole(entry.get("bytes")):

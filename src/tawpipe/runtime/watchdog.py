@@ -114,7 +114,8 @@ class Watchdog:
 
     def report(self, step: str, seconds: float) -> Iterator[str]:
         """Where this rank is."""
-        yield f"{self._where}: {step} has taken {seconds:.0f} s, longer than --timeouts allow"
+        limits = "--timeouts.step-s, or for the first step --timeouts.first-step-s"
+        yield f"{self._where}: {step} has taken {seconds:.0f} s, longer than {limits} allows"
         doing = {lane: one for lane, one in self._doing().items() if one is not None}
         for lane, one in doing.items():
             state = "waits to begin" if one.waits else "is in"

@@ -14,7 +14,7 @@ from typing import Any
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.saving import Saved, Saving
-from tawpipe.runtime.state import MARKER, PARTIAL, damaged, is_complete, read_record
+from tawpipe.runtime.state import PARTIAL, damaged, is_complete, read_record
 from tawpipe.runtime.world import World
 
 ABANDONED = ".abandoned"
@@ -87,7 +87,8 @@ class Checkpoints:
         assert self._saving is None, "one save at a time"
         path = self.folder / f"step-{state.step:08d}"
         self._mine.append(path)
-        self._saving = pipeline.start_saving(path, run=asdict(state))
+        after = self._prune if self.world.rank == 0 else None
+        self._saving = pipeline.start_saving(path, run=asdict(state), after=after)
 
     @property
     def under_way(self) -> bool:
@@ -100,22 +101,28 @@ class Checkpoints:
         return self._saving is not None and self._saving.done
 
     def wait(self) -> Saved | None:
-        """What came of the save under way, if there is one; call on all ranks.
-
-        When it is complete, older ones beyond ``keep`` go. So do those that an earlier run has left behind the step
-        from which this one went on: they are of another history, and ``auto`` would choose them.
-        """
+        """What came of the save under way, if there is one; call on all ranks."""
         if self._saving is None:
             return None
         saved, self._saving = self._saving.wait(self.limit_s), None
-        if not saved.problem and self.world.rank == 0:
-            complete = self.complete()
-            abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
-            kept = [p for p in complete if p not in abandoned]
-            abandoned += self.folder.glob(f"step-*{ABANDONED}")
+        return saved
+
+    def _prune(self) -> str:
+        """When one is complete, older ones beyond ``keep`` go. So do those that an earlier run has left behind the step
+        from which this one went on: they are of another history, and ``auto`` would choose them.
+
+        In the thread that has saved: to remove many gigabytes takes long on some file systems.
+        """
+        complete = self.complete()
+        abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
+        kept = [p for p in complete if p not in abandoned]
+        abandoned += self.folder.glob(f"step-*{ABANDONED}")
+        try:
             for old in abandoned + superfluous(kept, keep=self.keep, keep_every=self.keep_every):
                 remove(old)
-        return saved
+        except OSError as error:
+            return f"{error.filename} could not be removed: {error.strerror}"
+        return ""
 
     def save(self, pipeline: Pipeline, state: RunState) -> Path:
         """Write a checkpoint and wait for it; call on all ranks.
@@ -221,9 +228,16 @@ def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list
 
 
 def remove(path: Path) -> None:
-    """The marker goes first: a folder that is half removed is not complete."""
-    (path / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    """Under the name of what is not complete, by which a start finds what a crash leaves of it.
+
+    Raises:
+        OSError: it may not be removed; it is as it was then.
+    """
+    going = path if path.suffix == PARTIAL else path.with_name(path.name + PARTIAL)
+    shutil.rmtree(going, ignore_errors=True)
+    if going != path:
+        path.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:

@@ -50,15 +50,20 @@ def _list(_: argparse.Namespace, path: Path) -> int:
 def _verify(_: argparse.Namespace, path: Path) -> int:
     bad = 0
     for folder in _found(path):
-        try:
-            record = read_record(folder)
-            read_run(folder)
-            problem = damaged(folder, record, range(len(record["files"])))
-        except UserError as error:
-            problem = error.expected
+        problem = problem_of(folder)
         bad += bool(problem)
         print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)
     return 1 if bad else 0
+
+
+def problem_of(folder: Path) -> str:
+    """What is wrong with a checkpoint, of which all is read; or nothing."""
+    try:
+        record = read_record(folder)
+        read_run(folder)
+        return damaged(folder, record, range(len(record["files"])))
+    except UserError as error:
+        return error.expected
 
 
 def _prune(arguments: argparse.Namespace, path: Path) -> int:
@@ -67,7 +72,11 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
             raise UserError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"at least {least}")
     if is_complete(path):
         raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
-    old = superfluous(_found(path), keep=arguments.keep, keep_every=arguments.keep_every)
+    found = _found(path)
+    old = superfluous(found, keep=arguments.keep, keep_every=arguments.keep_every)
+    if old and not any(not problem_of(one) for one in reversed(found) if one not in old):
+        expected = f"so many that a sound checkpoint is among them; {found[-1].name}: {problem_of(found[-1])}"
+        raise UserError("--keep", arguments.keep, expected)
     for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
         remove(folder)
         print(f"removed {folder}")
@@ -90,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, words in (
         ("list", _list, "size, time and position of every checkpoint"),
         ("verify", _verify, "compare every file with its checksum; exit code 1 if one is damaged"),
-        ("prune", _prune, "remove older checkpoints, while no run is writing there"),
+        (
+            "prune",
+            _prune,
+            "remove older checkpoints, while no run is writing there, if a sound one stays",
+        ),
     ):
         one = commands.add_parser(name, help=words, description=words)
         one.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")

@@ -58,10 +58,12 @@ def _check_faults(config: TrainConfig) -> None:
     for fault in parse_faults(config.inject):
         if fault.place != "load" and fault.step > config.steps:
             raise UserError("--inject", f"step={fault.step}", f"a step up to --steps, which is {config.steps}")
-        if fault.place == "save" and fault.step != config.steps and (not every or fault.step % every):
-            raise UserError(
-                "--inject", f"step={fault.step},at=save", f"a step that is saved, every {every}th or the last"
-            )
+        if fault.place == "save" and (not every or (fault.step != config.steps and fault.step % every)):
+            saved = f"a step that is saved, every {every}th or the last" if every else "--checkpoint.every above 0"
+            raise UserError("--inject", f"step={fault.step},at=save", saved)
+        if started_by_local_launcher() and fault.restart > config.max_restarts:
+            expected = f"at most --max-restarts, which is {config.max_restarts}"
+            raise UserError("--inject", f"restart={fault.restart}", expected)
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:
@@ -120,6 +122,8 @@ def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_resume(config: TrainConfig) -> None:
+    if restart_count():  # with what is there; the run itself may have removed what it went on from
+        return
     if config.resume == "auto" and "{time}" in config.output:
         raise UserError("--resume", config.resume, "used with --output naming the folder of the run to go on with")
     if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():

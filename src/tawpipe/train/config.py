@@ -268,7 +268,6 @@ def with_output_named(config: TrainConfig, *, now: time.struct_time | None = Non
     return replace(config, output=config.output.replace("{time}", stamp))
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
-    """Writes the documented YAML of ``config``, which ``--config`` reads back to an equal one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(train_options().to_yaml(config), encoding="utf-8")
+def config_text(config: TrainConfig) -> str:
+    """The documented YAML of ``config``, which ``--config`` reads back to an equal one."""
+    return train_options().to_yaml(config)

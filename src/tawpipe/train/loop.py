@@ -156,14 +156,16 @@ class Training:
         self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
         if step == self.first:
             pipeline.drain()
-            pipeline.set_timeout(timedelta(seconds=config.timeouts.step_s))
+            limit = timedelta(seconds=config.timeouts.step_s)
+            pipeline.set_timeout(limit)
+            self.world.set_timeout(limit)
         if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
             pipeline.check_copies()
         if save:
             self._save(step + 1)
-        elif self.copies is not None and (step + 1) % config.checkpoint.memory_every == 0:
+        if self.copies is not None and (step + 1) % config.checkpoint.memory_every == 0:
             self._copy(step + 1)
-        elif self.checkpoints.under_way and (step + 1) % LOOK_AT_SAVES == 0:
+        if not save and self.checkpoints.under_way and (step + 1) % LOOK_AT_SAVES == 0:
             self._end_save(only_if_ended=True)
 
     def _save(self, step: int) -> None:
@@ -216,6 +218,8 @@ class Training:
         if saved.problem:
             self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
             return
+        if saved.left:
+            self.console.notice(f"an old checkpoint stays: {saved.left}")
         self._stalls.append(saved.staged_s)
 
     @property
@@ -263,8 +267,8 @@ class Training:
                 self.validation_loss = values["validation_loss"] = self._evaluate()
                 self._last = time.perf_counter()
                 extra = f"validation loss {self.validation_loss:.4f}"
-            if self._writer is not None:
-                self._writer.write(done.step, values)
+            if self._writer is not None and (problem := self._writer.write(done.step, values)):
+                self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
             if said := self._spikes.look(result.loss):
                 self.console.notice(f"step {done.step}: {said}")
             if self.config.log.straggler and done.step % self.config.log.every == 0:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
+import shutil
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +29,11 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.second_copy import Copy, SecondCopies
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, run_state
-from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
+from tawpipe.train.config import ScheduleConfig, TrainConfig, config_text
 from tawpipe.train.generate import generate
+from tawpipe.train.history import Mark, launch_name, read_mark, write_mark
 from tawpipe.train.loop import Training
-from tawpipe.train.metrics import last_step, peak_memory_bytes
+from tawpipe.train.metrics import last_step, peak_memory_bytes, replace_text
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 
 ROWS_LOOKED_AT = 15
@@ -96,11 +99,7 @@ def run(config: TrainConfig) -> int:
     elif config.resume == "auto" or restarts:
         console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
-        save_config(given, config.output_path / "config.yaml")
-        if plan:
-            (config.output_path / PLAN).write_text(plan, encoding="utf-8")
-        else:
-            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+        _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     before = _plan_rows(config, pipeline)
@@ -137,8 +136,8 @@ def run(config: TrainConfig) -> int:
     console.summary(results)
     if stopped:
         assert training.stopped is not None
-        name = training.stopped.name
-        console.notice(f"stopped by {name} after step {training.last}; --resume auto goes on from there")
+        then = "" if training.unsaved else "; --resume auto goes on from there"
+        console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
     pipeline.close()
     if copies is not None and not training.unsaved:
         copies.remove()
@@ -148,13 +147,27 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
+def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
+    """Beside the metrics; without them a run can do, too."""
+    try:
+        config.output_path.mkdir(parents=True, exist_ok=True)
+        replace_text(config.output_path / "config.yaml", config_text(config))
+        if plan:
+            replace_text(config.output_path / PLAN, plan)
+        else:
+            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+    except OSError as error:
+        console.notice(f"{error.filename} could not be written: {error.strerror}")
+
+
 def _second_copies(config: TrainConfig, world: World) -> SecondCopies | None:
-    """Where this run keeps copies in memory, if it does."""
-    if not config.checkpoint.memory_every:
-        return None
+    """Where this run keeps copies in memory, if it does; if not, those of runs before it in this folder go."""
     key = hashlib.sha256(str(config.output_path.absolute()).encode()).hexdigest()[:12]
     folder = Path(config.checkpoint.memory_dir) / f"tawpipe-{os.getuid()}-{key}"
-    return SecondCopies(folder, world.with_group("copies", timedelta(days=7)))
+    if config.checkpoint.memory_every:
+        return SecondCopies(folder, world, world.with_group("copies", timedelta(days=7)))
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
 def _find_state(
@@ -169,11 +182,17 @@ def _find_state(
     """What to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
     if injector is not None:
         injector.before_load()
+    before = Mark.of(world.broadcast_text(read_mark(config.output_path).text if world.rank == 0 else ""))
+    launch = world.broadcast_text(launch_name())
+    # A start that died before it had chosen what to go on from leaves that choice to the next one.
+    chosen = restarts > 0 and (before.resume, before.launch) == (config.resume, launch)
+    goes_on = chosen or config.resume == "auto"
     copy = None
-    if copies is not None and (restarts or config.resume == "auto"):
+    if copies is not None and goes_on and before.history:
+        copies.history = before.history
         copy = copies.find()
-    found = checkpoints.find("auto" if restarts else config.resume, needed=copy is None)
-    if found.path is None and restarts and config.resume not in ("none", "auto"):
+    found = checkpoints.find("auto" if goes_on else config.resume, needed=copy is None)
+    if found.path is None and copy is None and chosen and config.resume not in ("none", "auto"):
         found = checkpoints.find(config.resume)
     for words in found.passed_over:
         console.notice(f"passed over {words}")
@@ -182,9 +201,12 @@ def _find_state(
         earlier = run_state(copy.record, "the copy in memory")
     else:
         copy = None
-    if copies is not None and not (restarts or config.resume == "auto"):
-        copies.remove()  # of another run that had this output folder
-        world.barrier()
+    same = goes_on and before.history and (copy or found.path)
+    history = before.history if same else world.broadcast_text(secrets.token_hex(8))
+    if copies is not None:
+        copies.history = history
+    if world.rank == 0:
+        write_mark(config.output_path, Mark(history, config.resume, launch))
     if restarts and world.rank == 0:
         reached, first = last_step(config.output_path), earlier.step if earlier else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")

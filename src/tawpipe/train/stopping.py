@@ -1,8 +1,9 @@
 """Ending a run in good order when the system asks for it. Imports runtime.world.
 
-SIGTERM and SIGUSR1 to any process: all finish the step they are in, save and exit with 0. The processes agree by a
-number that goes round with every step and is read one step later, so that nobody waits for it. A second signal, a
-second later or more, ends the process at once.
+SIGTERM and SIGUSR1 to any process, once training has begun: all finish the step they are in, save and exit with 0. The
+processes agree by a number that goes round with every step and is read one step later, so that nobody waits for it; as
+a step is issued before the one before it has ended, up to two more are done. A second signal, a second later or more,
+ends the process at once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tawpipe.launch import SECOND_S
 from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SECOND_S = 1.0
-"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
 
 
 class StopRequest:
