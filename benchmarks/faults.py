@@ -127,37 +127,22 @@ class Bench:
             max_position_embeddings=64,
         ).save_pretrained(folder / "model")
 
+    def words(self, output: Path, *, steps: int, every: int) -> list[str]:
+        """For ``tawpipe train``: a run that does nothing but steps and checkpoints."""
+        return [
+            *("--data", str(self.folder / "corpus" / "*.txt"), "--model", str(self.folder / "model")),
+            *("--vocab-size", "400", "--sequence-length", "32", "--global-batch", "4", "--steps", str(steps)),
+            *("--checkpoint.every", str(every), "--checkpoint.keep", "0", "--checkpoint.memory-dir", str(self.memory)),
+            *("--evaluation.every", "0", "--sample.tokens", "0", "--plan", "none", "--export.enabled", "false"),
+            *("--log.tensorboard", "false", "--log.every", "1", "--device", "cpu"),
+            *("--cache-dir", str(self.folder / "cache"), "--output", str(output)),
+        ]
+
     def config(self, output: Path, topology: str, *words: str) -> TrainConfig:
         nodes, local, more = TOPOLOGIES[topology]
-        return load_config(
-            [
-                *("--data", str(self.folder / "corpus" / "*.txt"), "--model", str(self.folder / "model")),
-                *("--vocab-size", "400", "--sequence-length", "32", "--global-batch", "4", "--steps", str(STEPS)),
-                *(
-                    "--checkpoint.every",
-                    str(EVERY),
-                    "--evaluation.every",
-                    "0",
-                    "--sample.tokens",
-                    "0",
-                    "--plan",
-                    "none",
-                ),
-                *("--export.enabled", "false", "--log.tensorboard", "false", "--log.every", "1", "--device", "cpu"),
-                *(
-                    "--cache-dir",
-                    str(self.folder / "cache"),
-                    "--output",
-                    str(output),
-                    "--checkpoint.keep",
-                    "0",
-                    "--checkpoint.memory-dir",
-                    str(self.memory),
-                ),
-                *("--timeouts.first-step-s", "8", "--timeouts.step-s", "3", "--timeouts.save-s", "4"),
-                *("--nodes", str(nodes), "--nproc", str(nodes * local), *more, *words),
-            ]
-        )
+        limits = ("--timeouts.first-step-s", "8", "--timeouts.step-s", "3", "--timeouts.save-s", "4")
+        shape = ("--nodes", str(nodes), "--nproc", str(nodes * local))
+        return load_config([*self.words(output, steps=STEPS, every=EVERY), *limits, *shape, *more, *words])
 
     def start(self, config: TrainConfig, restart: int, *, watch: bool = False) -> Start:
         """Fork the processes, and end all when one has failed, as the launcher does."""

@@ -118,7 +118,7 @@ class Storage:
             if self.wire[unit] is not master and not torch.equal(self.wire[unit], master.to(self.wire[unit].dtype)):
                 yield unit, "stale"
             else:
-                yield unit, f"{zlib.crc32(master.cpu().contiguous().view(torch.uint8).numpy()):08x}"
+                yield unit, f"{zlib.crc32(master.cpu().contiguous().view(torch.uint8).numpy().data):08x}"
 
     @torch.no_grad()
     def fill(self, source: WeightSource, world: dist.ProcessGroup | None, world_size: int) -> None:
