@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore, _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.errors import UserError
 from tawpipe.launch import LOOPBACK, started_by_local_launcher
@@ -214,7 +214,7 @@ def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((LOOPBACK, port))
         listening.listen(launch.world_size + 16)
-    store = TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         LOOPBACK,
         port,
         launch.world_size,
