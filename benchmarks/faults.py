@@ -301,7 +301,8 @@ def run_case(bench: Bench, topology: str, kind: str, place: str, expected: list[
         starts.append(bench.start(config, len(starts)))
         if len(starts) > 1:
             first = re.search(r"resumed from .*?: step (\d+)", starts[-1].output)
-            repeated.append(max(0, reached - int(first[1]) if first else reached))
+            if starts[-1].first_step_s is not None:  # else it has ended before it repeated anything
+                repeated.append(max(0, reached - int(first[1]) if first else reached))
             recovery = max(recovery, starts[-1].first_step_s or starts[-1].seconds)
         if not any(starts[-1].codes):
             break
@@ -456,7 +457,8 @@ def soak(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
         starts.append(bench.start(config, len(starts), watch=True))
         if len(starts) > 1:
             resumed = re.search(r"resumed from .*?: step (\d+)", starts[-1].output)
-            repeated.append(max(0, reached - int(resumed[1]) if resumed else reached))
+            if starts[-1].first_step_s is not None:
+                repeated.append(max(0, reached - int(resumed[1]) if resumed else reached))
         print(f"start {len(starts)}: {starts[-1].codes}, {starts[-1].seconds:.0f} s", flush=True)
         if not any(starts[-1].codes):
             break
