@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,10 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tawpipe.batches import Deal, LocalBatch
 from tawpipe.errors import RunError, UserError
+from tawpipe.faults import flip_a_bit
 from tawpipe.pipeline import Pipeline
 from tawpipe.plan.probe import probe
 from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.second_copy import SecondCopies
+from tawpipe.runtime.state import file_name
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
@@ -366,7 +370,7 @@ def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: An
 def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
     """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
     pipeline = _checkpointed(world, seed=99, **knobs)
-    path = Checkpoints(Path(folder), world).find("auto")
+    path = Checkpoints(Path(folder), world).find("auto").path
     assert path is not None
     pipeline.load(path)
     state = read_run(path)
@@ -376,12 +380,53 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     return losses
 
 
+def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
+    """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
+
+    Returns:
+        whether a copy was found, whether the losses are those of a run that went on, and what is left of the folder.
+    """
+    pipeline = _checkpointed(world, **knobs)
+    given = batches(5, 6)
+    copies = SecondCopies(Path(folder), world, world.with_group("copies", timedelta(seconds=60)))
+    copies.history = "this one"
+    for step, batch in enumerate(given[:4]):
+        pipeline.step(batch)
+        if step in (1, 3):
+            pipeline.start_copy(copies, run={"step": step + 1, "samples": 0, "seed": 0})
+            copies.wait()
+            assert not copies.problem, copies.problem
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[4:]]]
+    pipeline.close()
+    world.barrier()
+    if lost is not None and world.rank == 0:
+        shutil.rmtree(Path(folder) / f"node-{lost}")
+    world.barrier()
+    other = _checkpointed(world, seed=99, **knobs)
+    copies.history = "another"
+    assert copies.find() is None
+    copies.history = "this one"
+    if lost is None and world.rank == 0 and world.topology.num_nodes > 1:  # a file whose twin is sound
+        flip_a_bit(Path(folder) / "node-0" / "step-00000004" / file_name(0))
+    world.barrier()
+    found = copies.find()
+    if found is not None:
+        assert other.load_copy(copies, found)["step"] == 4
+        other.seed = 0
+    again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
+    other.close()
+    names = sorted(path.name for path in Path(folder).glob("node-*/*"))
+    world.barrier()  # all have looked
+    copies.remove()
+    return found is not None, again == losses, " ".join(names)
+
+
 def load_into_another_model(world: World, *, folder: str) -> str:
     """The message for a checkpoint of another model."""
     config = llama(torch.float32).config
     config.intermediate_size += 4
     pipeline = Pipeline(LlamaForCausalLM(config), world=world)
-    path = Checkpoints(Path(folder), world).find("auto")
+    path = Checkpoints(Path(folder), world).find("auto").path
     assert path is not None
     try:
         pipeline.load(path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
+from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.plan.ask import machine_of
 from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine
@@ -98,6 +100,12 @@ def test_the_probe_finds_the_nodes(pool):
     assert 1e6 < machine.between.bytes_per_s < 1e12 and machine.between.latency_s > 0
     assert machine.device.name == "CPU" and machine.device.memory_bytes > 2**20
     assert torch.get_num_threads() >= 1
+
+
+def test_a_plan_for_the_machine_that_it_is_made_on(capfd):
+    words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "probe", "--sequence-length", "64"]
+    assert main([*words, "--global-batch", "4", "--dtype", "float32", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["chosen"]
 
 
 def test_a_containers_limit_counts(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Con
 
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
+from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 
 WORDS = ["def", "return", "import", "self", "None", "True", "class", "for", "in", "if", "else", "while", "with", "as"]
@@ -246,3 +248,107 @@ def test_unreadable_files_are_named_and_skipped(home):
     done = run(home, "mixed-run", "--data", str(mixed / "*.txt"), "--nproc", "1", "--steps", "1")
     assert done.returncode == 0, done.stderr
     assert "latin.txt" in done.stdout + done.stderr
+
+
+# bad days
+
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+
+
+def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
+    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1")
+    done = run(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
+    assert [row["loss"] for row in rows(trained, "restarted")] == [row["loss"] for row in rows(trained, "first")]
+    assert not list((trained / "restarted" / "checkpoints").glob("*.incomplete"))
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses, as the kernel writes them, that a process and its children listen at."""
+    family = [pid]
+    for one in family:
+        for task in Path(f"/proc/{one}/task").iterdir():
+            family += map(int, (task / "children").read_text().split())
+    sockets = set()
+    for one in family:
+        for handle in Path(f"/proc/{one}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(str(handle.readlink()))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+def test_sigterm_ends_a_run_in_good_order(trained):
+    words = [sys.executable, *command(trained, "stopped", "--steps", "100000", *QUIET)]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith("step"):
+                break
+        if sys.platform.startswith("linux"):
+            assert listening(process.pid) <= {"0100007F"}, "others can reach it"
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+        step = int(stdout.split("stopped by SIGTERM after step ")[1].split(";")[0])
+        assert (trained / "stopped" / "checkpoints" / f"step-{step:08}").is_dir()
+    finally:
+        process.kill()
+
+
+def test_a_process_that_hangs_is_named(trained):
+    words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
+    begin = time.monotonic()
+    done = run(trained, "hung", *QUIET, *words)
+    assert done.returncode == 1 and time.monotonic() - begin < 60
+    assert "tawpipe: stuck: rank 1 (node 0): waits for nobody: it computes" in done.stderr
+    assert "tawpipe: stuck: rank 3 (node 1): " in done.stderr
+
+
+def test_a_full_disk_costs_one_checkpoint(trained):
+    done = run(trained, "full", *QUIET, "--inject", "rank=1,step=2,at=save,kind=disk-full")
+    assert done.returncode == 0, done.stderr
+    assert "could not be written, training goes on without it: rank 1: No space left on device" in done.stdout
+    assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_bad_step_is_left_out_if_asked_for(trained):
+    words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
+    done = run(trained, "skipped", *QUIET, *words)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
+    found = rows(trained, "skipped")
+    assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
+
+
+def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
+    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
+    words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
+    done = run(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from memory: step" in done.stdout
+    assert [row["loss"] for row in rows(trained, "memory")] == [row["loss"] for row in rows(trained, "first")]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--inject", "rank=1,step=9,at=push,kind=kill"), "at most|up to --steps"),
+        (("--inject", "rank=1,step=3,at=save,kind=kill"), "a step that is saved"),
+        (("--inject", "nonsense"), "--inject"),
+        (("--optimizer.nonfinite", "skip", "--optimizer.finite-check", "false", "--optimizer.clip-norm", "0"), "skip"),
+        (("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", "/nowhere"), "--checkpoint.memory-dir"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(home, words, reason):
+    from tawpipe.train.checks import validate
+
+    with pytest.raises(UserError, match=reason):
+        validate(load_config([*command(home, "refused", *words)[3:]]), environ={})

@@ -56,12 +56,12 @@ def train(argv: Sequence[str]) -> int:
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
     check_output(config)
-    if shape.nproc == 1:
+    if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
             return _train_here(config)
     # The word that names the folder comes last and so beats one given before.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
-    return launch(command, shape, gpus=gpus)
+    return launch(command, shape, gpus=gpus, patience_s=config.timeouts.grace_s, max_restarts=config.max_restarts)
 
 
 def _train_here(config: TrainConfig) -> int:
@@ -74,6 +74,13 @@ def _train_here(config: TrainConfig) -> int:
 def lab(argv: Sequence[str]) -> int:
     """``tawpipe lab``: clusters emulated on one machine, and what is measured in them."""
     from tawpipe.lab.commands import lab as run
+
+    return run(argv)
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """``tawpipe checkpoint``: what checkpoints there are, whether they are sound, and which may go."""
+    from tawpipe.train.checkpoint_command import checkpoint as run
 
     return run(argv)
 
@@ -103,6 +110,7 @@ COMMANDS = {
     "doctor": Command("say what is here, and measure the links between processes and nodes", doctor),
     "plan": Command("predict what every strategy would cost on some machines, and choose one", plan),
     "train": Command("train a causal language model; `tawpipe train --help` lists the settings", train),
+    "checkpoint": Command("list, verify or prune the checkpoints of a run", checkpoint),
     "trace": Command("show when everything in a recorded step ran: a picture and a trace to zoom into", trace),
     "lab": Command("make a cluster with unequal links out of one machine, and measure in it", lab),
 }

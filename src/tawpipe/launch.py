@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -27,11 +28,19 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from tawpipe.errors import UserError
+from tawpipe.faults import RESTARTS
 from tawpipe.gpus import Gpu
-from tawpipe.workers import USER_ERROR, Failure, StderrKeeper, first_cause
+from tawpipe.workers import STUCK, USER_ERROR, Failure, StderrKeeper, first_cause
 
 MARKER = "TAWPIPE_LOCAL_LAUNCHER"
+LAUNCH = "TAWPIPE_LAUNCH"
+"""Tells the starts of one launch from those of another."""
+THIS_LAUNCH = secrets.token_hex(8)
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
+SECOND_S = 1.0
+"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
 
 
 def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
@@ -73,7 +82,9 @@ def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int) -> Shape
     return Shape(nodes, nproc)
 
 
-def worker_environment(shape: Shape, rank: int, *, port: int, gpus: Sequence[Gpu] = ()) -> dict[str, str]:
+def worker_environment(
+    shape: Shape, rank: int, *, port: int, gpus: Sequence[Gpu] = (), restart: int = 0
+) -> dict[str, str]:
     """The variables that a worker derives its place from, to be added to those of the launcher."""
     variables = {
         "RANK": rank,
@@ -82,11 +93,15 @@ def worker_environment(shape: Shape, rank: int, *, port: int, gpus: Sequence[Gpu
         "LOCAL_WORLD_SIZE": shape.local_size,
         "GROUP_RANK": rank // shape.local_size,
         "GROUP_WORLD_SIZE": shape.nodes,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
+        RESTARTS: restart,
         MARKER: 1,
+        LAUNCH: THIS_LAUNCH,
     }
+    if sys.platform.startswith("linux"):  # nobody else is to be listened to
+        variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
     return {name: str(value) for name, value in variables.items()}
@@ -102,7 +117,7 @@ def reserved_port() -> Iterator[int]:
     """A free TCP port that stays ours without being listened on; see the head of this file."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))
+        holder.bind((LOOPBACK, 0))
         yield holder.getsockname()[1]
 
 
@@ -125,6 +140,8 @@ def launch(
     *,
     gpus: Sequence[Gpu] = (),
     grace_s: float = 5.0,
+    patience_s: float = 0.0,
+    max_restarts: int = 0,
     errors: TextIO | None = None,
 ) -> int:
     """Runs ``command`` once for each process of ``shape`` and returns the exit code of the run.
@@ -135,19 +152,27 @@ def launch(
     Args:
         gpus: one for each process, or none.
         grace_s: seconds from SIGTERM to SIGKILL for workers that do not end.
+        patience_s: seconds that SIGTERM and SIGUSR1, which are passed on, leave the workers to end in good order; 0 to
+            end them at once. A second signal, a second later or more, ends them at once.
+        max_restarts: how often all workers are started again after one of them has died.
         errors: where reports go; standard error by default.
 
     Returns:
         0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n.
     """
-    with reserved_port() as port:
-        run = _Run(shape, grace_s=grace_s, errors=errors or sys.stderr)
-        with run.signals_noted():
-            try:
-                run.start(command, port, gpus)
-                return run.wait()
-            finally:
-                run.end_all()
+    for restart in range(max_restarts + 1):
+        with reserved_port() as port:
+            run = _Run(shape, grace_s=grace_s, patience_s=patience_s, errors=errors or sys.stderr)
+            with run.signals_noted():
+                try:
+                    run.start(command, port, gpus, restart)
+                    code = run.wait()
+                finally:
+                    run.end_all()
+        if code in (0, USER_ERROR) or run.signals or restart == max_restarts:
+            return code
+        print(f"tawpipe: restart {restart + 1} of at most {max_restarts}", file=run.errors, flush=True)
+    raise AssertionError
 
 
 @dataclass
@@ -156,30 +181,43 @@ class _Run:
 
     shape: Shape
     grace_s: float
+    patience_s: float
     errors: TextIO
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     keepers: list[StderrKeeper] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     signals: list[int] = field(default_factory=list)
+    again: bool = False
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     over: bool = False
+    asked_at: float | None = None
 
     @contextlib.contextmanager
     def signals_noted(self) -> Iterator[None]:
         """Signals that would end the launcher are put down in a list instead, and read where workers can be ended."""
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, lambda got, _: self.signals.append(got)) for number in caught}
+        caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if self.patience_s:
+            caught.append(signal.SIGUSR1)
+        first_at = 0.0
+
+        def note(number: int, _: object) -> None:
+            nonlocal first_at
+            self.again |= bool(self.signals) and (not self.patience_s or time.monotonic() - first_at >= SECOND_S)
+            first_at = first_at or time.monotonic()
+            self.signals.append(number)
+
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu]) -> None:
+    def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu], restart: int) -> None:
         die_with_launcher = _die_with(os.getpid())
         for rank in range(self.shape.nproc):
-            variables = worker_environment(self.shape, rank, port=port, gpus=gpus)
+            variables = worker_environment(self.shape, rank, port=port, gpus=gpus, restart=restart)
             worker = subprocess.Popen(
                 command,
                 env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
@@ -199,7 +237,9 @@ class _Run:
     def wait(self) -> int:
         while not self._all_ended():
             self._watch(0.05)
-            if self.signals:
+            if self.signals and self._in_good_order():
+                continue
+            if self.signals and not self._failed_by_itself():
                 self._end_workers()
                 name = signal.Signals(self.signals[0]).name
                 print(f"tawpipe: stopped by {name}", file=self.errors, flush=True)
@@ -215,6 +255,21 @@ class _Run:
         for keeper in self.keepers:
             keeper.release()
         return 0
+
+    def _in_good_order(self) -> bool:
+        """Whether the workers are given time to end after a signal, which they are told of once."""
+        if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
+            return False
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+            self._signal_groups(signal.Signals(self.signals[0]))
+        return not self.failures and time.monotonic() - self.asked_at < self.patience_s
+
+    def _failed_by_itself(self) -> bool:
+        """Whether a worker has failed in the time that it was given to end, and not of the signal."""
+        if self.asked_at is None or self.again:
+            return False
+        return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
 
     def end_all(self) -> None:
         self._end_workers()
@@ -245,7 +300,7 @@ class _Run:
 
     def _watch_until(self, done: Callable[[], bool], *, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not done() and time.monotonic() < end and len(self.signals) < 2:
+        while not done() and time.monotonic() < end and not self.again:
             self._watch(0.05)
 
     def _read(self, key: selectors.SelectorKey) -> None:
@@ -266,6 +321,8 @@ class _Run:
         self.over = True
         failed = list(self.failures)
         self._signal_groups(signal.SIGTERM)
+        self._watch_until(self._all_ended, seconds=1.2)
+        self._signal_groups(signal.SIGTERM)  # the first one asks for an end in good order, for which it is too late
         self._watch_until(self._all_ended, seconds=self.grace_s)
         self._signal_groups(signal.SIGKILL)
         for worker in self.workers:
@@ -286,6 +343,9 @@ class _Run:
         if cause.returncode == USER_ERROR:
             print(cause.keeper.message(), file=self.errors, flush=True)
             return USER_ERROR
+        stuck = [line for keeper in self.keepers[1:] for line in keeper.lines if line.startswith(STUCK)]
+        for line in stuck:  # rank 0 has said its own
+            print(line, file=self.errors)
         print(f"tawpipe: error: {self.shape.position(cause.rank)} {cause.reason()}", file=self.errors)
         for line in cause.keeper.tail(30):
             print(f"  | {line}", file=self.errors)

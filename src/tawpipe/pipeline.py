@@ -11,6 +11,7 @@ Usage:
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from tawpipe.batches import Deal, LocalBatch, Share
 from tawpipe.costs import Costs, Widths, costs
 from tawpipe.errors import RunError, UserError
+from tawpipe.faults import Injector
 from tawpipe.model.chain import Chain, Loss
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.units import ParameterSlot, Unit
@@ -34,7 +36,9 @@ from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.state import load_state, save_state
+from tawpipe.runtime.saving import Saved, Saving, stage
+from tawpipe.runtime.second_copy import Copy, SecondCopies
+from tawpipe.runtime.state import StatePiece, load_state, state_pieces
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
@@ -90,6 +94,9 @@ class Pipeline:
         strict: check the sequence number and action of every message.
         timeout: after which a communication fails.
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
+        skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
+            that is an error; 0 for an error at once.
+        injector: makes faults happen; for tests.
 
     Raises:
         UserError: a model, optimizer or knob that cannot work.
@@ -125,10 +132,13 @@ class Pipeline:
         strict: bool = False,
         timeout: timedelta = timedelta(minutes=10),
         delay: Callable[[str], Callable[[], float]] | None = None,
+        skip_limit: int = 0,
+        injector: Injector | None = None,
     ) -> None:
         _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
+        self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
         self._deal = Deal(micro_batch, self.world.rank, self.world.size)
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
@@ -156,6 +166,8 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.spec = model_spec(self.chain)
         self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
+        self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
+        self._saving: Saving | None = None
         self.step_number = 0
         self._training: bool | None = None
         self._generation = 0  # changes whenever weights may have
@@ -199,6 +211,9 @@ class Pipeline:
             optimizers=self.optimizers,
             reduce_dtype=self.reduce_dtype,
             delay=delay,
+            skip=skip_limit > 0,
+            injector=injector,
+            where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
 
     # what a step does
@@ -214,6 +229,8 @@ class Pipeline:
                 verify(schedule, steps=2 if training else 1)
             elif self.world.rank == 0:
                 logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+            if self.injector is not None and training:
+                self.injector.check(schedule, self.world.rank)
             self.executor.adopt(schedule)
             self._schedules[count, training] = schedule
         return self._schedules[count, training]
@@ -281,16 +298,29 @@ class Pipeline:
         try:
             self.drain()
         finally:
+            if self._saving is not None:
+                self._saving.join()
             self.executor.close()
         self.transport.close()
+        self._world_of_saves.drop_group(self.world)
 
     def _set_training(self, mode: bool) -> None:
         if mode != self._training:  # it walks over all modules
             self.chain.set_training(mode)
             self._training = mode
 
+    def set_timeout(self, limit: timedelta) -> None:
+        """How long a step may take from now on; then every rank says what it waits for, and its process ends."""
+        self.executor.watchdog.limit_s = limit.total_seconds()
+        # The transport would end it without a word; it is there for what no watchdog sees.
+        self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
+
     def _check(self, result: StepResult) -> None:
         if result.finite:
+            self.skipped = 0
+            return
+        if self.skipped < self.skip_limit:
+            self.skipped += 1
             return
         if isfinite(result.loss) and isfinite(result.grad_norm):
             raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
@@ -312,16 +342,76 @@ class Pipeline:
 
     # state
 
-    def save(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> None:
+    def save(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> Saved:
         """Write weights, optimizer state and step number; call on all ranks, which must see the same folder.
 
         Args:
             folder: replaced when the new one is complete.
             run: JSON values of the caller, which ``load`` returns.
+
+        Raises:
+            RunError: it could not be written; what was there before is untouched.
         """
+        saved = self.start_saving(folder, run=run).wait()
+        if saved.problem:
+            raise RunError(f"{folder} could not be written: {saved.problem}")
+        return saved
+
+    def start_saving(
+        self,
+        folder: str | Path,
+        *,
+        run: Mapping[str, Any] | None = None,
+        after: Callable[[], str] | None = None,
+    ) -> Saving:
+        """Copy what ``save`` writes, and write it while training goes on; one at a time.
+
+        Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
+
+        Args:
+            after: is called in the thread of every rank when the folder is complete; returns what went wrong, if
+                anything, which ``Saved.left`` passes on.
+        """
+        begin = time.perf_counter()
+        assert self._saving is None or self._saving.done, "one save at a time"
+        pieces, shapes = self._stage()
+        saving = Saving(
+            Path(folder),
+            pieces,
+            shapes=shapes,
+            record={"step": self.step_number, "run": dict(run or {})},
+            world=self._world_of_saves,
+            staged_s=time.perf_counter() - begin,
+            before_write=self.injector.before_save if self.injector else None,
+            spoil=self.injector.after_save if self.injector else None,
+            after=after,
+        )
+        self._saving = saving
+        return saving.start()
+
+    def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:
+        """Like ``start_saving``, into the memory of this node and the next one; one at a time."""
+        pieces, shapes = self._stage()
+        copies.start(pieces, step=self.step_number, shapes=shapes, run=dict(run or {}))
+
+    def load_copy(self, copies: SecondCopies, copy: Copy) -> dict[str, Any]:
+        """Like ``load``, from the memory of the nodes."""
+        self.executor.drain()
+        self._recent.clear()
+        copies.load(copy, self.storage, self.optimizers)
+        return self._goes_on_from(copy.record)
+
+    def _stage(self) -> tuple[list[StatePiece], dict[str, list[int]]]:
+        """The state here, copied with nothing under way, and the shapes of all parameters."""
         self.drain()
-        record = {"step": self.step_number, "run": dict(run or {})}
-        save_state(Path(folder), self.storage, self.optimizers, self.world, record=record)
+        pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
+        return pieces, {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots}
+
+    def _goes_on_from(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        self.step_number = record["step"]
+        self._generation += 1
+        self.executor.forgive()
+        return record["run"]
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.
@@ -331,11 +421,7 @@ class Pipeline:
         """
         self.executor.drain()
         self._recent.clear()  # of the state that is replaced
-        record = load_state(Path(folder), self.storage, self.optimizers, self.world)
-        self.step_number = record["step"]
-        self._generation += 1
-        self.executor.forgive()
-        return record["run"]
+        return self._goes_on_from(load_state(Path(folder), self.storage, self.optimizers, self.world))
 
     def export(
         self,
@@ -373,6 +459,27 @@ class Pipeline:
         sizes = {"x": boundary, "dx": boundary, "host": boundary, "slot": boundary}
         sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
         return costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
+
+    def check_copies(self) -> None:
+        """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
+        master. Waits for what is under way; call on all ranks.
+
+        Raises:
+            RunError: something is not alike; on all ranks.
+        """
+        self.drain()
+        problems = self.world.gather_texts("\n".join(f"{unit} {value}" for unit, value in self.storage.checksums()))
+        known: dict[tuple[str, int], tuple[int, str]] = {}
+        for rank, text in enumerate(problems):
+            for line in filter(None, text.split("\n")):
+                unit, value = line.split()
+                index = self.storage.homes[int(unit)].index(rank)
+                assert index is not None
+                first, expected = known.setdefault((unit, index), (rank, value))
+                if value == "stale":
+                    raise RunError(f"rank {rank}: what travels of unit {unit} is not what its home holds")
+                if value != expected:
+                    raise RunError(f"unit {unit}: the copies on rank {first} and rank {rank} differ")
 
     def _probe_kept(self) -> dict[str, int]:
         """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""

@@ -21,6 +21,9 @@ USER_ERROR = 2
 ERROR_PREFIX = "tawpipe: error: "
 """How the message of an expected error begins on standard error."""
 
+STUCK = "tawpipe: stuck: "
+"""How the lines begin by which a worker says what it waits for before it ends."""
+
 _FAILURE = re.compile(r"Traceback \(most recent call last\)|Fatal Python error|terminate called|" + ERROR_PREFIX)
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|[\w.]+Error$)")
 _CAUSES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTERM, signal.SIGINT}

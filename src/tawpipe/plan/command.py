@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from tawpipe.plan.answer import Answer
+    from tawpipe.plan.machine import Machine
     from tawpipe.plan.search import Candidate
 
+PROBE = "probe"
 DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -29,12 +34,17 @@ def plan(argv: Sequence[str]) -> int:
     from tawpipe.plan.search import search
     from tawpipe.runtime.world import pick_device
 
+    probed = None
+    if arguments.topology == PROBE:
+        probed = _probed(arguments.device)
+        if probed is None:
+            return 0  # rank 0 plans
     here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
     memory = int(torch.cuda.get_device_properties(here).total_memory) if here.type == "cuda" else 0
     device = Device(arguments.device_name or device_name(here), 0 if arguments.device_name else memory)
     question = question_of(
         arguments.model,
-        machine_of(arguments.topology, device=device, name=arguments.device_name),
+        probed or machine_of(arguments.topology, device=device, name=arguments.device_name),
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
@@ -74,6 +84,26 @@ def plan(argv: Sequence[str]) -> int:
         if talk:
             print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
     return 0 if answer.chosen else 1
+
+
+def _probed(device: str) -> Machine | None:
+    """The machines that this command was started on, measured; None on all ranks but the first."""
+    from tawpipe.plan.machine import load_machine
+    from tawpipe.plan.probe import probe
+    from tawpipe.runtime.world import connect
+    from tawpipe.topology import LaunchEnvironment
+
+    if LaunchEnvironment.read(os.environ) is not None:
+        world = connect(device=device)
+        machine = probe(world).machine
+        world.leave()
+        return machine if world.rank == 0 else None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "topology.yaml"
+        command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
+        if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
+        return load_machine(file)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -129,7 +159,11 @@ def _parser() -> argparse.ArgumentParser:
         "code 1 if nothing fits.",
     )
     parser.add_argument("--model", required=True, help="a preset, a folder with config.json, or a name on the Hub")
-    parser.add_argument("--topology", required=True, help="a file of `tawpipe doctor`, or in short 3x8@10gbit")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on",
+    )
     parser.add_argument("--sequence-length", type=int, required=True, metavar="TOKENS")
     parser.add_argument(
         "--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices"

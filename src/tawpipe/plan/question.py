@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tawpipe.costs import Costs, Widths, costs
+from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.build import build_training, place_units
@@ -22,6 +23,8 @@ from tawpipe.simulate import CostModel, MicroBatchSize, Timeline, play
 from tawpipe.simulate.fold import build_folded, foldable
 from tawpipe.topology import Topology
 
+MOST_SEQUENCES = 1_000_000
+"""In a step, that a plan is made for."""
 MOST_VISITS = 20_000
 """Micro-batches of a step, times blocks, up to which a timeline has all of them."""
 PLAYED_STEPS = 3
@@ -58,6 +61,12 @@ class Question:
     flops: float = 0.0
     peak_flops: float | None = None
     clip: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "micro_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= MOST_SEQUENCES:
+                raise UserError(f"--{name.replace('_', '-')}", value, f"a whole number from 1 to {MOST_SEQUENCES}")
 
     @property
     def micro_batches(self) -> int:

@@ -20,6 +20,8 @@ from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
+MOST_ALIKE = 100_000
+"""Blocks or units in a row, beyond which a plan is damaged."""
 PLACEMENTS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
 """Of the settings ``schedule.builder`` that fix the placement."""
 SETTINGS = (
@@ -143,5 +145,7 @@ def _packed(rows: Iterable[Any]) -> list[list[Any]]:
 
 def _unpacked(rows: Iterable[list[Any]]) -> Iterable[Any]:
     for count, row in rows:
+        if count > MOST_ALIKE:
+            raise ValueError(f"{count} that are alike")
         for _ in range(count):
             yield row

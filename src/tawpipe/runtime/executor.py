@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from tawpipe.errors import RunError
+from tawpipe.faults import Injector
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.watchdog import StepEnd, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.spec import Schedule
@@ -114,6 +116,10 @@ class Executor:
         optimizers: None where nothing is trained.
         reduce_dtype: of gradients while they are summed and travel.
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions.
+        skip: after numbers that were not finite, go on with the next step instead of leaving out all updates from then
+            on.
+        injector: makes faults happen.
+        where: this rank in words, for the watchdog's report.
     """
 
     def __init__(
@@ -126,7 +132,11 @@ class Executor:
         optimizers: Optimizers | None,
         reduce_dtype: torch.dtype,
         delay: Callable[[str], Callable[[], float]] | None = None,
+        skip: bool = False,
+        injector: Injector | None = None,
+        where: str = "",
     ) -> None:
+        self.skip, self.injector = skip, injector
         self.rank, self.compute, self.storage, self.transport = rank, compute, storage, transport
         self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
         self._buffers: dict[str, Tensor] = {}
@@ -140,6 +150,8 @@ class Executor:
             for lane in Lane
         }
         self._hazards: Hazards[Event] = Hazards()
+        doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
+        self.watchdog = Watchdog(doing, where or f"rank {rank}")
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)
         self._run: dict[Op, Callable[[Action, _Step], None]] = {
@@ -181,19 +193,32 @@ class Executor:
         values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         step = _Step(given, rule, values)
         ended: Event | None = None
+        last: dict[Lane, Event] = {}
+        end = StepEnd(last)
+        training = given.seed is not None
+        self.watchdog.watch(f"step {given.step + 1}" if training else "an evaluation", end)
         for lane in self._lanes.values():
             lane.begin_step()
         try:
             for index, action in enumerate(schedule.programs[self.rank]):
                 run: Callable[[], None] = partial(self._run[action.op], action, step)
+                if self.injector is not None and training:
+                    run = self.injector.around(action, given.step + 1, run, self._buffers)
                 event = self._submit(action, recording.around(index, str(action), run) if recording else run)
+                last[action.lane] = event
                 if action.op is Op.NORM:
                     ended = event
         except BaseException as error:  # on CUDA actions run here
             self._failure.note(error)
             raise
         assert ended is not None
+        end.issued = True
         return StepResult(ended, values)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds for which this rank has computed since the executor was made, in actions that have ended."""
+        return self._lanes[Lane.COMPUTE].busy_s()
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises what any action raised."""
@@ -202,6 +227,7 @@ class Executor:
 
     def close(self) -> None:
         """Drain, and end the lanes. After a failure they are left alone: they may wait for peers that are gone."""
+        self.watchdog.close()
         self.drain()
         for lane in self._lanes.values():
             lane.close()
@@ -260,8 +286,8 @@ class Executor:
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64)
-        if "norm" in action.reads:  # once not finite, no later step may change the weights either, and each says so
-            finite = self._finite.mul_(finite)
+        if "norm" in action.reads:  # unless ``skip``: once not finite, no later step may change the weights either
+            finite = self._finite.copy_(finite) if self.skip else self._finite.mul_(finite)
         step.result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
 
     @torch.no_grad()

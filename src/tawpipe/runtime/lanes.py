@@ -11,7 +11,9 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +26,26 @@ class Event(Protocol):
         """Block the calling thread until the action has ended; raises what the action raised."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a lane is at.
+
+    Args:
+        label: of the action.
+        seconds: since it was begun, or since it is waited with.
+        waits: for other actions of this rank, before it begins.
+    """
+
+    label: str
+    seconds: float
+    waits: bool
+
 
 class LaneProtocol(Protocol):
     """What the executor needs of a lane."""
@@ -33,6 +55,16 @@ class LaneProtocol(Protocol):
         ...
 
     def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
+
+    def doing(self) -> Doing | None:
+        """What it is at; None if nothing is left to do. From any thread."""
+        ...
+
+    def busy_s(self) -> float:
+        """Seconds in which actions that have ended were under way, since the lane was made. On CUDA only where it was
+        asked for.
+        """
+        ...
 
     def close(self) -> None: ...
 
@@ -70,6 +102,10 @@ class CpuEvent:
         if self.error is not None:
             raise self.error
 
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
     def end(self, error: BaseException | None = None) -> None:
         self.error = error
         self._ended.set()
@@ -87,6 +123,8 @@ class CpuLane:
     def __init__(self, name: str, failure: Failure, *, delay: Callable[[], float] | None = None) -> None:
         self.name, self._failure, self._delay = name, failure, delay
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._at: tuple[str, float, bool] | None = None
+        self._busy_s = 0.0
         # A daemon: a lane that waits for a peer which is gone must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"lane {name}", daemon=True)
         self._thread.start()
@@ -99,6 +137,13 @@ class CpuLane:
         self._queue.put((run, tuple(after), event, label))
         return event
 
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    def doing(self) -> Doing | None:
+        at = self._at
+        return None if at is None else Doing(at[0], time.monotonic() - at[1], at[2])
+
     def close(self) -> None:
         """End the thread after what has been submitted."""
         self._queue.put(None)
@@ -109,20 +154,25 @@ class CpuLane:
             event = item[2]
             error = self._attempt(item[0], item[1], item[3])
             del item  # whoever waits for the end may count on it that the lane holds nothing of the action any more
+            self._at = None
             event.end(error)
             del event, error
 
     def _attempt(self, run: Callable[[], None], after: tuple[CpuEvent, ...], label: str) -> BaseException | None:
         """Run one action when what it waits for has ended; what it raised, if anything."""
         try:
+            self._at = (label, time.monotonic(), True)
             for other in after:
                 other.wait()
+            self._at = (label, time.monotonic(), False)
             if self._failure.error is not None:
                 # An action that is left out would put a group's operations out of order: nothing runs any more.
                 raise self._failure.error
             if self._delay is not None:
                 time.sleep(self._delay())
+            begin = time.perf_counter()
             run()
+            self._busy_s += time.perf_counter() - begin
         except BaseException as error:
             if self._failure.error is None:
                 error.add_note(f"in action: {label}")
@@ -134,13 +184,19 @@ class CpuLane:
 class CudaEvent:
     """Recorded in a stream."""
 
-    __slots__ = ("event",)
+    __slots__ = ("begin", "event", "issued")
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def __init__(self, *, timed: bool = False) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed)
+        self.begin = torch.cuda.Event(enable_timing=timed)
+        self.issued = False  # an event that was never recorded says that it has ended
 
     def wait(self) -> None:
         self.event.synchronize()
+
+    @property
+    def done(self) -> bool:
+        return self.issued and self.event.query()
 
 
 class CudaLane:
@@ -149,27 +205,52 @@ class CudaLane:
     Args:
         delay: returns seconds for which the stream idles before an action.
         high_priority: for lanes of transfers, whose few blocks should not queue behind a large matrix product.
+        timed: take down how long actions take.
     """
 
     def __init__(
-        self, device: torch.device, *, delay: Callable[[], float] | None = None, high_priority: bool = False
+        self,
+        device: torch.device,
+        *,
+        delay: Callable[[], float] | None = None,
+        high_priority: bool = False,
+        timed: bool = False,
     ) -> None:
+        self._timed, self._busy_s = timed, 0.0
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
+        self._submitted: deque[tuple[str, float, CudaEvent]] = deque()
 
     def begin_step(self) -> None:
+        self.busy_s()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def submit(self, run: Callable[[], None], after: Iterable[CudaEvent], label: str) -> CudaEvent:
-        event = CudaEvent()
+        event = CudaEvent(timed=self._timed)
         with torch.cuda.stream(self.stream), torch.profiler.record_function(label):
             for other in after:
                 self.stream.wait_event(other.event)
             if self._delay is not None:
                 torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
+            event.begin.record(self.stream)
+            self._submitted.append((label, time.monotonic(), event))  # before ``run``, in which a thread may hang
             run()
             event.event.record(self.stream)
+            event.issued = True
         return event
+
+    def busy_s(self) -> float:
+        while self._submitted and self._submitted[0][2].done:
+            event = self._submitted.popleft()[2]
+            if self._timed:
+                self._busy_s += event.begin.elapsed_time(event.event) / 1e3
+        return self._busy_s
+
+    def doing(self) -> Doing | None:
+        for label, begin, event in tuple(self._submitted):
+            if not event.done:
+                return Doing(label, time.monotonic() - begin, not event.begin.query())
+        return None
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -180,7 +261,8 @@ def make_lane(
 ) -> LaneProtocol:
     """The kind of lane that the device needs."""
     if device.type == "cuda":
-        return CudaLane(device, delay=delay, high_priority=name != "COMPUTE")
+        computes = name == "COMPUTE"
+        return CudaLane(device, delay=delay, high_priority=not computes, timed=computes)
     return CpuLane(name, failure, delay=delay)
 
 

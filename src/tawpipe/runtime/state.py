@@ -1,47 +1,39 @@
 """State on disk: weights and optimizer state under parameter names, readable by any number of processes.
 
-Imports runtime (storage, optimizer, world) and torch.distributed.checkpoint. A stripe of a matrix is no rectangle of
-it, so every parameter and every state of it is saved as a one-dimensional tensor in one-dimensional chunks; shapes
-stand beside them. A folder of state is complete when it has its final name and holds ``tawpipe.json``:
+Imports runtime (storage, optimizer, world) and safetensors. A stripe of a matrix is no rectangle of it, so every
+parameter and every state of it is kept as one-dimensional chunks; shapes stand beside them. A folder holds
 
-* all ranks write chunks and their index into ``NAME.incomplete``;
-* rank 0 writes ``tawpipe.json`` last and renames the folder.
+* ``state-00003.safetensors``: the chunks of rank 3, called ``NAME@START``. Nothing in it can run code.
+* ``tawpipe.json``: shapes, which chunk is in which file, size and SHA-256 of every file, what the caller adds, and the
+  SHA-256 of all that.
+
+It is complete when it has its final name and holds ``tawpipe.json``, which is written last (see ``saving``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.optimizer import UnitOptimizers
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
 
-FORMAT = 1
+FORMAT = 2
 MARKER = "tawpipe.json"
+PARTIAL = ".incomplete"
+SEAL = "sha256"
+"""Name of a record's own checksum in it."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +46,9 @@ class StatePiece:
     value: Tensor
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.value.numel()]))
-
-    @property
-    def index(self) -> MetadataIndex:
-        return MetadataIndex(self.name, torch.Size([self.start]))
+    def key(self) -> str:
+        """In the rank's file."""
+        return f"{self.name}@{self.start}"
 
 
 def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) -> Iterator[StatePiece]:
@@ -92,101 +81,24 @@ def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) 
                     raise RunError(f"the optimizer's state {key!r} of {piece.name} has the shape {tuple(value.shape)}")
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Saves ``StatePiece`` objects as chunks."""
-
-    def __init__(self, pieces: list[StatePiece]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._pieces = {piece.index: piece for piece in pieces}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:  # the state dict is not used: pieces know more
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for index, piece in self._pieces.items():
-            data = TensorWriteData(
-                chunk=piece.chunk,
-                properties=TensorProperties.create_from_tensor(piece.value),
-                size=torch.Size([piece.numel]),
-            )
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[MetadataIndex(index.fqn, index.offset)].value
+def file_name(number: int) -> str:
+    """Of the chunks of rank ``number`` of those that saved."""
+    return f"state-{number:05}.safetensors"
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads the parts of saved chunks that this rank's pieces need."""
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its own checksum, so that a digit that turns over on the disk is no other record."""
+    return {**record, SEAL: _seal(record)}
 
-    def __init__(self, pieces: list[StatePiece]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._groups: dict[str, list[StatePiece]] = {}
-        for piece in pieces:
-            self._groups.setdefault(piece.name, []).append(piece)
-        self._pieces = {piece.index: piece for piece in pieces}
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, pieces in self._groups.items():
-            saved = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(saved, TensorStorageMetadata):
-                raise UserError("--resume", name, "a checkpoint of the same model and optimizer; this one lacks it")
-            if saved.size.numel() != pieces[0].numel:
-                expected = f"{pieces[0].numel} elements, as in this model; the checkpoint has {saved.size.numel()}"
-                raise UserError("--resume", name, expected)
-            items += create_read_items_for_chunk_list(name, saved, [piece.chunk for piece in pieces])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[MetadataIndex(index.fqn, index.offset)].value
+def _seal(record: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in record.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder holds state that was written to its end."""
-    return folder.suffix != ".incomplete" and (folder / MARKER).is_file()
-
-
-def save_state(
-    folder: Path, storage: Storage, optimizers: UnitOptimizers, world: World, *, record: Mapping[str, Any]
-) -> None:
-    """Write everything that lives on the ranks; call on all of them, with nothing under way.
-
-    Args:
-        folder: replaced if it is there; all ranks must see the same one.
-        record: goes into ``tawpipe.json`` beside the shapes; JSON values.
-    """
-    partial = folder.with_name(folder.name + ".incomplete")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    world.require(partial.is_dir(), "--output", str(folder.parent), "a folder that all machines share")
-    pieces = list(state_pieces(storage, optimizers, saving=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a single process, and torch's own deprecations
-        save_distributed({}, checkpoint_id=partial, planner=_SavePlanner(pieces), no_dist=world.group is None)
-    if world.rank == 0:
-        shapes = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-        with (partial / MARKER).open("w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, "parameters": shapes, **record}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        replaced = folder.with_name(folder.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if folder.exists():
-            folder.rename(replaced)
-        partial.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    world.barrier()
+    return folder.suffix != PARTIAL and (folder / MARKER).is_file()
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -200,38 +112,123 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         record = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         found = record["format"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError("--resume", str(folder), f"a readable {MARKER} ({error!r})") from error
     if found != FORMAT:
-        raise UserError("--resume", str(folder), f"format {FORMAT}, not {found}")
+        raise UserError("--resume", str(folder), f"format {FORMAT}, not {found!r}")
+    if record.get(SEAL) != _seal(record):
+        raise UserError("--resume", str(folder), f"a sound {MARKER} (its checksum is another one)")
+    if problem := _malformed(record):
+        raise UserError("--resume", str(folder), f"a sound {MARKER} ({problem})")
     return record
+
+
+def _malformed(record: Mapping[str, Any]) -> str:
+    """What is wrong with a record of the right format, or nothing."""
+    for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
+        if not isinstance(record.get(name), kind):
+            return f"{name} is not there"
+    if not _whole(record.get("step")):
+        return f"step is {record.get('step')!r}"
+    files = record["files"]
+    for entry in files:
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not _whole(entry.get("bytes")):
+            return f"{entry!r} among the files"
+    for name, shape in record["parameters"].items():
+        if not isinstance(shape, list) or not all(map(_whole, shape)):
+            return f"the shape of {name}"
+    for name, tensor in record["tensors"].items():
+        if (
+            not isinstance(tensor, dict)
+            or not _whole(tensor.get("numel"))
+            or not isinstance(tensor.get("chunks"), list)
+        ):
+            return f"the tensor {name}"
+        for chunk in tensor["chunks"]:
+            if not isinstance(chunk, list) or len(chunk) != 3 or not all(map(_whole, chunk)) or chunk[2] >= len(files):
+                return f"the chunks of {name}"
+    return ""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def damaged(folder: Path, record: Mapping[str, Any], numbers: Sequence[int]) -> str:
+    """What is wrong with some of a folder's files, or nothing.
+
+    Args:
+        numbers: of the files that are read.
+    """
+    for number in numbers:
+        path, expected = folder / file_name(number), record["files"][number]
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{path.name} has {size} bytes instead of {expected['bytes']}"
+            if checksum(path) != expected["sha256"]:
+                return f"the checksum of {path.name} is another one"
+        except OSError as error:
+            return f"{path.name}: {error.strerror or error}"
+    return ""
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_state(folder: Path, storage: Storage, optimizers: UnitOptimizers, world: World) -> dict[str, Any]:
     """Bring homes and optimizer state to what a folder holds, and return its record; call on all ranks.
 
     Raises:
-        UserError: it is of another model or optimizer, or damaged.
+        UserError: it is of another model or optimizer, or damaged; on all ranks.
     """
     record = read_record(folder)
     own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-    _check_same_model(folder, record["parameters"], own)
+    check_same_model(folder, record["parameters"], own)
     optimizers.create_state()
-    pieces = list(state_pieces(storage, optimizers, saving=False))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            load_distributed({}, checkpoint_id=folder, planner=_LoadPlanner(pieces), no_dist=world.group is None)
-        except CheckpointException as error:
-            causes = [cause for cause, _ in error.failures.values()]
-            mine = next((cause for cause in causes if isinstance(cause, UserError)), None)
-            raise mine or UserError("--resume", str(folder), f"a readable checkpoint ({causes[0]!r})") from error
+    problem = ""
+    try:
+        _read(folder, record, list(state_pieces(storage, optimizers, saving=False)))
+    except (OSError, SafetensorError, RunError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    found = [one for one in world.gather_texts(problem) if one]
+    if found:
+        raise UserError("--resume", str(folder), f"a readable checkpoint of this model and optimizer ({found[0]})")
     for unit in storage.master:
         storage.refresh(unit)
     return record
 
 
-def _check_same_model(folder: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
+def _read(folder: Path, record: Mapping[str, Any], pieces: Sequence[StatePiece]) -> None:
+    """Fill the pieces from the chunks that they overlap."""
+    with ExitStack() as stack:
+        files: dict[int, Any] = {}
+        for piece in pieces:
+            saved = record["tensors"].get(piece.name)
+            if saved is None:
+                raise RunError(f"{piece.name} is not in it")
+            if saved["numel"] != piece.numel:
+                raise RunError(f"{piece.name} has {saved['numel']} elements in it and {piece.numel} here")
+            chunks = sorted(saved["chunks"])
+            at, end = piece.start, piece.start + piece.value.numel()
+            while at < end:
+                place = bisect_right([chunk[0] for chunk in chunks], at) - 1
+                start, count, number = chunks[place] if place >= 0 else (0, 0, 0)
+                if not start <= at < start + count:
+                    raise RunError(f"{piece.name} lacks its element {at}")
+                if number not in files:
+                    path = str(folder / file_name(number))
+                    files[number] = stack.enter_context(safe_open(path, framework="pt"))
+                stop = min(end, start + count)
+                part = files[number].get_slice(f"{piece.name}@{start}")[at - start : stop - start]
+                piece.value[at - piece.start : stop - piece.start].copy_(part)
+                at = stop
+
+
+def check_same_model(folder: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
     """Raises UserError naming the first parameter in which two models differ."""
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):

@@ -8,6 +8,7 @@ parameters are views of the master stripe, one per model parameter that the stri
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -109,6 +110,15 @@ class Storage:
         """Bring the travelling copy up to date with the master."""
         if self.wire[unit] is not self.master[unit]:
             self.wire[unit].copy_(self.master[unit])
+
+    @torch.no_grad()
+    def checksums(self) -> Iterator[tuple[int, str]]:
+        """Of every home here: the unit, and a checksum of its master, or ``stale`` if what travels is not the same."""
+        for unit, master in self.master.items():
+            if self.wire[unit] is not master and not torch.equal(self.wire[unit], master.to(self.wire[unit].dtype)):
+                yield unit, "stale"
+            else:
+                yield unit, f"{zlib.crc32(master.cpu().contiguous().view(torch.uint8).numpy().data):08x}"
 
     @torch.no_grad()
     def fill(self, source: WeightSource, world: dist.ProcessGroup | None, world_size: int) -> None:

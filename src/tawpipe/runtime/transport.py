@@ -128,7 +128,11 @@ class Transport:
         if action.wire:
             self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
         elif action.collective == "all_gather":
-            self._wait(_all_gather(buffers[action.writes[0]], buffers[action.reads[0]], group=group, async_op=True))
+            target, source = buffers[action.writes[0]], buffers[action.reads[0]]
+            if self._nccl:
+                self._wait(_all_gather(target, source, group=group, async_op=True))
+            else:
+                self._ring_all_gather(target, source, self.topology.group(action.group, self.rank), group)
         elif action.collective == "reduce_scatter":
             target, source = buffers[action.writes[0]], buffers[action.reads[0]]
             if self._nccl:
@@ -196,6 +200,26 @@ class Transport:
             arriving.add_(pieces[(here - hop) % size])
             self._wait(send)
             leaving = arriving
+
+    def _ring_all_gather(
+        self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
+    ) -> None:
+        """Pieces go round the members and arrive where they belong.
+
+        gloo's own all_gather receives into a second buffer of the target's size and copies from there.
+        """
+        size, here = len(members), members.index(self.rank)
+        right, left = members[(here + 1) % size], members[here - 1]
+        pieces = target.view(size, -1)
+        if pieces[here].data_ptr() != source.data_ptr():
+            pieces[here].copy_(source)
+        arriving = [dist.irecv(pieces[(here - hop) % size], left, group=group) for hop in range(1, size)]
+        leaving = []
+        for hop, work in enumerate(arriving):
+            leaving.append(dist.isend(pieces[(here - hop) % size], right, group=group))
+            self._wait(work)
+        for work in leaving:
+            self._wait(work)
 
     def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """An all-gather, or a reduce-scatter in which everyone sends every other its piece."""

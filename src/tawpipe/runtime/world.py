@@ -1,4 +1,5 @@
-"""The processes of a run: joins them, finds the topology, picks the device. Imports topology and torch.
+"""The processes of a run: joins them, finds the topology, picks the device. Imports topology, launch and
+torch.
 
 Everything comes from torchrun's variables; a process that nobody launched is a world of one.
 """
@@ -6,13 +7,16 @@ Everything comes from torchrun's variables; a process that nobody launched is a 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.errors import UserError
+from tawpipe.launch import LOOPBACK, started_by_local_launcher
 from tawpipe.topology import LaunchEnvironment, Topology
 
 
@@ -25,6 +29,7 @@ class World:
         group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
         patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
         uneven: the real nodes where these are not equally large.
+        machines: as the launcher numbers them, where ``topology`` may group their processes otherwise.
     """
 
     topology: Topology
@@ -33,6 +38,12 @@ class World:
     group: dist.ProcessGroup | None
     patient: dist.ProcessGroup | None = None
     uneven: Topology | None = None
+    machines: Topology | None = None
+
+    @property
+    def hosts(self) -> Topology:
+        """The processes by the machine whose loss they do not survive."""
+        return self.machines or self.nodes
 
     @property
     def nodes(self) -> Topology:
@@ -69,6 +80,37 @@ class World:
         if int(length):
             self.broadcast(data)
         return bytes(data.tolist()).decode()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """A text of every rank, in their order, on all ranks."""
+        if self.group is None:
+            return [text]
+        data = text.encode()
+        longest = int(max(self.gather_numbers(float(len(data)))))
+        if not longest:
+            return [""] * self.size
+        mine = torch.tensor([*data, *[0] * (longest - len(data))], dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+
+    def with_group(self, name: str, timeout: timedelta) -> World:
+        """The same processes with a group of their own, for a thread of its own; call on all ranks."""
+        if self.group is None:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, group=group)
+
+    def drop_group(self, other: World) -> None:
+        """Leave the group that ``other.with_group`` made; with nothing under way, on all ranks."""
+        if self.group is not None and self.group is not other.group:
+            dist.destroy_process_group(self.group)
+
+    def set_timeout(self, limit: timedelta) -> None:
+        """How long the others may take for a control message from now on."""
+        if self.group is not None:
+            _set_pg_timeout(limit, self.group)
 
     def require(self, ok: bool, setting: str, value: object, expected: str) -> None:
         """Raise the same UserError on all ranks if ``ok`` is False on any; call on all ranks."""
@@ -142,15 +184,13 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     if launch.world_size == 1:
         return World(Topology.grid(1, 1), 0, picked, None)
     if not dist.is_initialized():
-        if picked.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=picked)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        _join(launch, picked, timeout)
+    mine = torch.tensor([launch.group_rank, launch.local_rank])
+    everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
+    dist.all_gather(everyone, mine)
+    machines = Topology.from_group_ranks([(int(a), int(b)) for a, b in everyone])
     if nodes is None:
-        mine = torch.tensor([launch.group_rank, launch.local_rank])
-        everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
-        dist.all_gather(everyone, mine)
-        topology = Topology.from_group_ranks([(int(a), int(b)) for a, b in everyone])
+        topology = machines
     elif nodes < 1 or launch.world_size % nodes:
         raise UserError("--nodes", nodes, f"a divisor of the {launch.world_size} processes")
     else:
@@ -158,4 +198,30 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
     assert isinstance(patient, dist.ProcessGroup)
     uneven = None if topology.is_even else topology
-    return World(topology.evened(), launch.rank, picked, dist.group.WORLD, patient, uneven)
+    return World(topology.evened(), launch.rank, picked, dist.group.WORLD, patient, uneven, machines)
+
+
+def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:
+    """The process group of all. On one machine its store listens to this machine alone, which torch's own does not."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if not started_by_local_launcher():
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    port, listening = int(os.environ["MASTER_PORT"]), None
+    if launch.rank == 0:
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((LOOPBACK, port))
+        listening.listen(launch.world_size + 16)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        LOOPBACK,
+        port,
+        launch.world_size,
+        launch.rank == 0,
+        timeout,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device_id, store=store, rank=launch.rank, world_size=launch.world_size
+    )

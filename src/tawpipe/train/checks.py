@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
+from tawpipe.faults import parse_faults, restart_count
 from tawpipe.launch import Gpu, started_by_local_launcher
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
@@ -36,6 +37,12 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
+    _check_faults(config)
+    if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
+        raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
+    if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
+        expected = "stop while --optimizer.finite-check is off, because updates do not wait for it"
+        raise UserError("--optimizer.nonfinite", "skip", expected)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:
@@ -43,6 +50,20 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
+
+
+def _check_faults(config: TrainConfig) -> None:
+    """Faults that could never happen would pass for survived."""
+    every = config.checkpoint.every
+    for fault in parse_faults(config.inject):
+        if fault.place != "load" and fault.step > config.steps:
+            raise UserError("--inject", f"step={fault.step}", f"a step up to --steps, which is {config.steps}")
+        if fault.place == "save" and (not every or (fault.step != config.steps and fault.step % every)):
+            saved = f"a step that is saved, every {every}th or the last" if every else "--checkpoint.every above 0"
+            raise UserError("--inject", f"step={fault.step},at=save", saved)
+        if started_by_local_launcher() and fault.restart > config.max_restarts:
+            expected = f"at most --max-restarts, which is {config.max_restarts}"
+            raise UserError("--inject", f"restart={fault.restart}", expected)
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:
@@ -101,6 +122,8 @@ def _check_processes(config: TrainConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_resume(config: TrainConfig) -> None:
+    if restart_count():  # with what is there; the run itself may have removed what it went on from
+        return
     if config.resume == "auto" and "{time}" in config.output:
         raise UserError("--resume", config.resume, "used with --output naming the folder of the run to go on with")
     if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
@@ -138,6 +161,8 @@ def check_output(config: TrainConfig) -> None:
 
 
 def _goes_on_in(config: TrainConfig, folder: Path) -> bool:
+    if restart_count():
+        return True  # with what the processes before have left
     if config.resume in ("none", "auto"):
         return config.resume == "auto"
     return Path(config.resume).resolve().is_relative_to(folder.resolve())

@@ -82,6 +82,10 @@ class OptimizerConfig:
     finite_check: bool = True
     """Update no weight before loss and gradient norm of the step are known to be finite. Off, and without clipping,
     every layer is updated as soon as its gradient is there; what is not finite ends the run before a checkpoint."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient norm that is not finite leads to: the end of the run, or a step without an update."""
+    skip_limit: int = bounded(10, minimum=1)
+    """Under skip: steps in a row without an update, beyond which the run ends."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,15 @@ class CheckpointConfig:
     """Save each time after this many steps, and after the last one. 0 for never."""
     keep: int = bounded(2, minimum=0)
     """How many of the newest checkpoints stay on disk. 0 for all."""
+    keep_every: int = bounded(0, minimum=0)
+    """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    memory_every: int = bounded(0, minimum=0)
+    """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
+    the loss of a node, a restart goes on from there. 0 for never."""
+    memory_dir: str = "/dev/shm"
+    """A file system in memory, for that."""
+    background: bool = True
+    """Copy the state to the host's memory and write it while training goes on. Off, training waits for the disk."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,11 @@ class LogConfig:
     trace_step: int = bounded(0, minimum=0)
     """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
     step."""
+    straggler: float = bounded(1.3, minimum=0)
+    """Say so when a process computes so many times as long as most of them do. 0 for never."""
+    spike: float = bounded(8.0, minimum=0)
+    """Say so when a loss lies above the median of the last 50 by more than this many times their usual distance from
+    it. 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,12 @@ class TimeoutConfig:
     first_step_s: float = bounded(600.0, above=0)
     """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
     step_s: float = bounded(300.0, above=0)
-    """Seconds for any communication afterwards."""
+    """Seconds for any step afterwards. Then every process says what it waits for, and the run ends."""
+    save_s: float = bounded(3600.0, above=0)
+    """Seconds for writing a checkpoint in the background. Then the run ends."""
+    grace_s: float = bounded(120.0, above=0)
+    """Seconds that SIGTERM or SIGUSR1 leave for ending the step and saving, on one machine; then the processes are
+    ended. A second signal ends them at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +213,16 @@ class TrainConfig(DataSettings):
     under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
     report: str = ""
     """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
+    max_restarts: int = bounded(0, minimum=0)
+    """On one machine: how often the processes are started again after one has died, from the newest sound checkpoint.
+    Under torchrun its own --max-restarts does it."""
+    deterministic: bool = False
+    """Only operations that give the same bits every time, or an error. Costs time on GPUs."""
+    check_copies_every: int = bounded(0, minimum=0)
+    """Compare what should be alike on several processes after every so many steps, and end the run if it is not. For
+    the search for faults. 0 for never."""
+    inject: str = ""
+    """Faults on purpose, for tests: rank=2,step=7,at=push:3,kind=kill; several with semicolons between them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -235,7 +268,6 @@ def with_output_named(config: TrainConfig, *, now: time.struct_time | None = Non
     return replace(config, output=config.output.replace("{time}", stamp))
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
-    """Writes the documented YAML of ``config``, which ``--config`` reads back to an equal one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(train_options().to_yaml(config), encoding="utf-8")
+def config_text(config: TrainConfig) -> str:
+    """The documented YAML of ``config``, which ``--config`` reads back to an equal one."""
+    return train_options().to_yaml(config)

@@ -7,10 +7,12 @@ Every process of the run makes a :class:`Training`; only rank 0 writes and print
 from __future__ import annotations
 
 import math
+import signal
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
 
@@ -27,13 +29,18 @@ from tawpipe.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.second_copy import SecondCopies
 from tawpipe.runtime.world import World
 from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
+from tawpipe.train.spikes import Spikes
+from tawpipe.train.stopping import StopRequest
 
 TRACES = "traces"
 """Folder in the output folder."""
+LOOK_AT_SAVES = 10
+"""After so many steps it is asked whether the save under way has ended."""
 
 
 @dataclass
@@ -52,8 +59,11 @@ class Training:
     Args:
         state: what the checkpoint says that the run goes on from; None for a new run.
         plan: that the run follows, for its checkpoints.
+        copies: in the memory of the nodes, if there are to be any.
 
-    ``first`` is the number of steps that were done before, ``validation_loss`` the last one that was measured.
+    ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
+    last one that was measured, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is
+    not there.
     """
 
     def __init__(
@@ -67,14 +77,21 @@ class Training:
         state: RunState | None,
         *,
         plan: str = "",
+        copies: SecondCopies | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.copies = plan, copies
         self.config, self.world, self.console = config, world, console
         self.pipeline, self.data, self.checkpoints = pipeline, data, checkpoints
-        self.first = state.step if state else 0
+        self.first = self.last = state.step if state else 0
+        self.stopped: signal.Signals | None = None
+        self.unsaved = ""
+        self._stalls: list[float] = []
+        self._spikes = Spikes(config.log.spike)
         self.samples = state.samples if state else 0
         self.validation_loss: float | None = None
         self._pending: deque[_Pending] = deque()
+        self._saved_step = self._left_out = 0
+        self._computed_s = 0.0
         self._last = time.perf_counter()
         self._writer: MetricsWriter | None = None
         dtype = str(pipeline.dtype).removeprefix("torch.")
@@ -90,10 +107,23 @@ class Training:
                 config.output_path, tensorboard=config.log.tensorboard, resumed_step=self.first
             )
         try:
-            with prefetch(self._batches(self.first, config.steps)) as batches:
-                for step, batch in zip(range(self.first, config.steps), batches, strict=True):
-                    self._step(step, batch)
-            if config.steps > self.first:
+            with StopRequest(self.world) as stop:
+                with prefetch(self._batches(self.first, config.steps)) as batches:
+                    for step, batch in zip(range(self.first, config.steps), batches, strict=True):
+                        self._step(step, batch)
+                        self.last = step + 1
+                        self.stopped = stop.agreed()
+                        if self.stopped is not None and self.last < config.steps:
+                            break
+                stop.finish()
+                if self.stopped is not None and self.last < config.steps:
+                    self._report(keep=0, evaluate=False)
+                    if self._saved_step != self.last:
+                        self._save(self.last)
+                self._end_save()
+                if self.copies is not None:
+                    self.copies.wait(config.timeouts.save_s)
+            if self.last > self.first:
                 pipeline.drain()
             elif self.data.validation is not None and config.evaluation.every:
                 self.validation_loss = self._evaluate()
@@ -126,23 +156,97 @@ class Training:
         self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
         if step == self.first:
             pipeline.drain()
-            pipeline.transport.set_timeout(timedelta(seconds=config.timeouts.step_s))
+            limit = timedelta(seconds=config.timeouts.step_s)
+            pipeline.set_timeout(limit)
+            self.world.set_timeout(limit)
+        if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
+            pipeline.check_copies()
         if save:
-            self.checkpoints.save(pipeline, self._state(step + 1))
-            self._last = time.perf_counter()
+            self._save(step + 1)
+        if self.copies is not None and (step + 1) % config.checkpoint.memory_every == 0:
+            self._copy(step + 1)
+        if not save and self.checkpoints.under_way and (step + 1) % LOOK_AT_SAVES == 0:
+            self._end_save(only_if_ended=True)
+
+    def _save(self, step: int) -> None:
+        """Begin to save, when the save before has ended."""
+        begin = time.perf_counter()
+        self._end_save(now=step)
+        injector = self.pipeline.injector
+        if injector is not None:
+            injector.step = step
+        self._saved_step = step
+        self.checkpoints.start(self.pipeline, self._state(step))
+        if not self.config.checkpoint.background:
+            self._end_save()
+        self._last += time.perf_counter() - begin  # no part of the next step
+
+    def _copy(self, step: int) -> None:
+        """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
+        assert self.copies is not None
+        begin = time.perf_counter()
+        self.copies.wait(self.config.timeouts.save_s)
+        if self.copies.problem:
+            self.console.notice(
+                f"no copy in memory before step {step}, training goes on without: {self.copies.problem}"
+            )
+        self.pipeline.start_copy(self.copies, run=asdict(self._state(step)))
+        self._last += time.perf_counter() - begin
+
+    def _end_save(self, *, only_if_ended: bool = False, now: int = 0) -> None:
+        """Look at what came of the save under way; on all ranks.
+
+        Args:
+            only_if_ended: on all ranks, and go on otherwise.
+            now: the step whose save waits for it.
+        """
+        checkpoints = self.checkpoints
+        if not checkpoints.under_way:
+            return
+        if only_if_ended and not all(self.world.gather_numbers(float(checkpoints.ended))):
+            return
+        begin = time.perf_counter()
+        saved = checkpoints.wait()
+        assert saved is not None
+        waited = time.perf_counter() - begin
+        if now and waited > 1:
+            self.console.notice(
+                f"the checkpoint after step {self._saved_step} took {saved.written_s:.1f} s to write: the next one, "
+                f"after step {now}, waited {waited:.1f} s for it"
+            )
+        self.unsaved = saved.problem
+        if saved.problem:
+            self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
+            return
+        if saved.left:
+            self.console.notice(f"an old checkpoint stays: {saved.left}")
+        self._stalls.append(saved.staged_s)
+
+    @property
+    def stall_s(self) -> float | None:
+        """For which training stood still for a checkpoint, the longest; None if there was none."""
+        return max(self._stalls, default=None)
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
         """Read the numbers of finished steps; the newest gets the validation loss if it is to be measured."""
         while len(self._pending) > keep:
             done = self._pending.popleft()
             result = done.result
-            if not result.finite:
+            skipped = not result.finite and self.pipeline.skip_limit > 0
+            if skipped:
+                self._left_out += 1
+                self.console.notice(
+                    f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; the update was left out, "
+                    f"{self._left_out} of at most {self.pipeline.skip_limit} in a row"
+                )
+            elif not result.finite:
                 checked = self.config.optimizer.finite_check
                 outcome = "the update was left out" if checked else "it is in the weights, but in no checkpoint"
                 raise RunError(
                     f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "
                     "Lower --learning-rate, or look at the data of this step"
                 )
+            self._left_out *= skipped
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
             # Counts all tokens of the batch: masked ones are computed too.
@@ -163,8 +267,12 @@ class Training:
                 self.validation_loss = values["validation_loss"] = self._evaluate()
                 self._last = time.perf_counter()
                 extra = f"validation loss {self.validation_loss:.4f}"
-            if self._writer is not None:
-                self._writer.write(done.step, values)
+            if self._writer is not None and (problem := self._writer.write(done.step, values)):
+                self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
+            if said := self._spikes.look(result.loss):
+                self.console.notice(f"step {done.step}: {said}")
+            if self.config.log.straggler and done.step % self.config.log.every == 0:
+                self._look_for_stragglers(done.step)
             if extra or done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps):
                 self.console.progress(
                     done.step,
@@ -174,6 +282,19 @@ class Training:
                     tokens_per_second=per_second,
                     extra=extra,
                 )
+
+    def _look_for_stragglers(self, step: int) -> None:
+        """Compare how long the ranks have computed since the last look; on all ranks."""
+        now = self.pipeline.executor.compute_s
+        own = max(1, len(self.pipeline.shares(self.config.global_batch)))  # shares may differ by one
+        everyone = self.world.gather_numbers((now - self._computed_s) / own)
+        self._computed_s = now
+        usual = statistics.median(everyone)
+        slow = [rank for rank, seconds in enumerate(everyone) if seconds > self.config.log.straggler * max(usual, 1e-9)]
+        for rank in slow[:3]:
+            where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
+            times = everyone[rank] / max(usual, 1e-9)
+            self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
 
     def _evaluate(self) -> float:
         """Mean loss per token over the first batches of the held-out rows, always the same ones."""

@@ -5,6 +5,8 @@ Only rank 0 makes a :class:`MetricsWriter`. The file and TensorBoard hold the sa
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -26,7 +28,8 @@ class MetricsWriter:
     """One row for every step in ``metrics.jsonl``, and the same numbers as TensorBoard scalars.
 
     A run that goes on from step n first loses all rows after n, so that no step is in the file twice; the file is
-    replaced at once, so that a crash leaves either the old or the new one. Each row is on disk when ``write`` returns.
+    replaced at once, so that a crash leaves either the old or the new one. Each row is with the system when ``write``
+    returns; what a full disk does not take is left out, and a row is never there by half.
 
     Args:
         output: folder of the run; made if it is not there.
@@ -39,15 +42,19 @@ class MetricsWriter:
         self.path = output / "metrics.jsonl"
         self.last_step = resumed_step
         cut_after(self.path, resumed_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._failed = False
         self._board: SummaryWriter | None = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
 
-    def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
+    def write(self, step: int, values: Mapping[str, float | int | None]) -> str:
         """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
+
+        Returns:
+            why it could not be written, the first time that this happens; else nothing.
 
         Args:
             step: number of the step, from 1; greater than that of the row before.
@@ -57,18 +64,34 @@ class MetricsWriter:
         assert not missing, f"metrics of step {step} lack {missing}"
         assert step > self.last_step, f"metrics of step {step} after those of step {self.last_step}"
         finite = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
         self.last_step = step
-        if self._board is not None:
-            for name, value in finite.items():
-                if value is not None:
-                    self._board.add_scalar(name, value, step)
+        try:
+            self._append((json.dumps({"step": step, **finite}, allow_nan=False) + "\n").encode())
+            if self._board is not None:
+                for name, value in finite.items():
+                    if value is not None:
+                        self._board.add_scalar(name, value, step)
+        except OSError as error:
+            said, self._failed = self._failed, True
+            return "" if said else f"{self.path}: {error.strerror or error}"
+        return ""
+
+    def _append(self, row: bytes) -> None:
+        length = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(row)
+            if written != len(row):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(length)
+            raise
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -91,12 +114,32 @@ def cut_after(path: Path, step: int) -> None:
             continue
         if row["step"] <= step:
             kept.append(line + "\n")
+    replace_text(path, "".join(kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A crash, or a disk that is full, leaves the old file or the new one."""
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def last_step(output: Path) -> int:
+    """The last step that ``metrics.jsonl`` has a row of, 0 for none."""
+    path = output / "metrics.jsonl"
+    steps = [0]
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            steps.append(int(json.loads(line)["step"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # half written by a crash
+    return max(steps)
 
 
 def peak_memory_bytes(device_type: str) -> int:

@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
+import shutil
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,27 +19,42 @@ import torch
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
+from tawpipe.faults import Injector, parse_faults, restart_count
 from tawpipe.launch import started_by_local_launcher
 from tawpipe.model.build import build_model, resolve_model
 from tawpipe.pipeline import Pipeline
 from tawpipe.plan.record import PLACEMENTS
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.second_copy import Copy, SecondCopies
 from tawpipe.runtime.world import World, connect
-from tawpipe.train.checkpoint import Checkpoints, RunState, read_run
-from tawpipe.train.config import ScheduleConfig, TrainConfig, save_config
+from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, run_state
+from tawpipe.train.config import ScheduleConfig, TrainConfig, config_text
 from tawpipe.train.generate import generate
+from tawpipe.train.history import Mark, launch_name, read_mark, write_mark
 from tawpipe.train.loop import Training
-from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe.train.metrics import last_step, peak_memory_bytes, replace_text
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 
 ROWS_LOOKED_AT = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from: a checkpoint, a copy in memory, or nothing."""
+
+    path: Path | None = None
+    copy: Copy | None = None
+    state: RunState | None = None
+
+
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
     started = time.perf_counter()
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -43,9 +63,22 @@ def run(config: TrainConfig) -> int:
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
-    checkpoints = Checkpoints(config.output_path / "checkpoints", world, keep=config.checkpoint.keep)
-    path = checkpoints.find(config.resume)
-    earlier = None if path is None else read_run(path)
+    checkpoints = Checkpoints(
+        config.output_path / "checkpoints",
+        world,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        limit_s=config.timeouts.save_s,
+    )
+    # Agents of torchrun count by themselves: a node that joins later has seen no restart.
+    restarts = int(max(world.gather_numbers(float(restart_count()))))
+    faults = parse_faults(config.inject)
+    if beyond := [fault for fault in faults if fault.rank >= world.size]:
+        raise UserError("--inject", f"rank={beyond[0].rank}", f"one of the {world.size} ranks, from 0")
+    injector = Injector(faults, world.rank, restart=restarts) if faults else None
+    copies = _second_copies(config, world)
+    start = _find_state(config, world, console, checkpoints, copies, injector, restarts)
+    earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
     followed = follow_plan(
         config,
@@ -59,35 +92,34 @@ def run(config: TrainConfig) -> int:
     given, config, plan = config, followed.config, followed.text
     if followed.line:
         console.line(followed.line)
-    pipeline = _make_pipeline(config, world, data)
+    pipeline = _make_pipeline(config, world, data, injector)
     check_model(plan, pipeline.spec)
-    if path is not None and earlier is not None:
-        _resume(config, console, pipeline, path, earlier, data)
-    elif config.resume == "auto":
-        console.notice(f"no complete checkpoint in {checkpoints.folder}; starting anew")
+    if earlier is not None:
+        _resume(config, console, pipeline, start, copies, data)
+    elif config.resume == "auto" or restarts:
+        console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
-        save_config(given, config.output_path / "config.yaml")
-        if plan:
-            (config.output_path / PLAN).write_text(plan, encoding="utf-8")
-        else:
-            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+        _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     before = _plan_rows(config, pipeline)
     console.plan(before)
 
-    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan)
+    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan, copies=copies)
     seconds = training.run()
 
-    done = max(0, config.steps - training.first)
-    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {config.steps}" if training.first else ""))]
+    done = training.last - training.first
+    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
+    if training.stall_s is not None:
+        results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
     memory = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(m)}" for m in memory)))
-    if config.sample.tokens:
+    stopped = training.last < config.steps
+    if config.sample.tokens and not stopped:
         results.append(("sample", _sample(config, pipeline, data)))
-    if config.export.enabled:
+    if config.export.enabled and not stopped:
         folder = pipeline.export(
             config.output_path / "model",
             dtype=DTYPES[config.export.dtype],
@@ -102,9 +134,83 @@ def run(config: TrainConfig) -> int:
         write_run_page(Path(config.report), config, before, results)
         results.append(("page", config.report))
     console.summary(results)
+    if stopped:
+        assert training.stopped is not None
+        then = "" if training.unsaved else "; --resume auto goes on from there"
+        console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
     pipeline.close()
+    if copies is not None and not training.unsaved:
+        copies.remove()
     world.leave()
+    if training.unsaved:
+        raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
     return 0
+
+
+def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
+    """Beside the metrics; without them a run can do, too."""
+    try:
+        config.output_path.mkdir(parents=True, exist_ok=True)
+        replace_text(config.output_path / "config.yaml", config_text(config))
+        if plan:
+            replace_text(config.output_path / PLAN, plan)
+        else:
+            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+    except OSError as error:
+        console.notice(f"{error.filename} could not be written: {error.strerror}")
+
+
+def _second_copies(config: TrainConfig, world: World) -> SecondCopies | None:
+    """Where this run keeps copies in memory, if it does; if not, those of runs before it in this folder go."""
+    key = hashlib.sha256(str(config.output_path.absolute()).encode()).hexdigest()[:12]
+    folder = Path(config.checkpoint.memory_dir) / f"tawpipe-{os.getuid()}-{key}"
+    if config.checkpoint.memory_every:
+        return SecondCopies(folder, world, world.with_group("copies", timedelta(days=7)))
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def _find_state(
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    checkpoints: Checkpoints,
+    copies: SecondCopies | None,
+    injector: Injector | None,
+    restarts: int,
+) -> Start:
+    """What to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
+    if injector is not None:
+        injector.before_load()
+    before = Mark.of(world.broadcast_text(read_mark(config.output_path).text if world.rank == 0 else ""))
+    launch = world.broadcast_text(launch_name())
+    # A start that died before it had chosen what to go on from leaves that choice to the next one.
+    chosen = restarts > 0 and (before.resume, before.launch) == (config.resume, launch)
+    goes_on = chosen or config.resume == "auto"
+    copy = None
+    if copies is not None and goes_on and before.history:
+        copies.history = before.history
+        copy = copies.find()
+    found = checkpoints.find("auto" if goes_on else config.resume, needed=copy is None)
+    if found.path is None and copy is None and chosen and config.resume not in ("none", "auto"):
+        found = checkpoints.find(config.resume)
+    for words in found.passed_over:
+        console.notice(f"passed over {words}")
+    earlier = None if found.path is None else read_run(found.path)
+    if copy is not None and (earlier is None or copy.step > earlier.step):
+        earlier = run_state(copy.record, "the copy in memory")
+    else:
+        copy = None
+    same = goes_on and before.history and (copy or found.path)
+    history = before.history if same else world.broadcast_text(secrets.token_hex(8))
+    if copies is not None:
+        copies.history = history
+    if world.rank == 0:
+        write_mark(config.output_path, Mark(history, config.resume, launch))
+    if restarts and world.rank == 0:
+        reached, first = last_step(config.output_path), earlier.step if earlier else 0
+        console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
+    return Start(None if copy else found.path, copy, earlier)
 
 
 def gib(number: float) -> str:
@@ -144,7 +250,7 @@ def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
     return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
 
 
-def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pipeline:
+def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, injector: Injector | None) -> Pipeline:
     built = build_model(
         config.model,
         vocab_size=vocabulary_size(data.tokenizer),
@@ -185,18 +291,32 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData) -> Pip
         world=world,
         strict=config.strict,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
+        skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
+        injector=injector,
     )
+    pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
     pipeline.schedule(config.global_batch)
     return pipeline
 
 
 def _resume(
-    config: TrainConfig, console: Console, pipeline: Pipeline, path: Path, state: RunState, data: PreparedData
+    config: TrainConfig,
+    console: Console,
+    pipeline: Pipeline,
+    start: Start,
+    copies: SecondCopies | None,
+    data: PreparedData,
 ) -> None:
+    state, place = start.state, start.path or "memory"
+    assert state is not None
     if state.seed != config.seed:
-        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {path}")
-    pipeline.load(path)
-    console.notice(f"resumed from {path}: step {state.step}, {state.samples} samples consumed")
+        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
+    if start.path is not None:
+        pipeline.load(start.path)
+    else:
+        assert copies is not None and start.copy is not None
+        pipeline.load_copy(copies, start.copy)
+    console.notice(f"resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
     if state.data_state and not changed:

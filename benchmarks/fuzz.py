@@ -1,0 +1,247 @@
+"""Text that is almost right, given to everything that reads text: settings, topologies, plans, recordings, checkpoints.
+
+    python benchmarks/fuzz.py --seconds 60 --out benchmarks/results/DATE-fuzz
+
+Sound examples are damaged at random, from a seed: words exchanged, numbers out of range, parts repeated, left out or
+cut. Whatever comes out must be read, or refused with an error that names the setting; anything else is a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tawpipe.errors import UserError
+from tawpipe.faults import parse_faults
+from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.suite import load_suite
+from tawpipe.plan.answer import load_plan
+from tawpipe.plan.ask import machine_of
+from tawpipe.plan.machine import Device, machine_from
+from tawpipe.plan.record import knobs_from, question_from
+from tawpipe.report.bars import executed_bars
+from tawpipe.runtime.state import MARKER, damaged, read_record, sealed
+from tawpipe.schedule.actions import Action
+from tawpipe.topology import LaunchEnvironment
+from tawpipe.train.checkpoint import read_run
+from tawpipe.train.checks import validate
+from tawpipe.train.config import TrainConfig, load_config, train_options
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "\0",
+    "é" * 9,
+    [],
+    {},
+    [[]],
+    10**30,
+)
+"""Put in the place of something else."""
+
+
+def damage(value: Any, random_: random.Random, depth: int = 0) -> Any:
+    """A nested value with something wrong in it."""
+    if random_.random() < 0.15:
+        return random_.choice(ODD)
+    if isinstance(value, dict) and value:
+        key = random_.choice(list(value))
+        changed = dict(value)
+        what = random_.random()
+        if what < 0.15:
+            del changed[key]
+        elif what < 0.3:
+            changed[random_.choice(["x", "", 7, None])] = changed.pop(key)
+        else:
+            changed[key] = damage(value[key], random_, depth + 1)
+        return changed
+    if isinstance(value, list) and value:
+        at = random_.randrange(len(value))
+        what = random_.random()
+        if what < 0.2:
+            return value[:at] + value[at + 1 :]
+        if what < 0.4:
+            return [*value[:at], value[at], *value[at:]]
+        return [*value[:at], damage(value[at], random_, depth + 1), *value[at + 1 :]]
+    if isinstance(value, str) and value:
+        return garble(value, random_)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return random_.choice([value + 1, -value, value * 10**9, str(value), value / 3])
+    return random_.choice(ODD)
+
+
+def garble(text: str, random_: random.Random) -> str:
+    """Text with some characters exchanged, left out, repeated or cut off."""
+    for _ in range(random_.randint(1, 4)):
+        at, what = random_.randrange(len(text) + 1), random_.random()
+        if what < 0.3:
+            text = text[:at] + random_.choice("0123456789abz:,.=-{}[]'\"\n\t#&*!|>%@ ") + text[at:]
+        elif what < 0.6:
+            text = text[:at] + text[at + random_.randint(1, 3) :]
+        elif what < 0.8:
+            text = text[:at] + text[at : at + 9] + text[at:]
+        else:
+            text = text[:at]
+    return text
+
+
+def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
+    """Name to a function that reads something damaged."""
+    plan_text = _plan_text()
+    plan = yaml.safe_load(plan_text)
+    record = {
+        "format": 2,
+        "parameters": {"w": [2, 3]},
+        "tensors": {"model.w": {"numel": 6, "chunks": [[0, 6, 0]]}},
+        "step": 1,
+        "files": [{"bytes": 10, "sha256": "00"}],
+        "run": {"step": 1, "samples": 2, "seed": 0, "fingerprint": "documents:1"},
+    }
+    faults = "rank=2,step=7,at=push:3,kind=kill;rank=0,step=1,at=forward:2,kind=slow,seconds=2"
+    trace = {"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | W0.0 x -> y", 0.0, 1.0]]}
+    suite = yaml.safe_load(Path("src/tawpipe/lab/suites/smoke.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load(train_options().to_yaml(TrainConfig(data=["README.md"], output=str(folder / "out"))))
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+
+    def written(name: str, text: str) -> Path:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+        return path
+
+    def either(value: Any, text: Callable[[Any], str], random_: random.Random) -> str:
+        return garble(text(value), random_) if random_.random() < 0.5 else text(damage(value, random_))
+
+    def dump(value: Any) -> str:
+        return yaml.safe_dump(value, sort_keys=False)
+
+    def read_settings(random_: random.Random) -> None:
+        validate(load_config(["--config", str(written("config.yaml", either(settings, dump, random_)))]), environ={})
+
+    def read_plan(random_: random.Random) -> None:
+        found = load_plan(written("plan.yaml", either(plan, dump, random_)))
+        if isinstance(found.get("clock"), dict):
+            knobs_from(found["schedule"], question_from(found["clock"], where="plan.yaml"))
+
+    def read_checkpoint(random_: random.Random) -> None:
+        # half of them with a checksum that is right, so that what is in them is looked at
+        sealing = (lambda value: json.dumps(sealed(value) if isinstance(value, dict) else value)), json.dumps
+        path = written(f"step/{MARKER}", either(record, random_.choice(sealing), random_)).parent
+        read_run(path)
+        found = read_record(path)
+        damaged(path, found, range(len(found["files"])))
+
+    def read_trace(random_: random.Random) -> None:
+        executed_bars(written("trace/rank-00000.json", either(trace, json.dumps, random_)).parent)
+
+    def read_action(random_: random.Random) -> None:
+        with contextlib.suppress(ValueError):  # what a reader of recordings expects of it
+            Action.parse(garble("INTER_W EXCHANGE u3 rail | home.w.3 -> S0.1 | SEND>3:u3:home.w.3", random_))
+
+    return {
+        "settings of train (YAML)": read_settings,
+        "plan.yaml": read_plan,
+        "topology file": lambda random_: machine_from(damage(plan["clock"]["machine"], random_)),
+        "topology in short": lambda random_: machine_of(garble("3x8@10gbit", random_), device=Device()),
+        "checkpoint record": read_checkpoint,
+        "recorded step": read_trace,
+        "action": read_action,
+        "suite of the lab": lambda random_: load_suite(str(written("suite.yaml", either(suite, dump, random_)))),
+        "rates of links": lambda random_: parse_rates(garble("400mbit,200mbit", random_), nodes=2),
+        "faults": lambda random_: parse_faults(garble(faults, random_)),
+        "launcher's variables": lambda random_: LaunchEnvironment.read(
+            {name: garble(value, random_) if random_.random() < 0.5 else value for name, value in environment.items()}
+        ),
+    }
+
+
+def _plan_text() -> str:
+    """A plan of a small model."""
+    import torch
+
+    from tawpipe.plan.answer import Answer
+    from tawpipe.plan.ask import question_of
+    from tawpipe.plan.search import search
+
+    machine = machine_of("2x2@1gbit", device=Device("CPU", 0, 1e11))
+    question = question_of(
+        "tiny", machine, sequence_length=64, global_batch=8, dtype=torch.float32, profile="estimate", vocab_size=500
+    )
+    return Answer.of(question, search(question)).text()
+
+
+def fuzz(read: Callable[[random.Random], Any], seconds: float, seed: int) -> dict[str, Any]:
+    """Read damaged text for so long; how often, how often it was refused, and what else was raised."""
+    counts = {"tried": 0, "refused": 0}
+    findings: dict[str, dict[str, Any]] = {}
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        counts["tried"] += 1
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                read(random.Random(f"{seed}:{counts['tried']}"))
+        except UserError:
+            counts["refused"] += 1
+        except SystemExit as stop:
+            if stop.code != 2:
+                raise
+            counts["refused"] += 1
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            key = f"{type(error).__name__} at {Path(place.filename).name}:{place.name}"
+            findings.setdefault(key, {"count": 0, "first": counts["tried"], "says": str(error)[:200]})["count"] += 1
+    return counts | {"findings": findings}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of processor time for every reader")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="readers whose name contains this")
+    parser.add_argument("--out", type=Path, default=Path("fuzz"))
+    args = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="tawpipe-fuzz-") as folder:
+        for name, read in targets(Path(folder)).items():
+            if not args.only or args.only in name:
+                found[name] = fuzz(read, args.seconds, args.seed)
+                print(name, json.dumps(found[name]), flush=True)
+    environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+    args.out.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment, "readers": found}
+    (args.out / "fuzz.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    lines = [
+        f"{environment['date']}, `{environment['command']}`",
+        "",
+        "| reader | texts | refused with a name | other errors |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    for name, one in found.items():
+        others = "; ".join(f"{key} ({each['count']})" for key, each in one["findings"].items()) or "none"
+        lines.append(f"| {name} | {one['tried']} | {one['refused']} | {others} |")
+    (args.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 1 if any(one["findings"] for one in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Faults on purpose, so that what happens then is known before it happens. Imports errors and schedule's words.
+
+    tawpipe train --inject "rank=2,step=7,at=push:3,kind=kill"
+
+One fault happens on one rank in one step, before the first action there that ``at`` names, and once in the life of a
+run: after a restart it does not come again (``restart=N`` puts it into the Nth restart instead). A place that the
+rank's schedule does not have is an error, so that no test passes because nothing happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.spec import Schedule
+
+SETTING = "--inject"
+PLACES = ("pull", "gather", "forward", "backward", "reduce", "push", "update", "save", "load")
+"""Weights between nodes, and inside one; computing; gradients inside a node, and between them; the optimizer; a
+checkpoint being written, and being read.
+"""
+KINDS = ("kill", "exit", "hang", "slow", "error", "nan", "bitflip", "disk-full")
+"""SIGKILL; an exit with code 3; an action that never ends; one that takes ``seconds`` longer; one that raises; numbers
+that are none in what the action writes; one bit of it, or of a checkpoint's file, turned over; no space left on a disk.
+"""
+BUFFERS = ("pull", "gather", "backward", "reduce", "push", "update")
+ONLY = {"disk-full": ("save",), "nan": BUFFERS, "bitflip": (*BUFFERS, "save")}
+"""Places that a kind is limited to."""
+EXIT_CODE = 3
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""torchrun's variable, which the local launcher sets as well."""
+
+
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
+    """How often this run has been started again."""
+    text = environ.get(RESTARTS, "0")
+    return int(text) if text.isdecimal() else 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Args:
+        step: as the log counts, from 1; for ``save`` the step that is saved, for ``load`` of no meaning.
+        place: see ``PLACES``.
+        number: of the unit, or of the block for computing; None for the first there is.
+        seconds: for ``slow``.
+        restart: in which start of the run, 0 for the first.
+    """
+
+    rank: int
+    step: int
+    place: str
+    kind: str
+    number: int | None = None
+    seconds: float = 1.0
+    restart: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """From ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
+
+        >>> Fault.parse("rank=2,step=7,at=PUSH:3,kind=kill")
+        Fault(rank=2, step=7, place='push', kind='kill', number=3, seconds=1.0, restart=0)
+
+        Raises:
+            UserError: anything else.
+        """
+        form = "for example rank=2,step=7,at=push:3,kind=kill"
+        words: dict[str, str] = {}
+        for part in text.split(","):
+            name, equals, value = part.strip().partition("=")
+            if not equals or name in words:
+                raise UserError(SETTING, text, form)
+            words[name] = value.strip()
+        if unknown := words.keys() - {"rank", "step", "at", "kind", "seconds", "restart"}:
+            raise UserError(SETTING, ", ".join(sorted(unknown)), form)
+        if missing := {"rank", "step", "at", "kind"} - words.keys():
+            raise UserError(SETTING, text, f"{', '.join(sorted(missing))} as well; {form}")
+        place, colon, number = words["at"].lower().partition(":")
+        kind = words["kind"].lower()
+        if place not in PLACES:
+            raise UserError(SETTING, words["at"], f"at one of {', '.join(PLACES)}")
+        if kind not in KINDS:
+            raise UserError(SETTING, words["kind"], f"a kind out of {', '.join(KINDS)}")
+        if place not in ONLY.get(kind, PLACES):
+            raise UserError(SETTING, text, f"{kind} at one of {', '.join(ONLY[kind])}")
+        counts = {"rank": words["rank"], "step": words["step"], "restart": words.get("restart", "0")}
+        counts |= {"at": number} if colon else {}
+        for name, value in counts.items():
+            if not value.isdecimal() or (name == "step" and int(value) < 1) or len(value) > 9:
+                raise UserError(SETTING, f"{name}={value}", "a whole number; steps count from 1")
+        try:
+            seconds = float(words.get("seconds", "1"))
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds < 1e6:
+            raise UserError(SETTING, f"seconds={words['seconds']}", "a number of seconds above 0")
+        found = int(number) if colon else None
+        return cls(int(words["rank"]), int(words["step"]), place, kind, found, seconds, int(counts["restart"]))
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Several, separated by semicolons.
+
+    Raises:
+        UserError: see ``Fault.parse``.
+    """
+    return tuple(Fault.parse(part) for part in text.split(";") if part.strip())
+
+
+def place_of(action: Action) -> str:
+    """One of ``PLACES``, or nothing for what is none of them."""
+    computing = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.UPDATE: "update"}
+    moving = {Lane.INTER_W: "pull", Lane.GATHER: "gather", Lane.REDUCE: "reduce", Lane.INTER_G: "push"}
+    if action.op in computing:
+        return computing[action.op]
+    return moving.get(action.lane, "") if action.op in (Op.EXCHANGE, Op.COLLECTIVE) else ""
+
+
+class Injector:
+    """Makes the faults of one rank happen.
+
+    Args:
+        restart: how often the run has been started again.
+    """
+
+    def __init__(self, faults: Sequence[Fault], rank: int, *, restart: int | None = None) -> None:
+        restart = restart_count() if restart is None else restart
+        self._rank = rank
+        self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
+        self.step = 0
+        """That is saved, for ``save``."""
+
+    def check(self, schedule: Schedule, rank: int) -> None:
+        """Whether every fault can happen.
+
+        Raises:
+            UserError: the rank's schedule has no such action.
+        """
+        program = schedule.programs[rank]
+        for fault in self._waiting:
+            if fault.place in ("save", "load") or any(_matches(fault, action) for action in program):
+                continue
+            there = sorted({place for action in program if (place := place_of(action))})
+            number = "" if fault.number is None else f":{fault.number}"
+            raise UserError(SETTING, f"{fault.place}{number}", f"a place that rank {rank} has: {', '.join(there)}")
+
+    def around(
+        self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """``run``, or with a fault around it.
+
+        Args:
+            step: from 1.
+            buffers: what an action writes, by name, looked at after it has run.
+        """
+        fault = next((one for one in self._waiting if one.step == step and _matches(one, action)), None)
+        if fault is None:
+            return run
+        self._waiting.remove(fault)
+
+        spoils = fault.kind in ("nan", "bitflip")
+        only_sends = bool(action.transfers) and all(one.send for one in action.transfers)
+
+        def faulty() -> None:
+            strike(fault)
+            if spoils and only_sends:
+                spoil(fault.kind, action, buffers)
+            run()
+            if spoils and not only_sends:
+                spoil(fault.kind, action, buffers)
+
+        return faulty
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be written by this rank."""
+        self._strike_at("save")
+
+    def before_load(self) -> None:
+        """A checkpoint is about to be read by this rank."""
+        self._strike_at("load", any_step=True)
+
+    def after_save(self, folder: Path) -> None:
+        """A checkpoint is complete."""
+        for fault in list(self._waiting):
+            if (fault.place, fault.kind, fault.step) == ("save", "bitflip", self.step):
+                self._waiting.remove(fault)
+                flip_a_bit(folder / f"state-{self._rank:05}.safetensors")
+
+    def _strike_at(self, place: str, *, any_step: bool = False) -> None:
+        for fault in list(self._waiting):
+            if fault.place == place and (any_step or fault.step == self.step) and fault.kind != "bitflip":
+                self._waiting.remove(fault)
+                strike(fault)
+
+
+def _matches(fault: Fault, action: Action) -> bool:
+    if place_of(action) != fault.place:
+        return False
+    if fault.number is None:
+        return True
+    units = {action.unit, *(one.unit for one in action.transfers)}
+    return fault.number in (units if action.block < 0 else {action.block})
+
+
+def strike(fault: Fault) -> None:
+    """What comes before an action."""
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "exit":
+        os._exit(EXIT_CODE)
+    elif fault.kind == "hang":
+        while True:
+            time.sleep(3600)
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds)
+    elif fault.kind == "error":
+        raise RuntimeError(f"injected at {fault.place} in step {fault.step}")
+    elif fault.kind == "disk-full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def spoil(kind: str, action: Action, buffers: Mapping[str, Any]) -> None:
+    """Change what an action writes: all to numbers that are none, or one of the highest bits of the first."""
+    import torch
+
+    moved = sorted(action.transfers, key=lambda one: one.send)  # what is received first
+    names = (*action.writes, *(one.buffer for one in moved), *action.reads, f"home.w.{action.unit}")
+    found = [buffers[name] for name in names if isinstance(buffers.get(name), torch.Tensor)]
+    if not found:
+        raise UserError(SETTING, f"{kind} at {place_of(action)}", "a place whose action writes a buffer")
+    with torch.no_grad():
+        values = found[0].view(-1)
+        if kind == "nan":
+            values.fill_(float("nan"))
+        else:
+            values[:1].view(torch.uint8)[-1] ^= 0x40  # a high bit of the exponent
+
+
+def flip_a_bit(path: Path) -> None:
+    """In the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))

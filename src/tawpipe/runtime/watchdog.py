@@ -1,0 +1,131 @@
+"""Says what every rank waits for when a step takes too long, and ends the process. Imports runtime (lanes).
+
+A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
+schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
+look at, and so is one that prints nothing, because it is in no step. Lines begin with ``workers.STUCK``, by which a
+launcher finds them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from tawpipe.runtime.lanes import Doing, Event
+from tawpipe.schedule.actions import Lane
+from tawpipe.workers import STUCK
+
+LOOK_S = 0.25
+LAST_WORDS_S = 3.0
+"""After the report, so that every rank has printed its own before connections break."""
+EXIT_CODE = 1
+
+
+class Ends(Protocol):
+    """What tells whether a step is over."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class StepEnd:
+    """The end of a step in all lanes.
+
+    Args:
+        last: the last event of every lane, while the step is being issued.
+    """
+
+    def __init__(self, last: Mapping[Lane, Event]) -> None:
+        self._last = last
+        self.issued = False
+
+    @property
+    def done(self) -> bool:
+        return self.issued and all(event.done for event in self._last.values())
+
+
+@dataclass
+class _Watched:
+    step: str
+    begin: float
+    ended: Ends
+
+
+class Watchdog:
+    """Watches the steps of one rank in a thread.
+
+    Args:
+        doing: what every lane is at.
+        where: this rank, in words.
+        limit_s: of a step, from the end of the one before it; 0 for none.
+        end: is called after the report; ends the process by default.
+    """
+
+    def __init__(
+        self,
+        doing: Callable[[], Mapping[Lane, Doing | None]],
+        where: str,
+        *,
+        limit_s: float = 0.0,
+        stream: TextIO | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._doing, self._where, self._stream = doing, where, stream
+        self._end = end or (lambda: os._exit(EXIT_CODE))
+        self.limit_s = limit_s
+        self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, step: str, ended: Ends) -> None:
+        """A step begins, which is over when ``ended`` is."""
+        if not self.limit_s:
+            return
+        with self._lock:
+            self._watched.append(_Watched(step, time.monotonic(), ended))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            now = time.monotonic()
+            with self._lock:
+                while self._watched and self._watched[0].ended.done:
+                    self._watched.pop(0)
+                    if self._watched:  # it could not begin before
+                        self._watched[0].begin = now
+                late = self._watched[0] if self._watched else None
+            if late is not None and self.limit_s and now - late.begin > self.limit_s:
+                for line in self.report(late.step, now - late.begin):
+                    print(STUCK + line, file=self._stream or sys.stderr, flush=True)
+                if not self._closed.wait(LAST_WORDS_S):
+                    self._end()
+                return
+
+    def report(self, step: str, seconds: float) -> Iterator[str]:
+        """Where this rank is."""
+        limits = "--timeouts.step-s, or for the first step --timeouts.first-step-s"
+        yield f"{self._where}: {step} has taken {seconds:.0f} s, longer than {limits} allows"
+        doing = {lane: one for lane, one in self._doing().items() if one is not None}
+        for lane, one in doing.items():
+            state = "waits to begin" if one.waits else "is in"
+            yield f"{self._where}: {lane} {state} {one.label}, {one.seconds:.0f} s"
+        compute = doing.get(Lane.COMPUTE)
+        if not doing:
+            yield f"{self._where}: nothing is under way here; this rank waits for nobody"
+        elif (
+            compute is not None
+            and not compute.waits
+            and not any(not one.waits for lane, one in doing.items() if lane is not Lane.COMPUTE)
+        ):
+            yield f"{self._where}: waits for nobody: it computes"

@@ -1,0 +1,68 @@
+"""Which history an output folder holds, so that what is left of another one is never gone on with. Imports launch.
+
+A run that starts anew, or goes back to an earlier checkpoint, begins another history in its folder; one that is resumed
+goes on with that of before. The file says besides which start has chosen what to go on from: one that died before
+leaves that to the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tawpipe.launch import LAUNCH
+
+NAME = "history.json"
+FIELDS = ("history", "resume", "launch")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the file holds; empty where there is none.
+
+    Args:
+        history: a random name.
+        resume: what ``--resume`` said.
+        launch: see ``launch_name``.
+    """
+
+    history: str = ""
+    resume: str = ""
+    launch: str = ""
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Mark:
+        """From a file's text; of one that is damaged nothing is known."""
+        try:
+            values = json.loads(text)
+            return cls(*(str(values[name]) for name in FIELDS))
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+
+def launch_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The same for all starts of one launch."""
+    return environ.get(LAUNCH) or environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def read_mark(output: Path) -> Mark:
+    path = output / NAME
+    try:
+        return Mark.of(path.read_text(encoding="utf-8"))
+    except OSError:
+        return Mark()
+
+
+def write_mark(output: Path, mark: Mark) -> None:
+    """Call when everything is found that is gone on from, and what must not be is set aside."""
+    output.mkdir(parents=True, exist_ok=True)
+    new = output / f"{NAME}.new"
+    new.write_text(mark.text, encoding="utf-8")
+    new.replace(output / NAME)
