@@ -378,6 +378,8 @@ def matrix(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     for topology, kind, place in cases(args.topologies):
         if args.only and args.only not in (kind, place):
             continue
+        if args.cases and f"{kind}:{place}" not in args.cases:
+            continue
         found.append(run_case(bench, topology, kind, place, expected[topology]))
         one = found[-1]
         print(
@@ -522,6 +524,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("faults"))
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), choices=list(TOPOLOGIES))
     parser.add_argument("--only", help="cases of one kind or place")
+    parser.add_argument("--cases", nargs="+", metavar="KIND:PLACE", help="these alone")
     parser.add_argument("--steps", type=int, default=2000, help="of the soak")
     parser.add_argument("--faults", type=int, default=12, help="of the soak")
     parser.add_argument("--seed", type=int, default=0)

@@ -42,6 +42,7 @@ from tawpipe.train.history import Mark
 from tawpipe.train.run import Start, _find_state, _second_copies
 from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
+from tawpipe.train.stragglers import Stragglers
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 
@@ -479,6 +480,17 @@ def test_patience_ends(tmp_path):
     code = NOTES + "time.sleep(60)"
     status, said, seconds = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=0.5, grace_s=0.5)
     assert status == 128 + signal.SIGTERM and seconds < 15 and "SIGTERM" in said
+
+
+# who is slow
+
+
+def test_who_stays_slow_is_named_and_noise_is_not():
+    stragglers = Stragglers(1.3)
+    assert not any(stragglers.look([1.0, 1.0, 2.0 if step % 3 else 1.0, 1.0]) for step in range(30))
+    named = [step for step in range(1, 40) if stragglers.look([1.0, 1.0, 1.0, 2.0]) == [(3, 2.0)]]
+    assert named == [4, 8, 16, 32]
+    assert not any(Stragglers(0).look([1.0, 9.0]) for _ in range(9))
 
 
 # histories

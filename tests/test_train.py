@@ -302,6 +302,17 @@ def test_sigterm_ends_a_run_in_good_order(trained):
         process.kill()
 
 
+def test_part_of_the_matrix_of_faults(tmp_path):
+    root = Path(__file__).parents[1]
+    cases = ["kill:push", "exit:save", "hang:forward", "nan:backward", "disk-full:save", "bitflip:save", "kill:load"]
+    words = ["matrix", "--topologies", "2 x 2", "--out", str(tmp_path / "out"), "--cases", *cases]
+    command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "cases.json").read_text())["cases"]
+    assert len(found) == len(cases) and not any(one["left_behind"] for one in found)
+
+
 def test_a_process_that_hangs_is_named(trained):
     words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
     begin = time.monotonic()
@@ -311,6 +322,7 @@ def test_a_process_that_hangs_is_named(trained):
     assert "tawpipe: stuck: rank 3 (node 1): " in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(trained):
     done = run(trained, "full", *QUIET, "--inject", "rank=1,step=2,at=save,kind=disk-full")
     assert done.returncode == 0, done.stderr
@@ -327,6 +339,7 @@ def test_a_bad_step_is_left_out_if_asked_for(trained):
     assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
     words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
     words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))

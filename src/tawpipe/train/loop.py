@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
 from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
+from tawpipe.train.stragglers import Stragglers
 
 TRACES = "traces"
 """Folder in the output folder."""
@@ -87,6 +87,7 @@ class Training:
         self.unsaved = ""
         self._stalls: list[float] = []
         self._spikes = Spikes(config.log.spike)
+        self._stragglers = Stragglers(config.log.straggler)
         self.samples = state.samples if state else 0
         self.validation_loss: float | None = None
         self._pending: deque[_Pending] = deque()
@@ -289,11 +290,8 @@ class Training:
         own = max(1, len(self.pipeline.shares(self.config.global_batch)))  # shares may differ by one
         everyone = self.world.gather_numbers((now - self._computed_s) / own)
         self._computed_s = now
-        usual = statistics.median(everyone)
-        slow = [rank for rank, seconds in enumerate(everyone) if seconds > self.config.log.straggler * max(usual, 1e-9)]
-        for rank in slow[:3]:
+        for rank, times in self._stragglers.look(everyone)[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
-            times = everyone[rank] / max(usual, 1e-9)
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
 
     def _evaluate(self) -> float:
