@@ -2,11 +2,11 @@
 
     python benchmarks/crossover.py --out docs/crossover
 
-Llama-like models of 32 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device,
-on four nodes of four devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights travel in bf16, gradients
+Llama-like models of 16 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device,
+on four nodes of two devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights travel in bf16, gradients
 in fp32. Memory is not limited here: the question is time. Beside each other stand what the clock finds and the rule of
 docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of the best setting, v = 2.
-Writes ``crossover.json``, ``table.md`` and ``crossover.png``; a quarter of an hour on two processors.
+Writes ``crossover.json``, ``table.md`` and ``crossover.png``; five minutes on two processors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tawpipe.simulate import BlockCost, LinkModel, Seconds
 HIDDEN = (1024, 2048, 4096, 8192)
 LENGTHS = tuple(4096 << i for i in range(9))
 GIGABITS = (10, 25, 100, 400)
-LAYERS, NODES, LOCAL, PER_DEVICE = 32, 4, 4, 8
+LAYERS, NODES, LOCAL, PER_DEVICE = 16, 4, 2, 8
 FLOPS = 989e12 * EFFICIENCY
 FAMILIES = {"weights travel": "#2a6fdb", "a pipeline": "#e4572e", "a copy per node (HSDP)": "#2e933c"}
 

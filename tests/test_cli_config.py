@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tawpipe.cli import main
+from tawpipe.errors import UserError
 from tawpipe.train.config import TrainConfig, config_text, load_config, train_options, with_output_named
 from tawpipe.train.options import describe
 
@@ -67,6 +68,15 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, befo
     assert (config.steps, config.seed) == (9, 6)
     assert (config.optimizer.beta1, config.optimizer.beta2) == (0.7, 0.6)
     assert config.optimizer.eps == TrainConfig().optimizer.eps
+
+
+@pytest.mark.parametrize("name", ["steps", "plan", "inject", "dtype", "validation_fraction"])
+def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{name}: null\n")
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: got 'null'"):
+        load_config(["--config", str(file)])
+    assert load_config(["--nodes", "null"]).nodes is None
 
 
 def test_of_several_files_the_last_one_wins(tmp_path: Path) -> None:

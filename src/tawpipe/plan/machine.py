@@ -168,9 +168,12 @@ def _device(values: Any, where: str) -> Device:
     for name, value in (("memory_gib", memory), ("flops", flops)):
         if value is not None and not _number(value, least=0):
             raise UserError(f"{where}: {name}", value, "a number, 0 or more")
+    if memory > MOST_GIB:
+        raise UserError(f"{where}: memory_gib", memory, f"at most {MOST_GIB:.0e}")
     return Device(str(values.get("name", "CPU")), int(memory * 2**30), flops)
 
 
+MOST_GIB = 1e9
 _RATES = {"gbit_per_s": 1e9 / 8, "gbyte_per_s": 1e9, "bytes_per_s": 1.0}
 
 

@@ -287,6 +287,8 @@ class Options(Generic[T]):
                     value = build(hints[name], member.members, value)
                 elif member.is_list:
                     value = get_origin(member.hint)(value)
+                elif value is None and type(None) not in get_args(member.hint):  # the parser lets null pass for all
+                    raise UserError(member.option, "null", member.expected)
                 made[name] = value
             return cls(**made)
 
