@@ -43,20 +43,20 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     runs = [("dtype", "dtype", seed) for seed in range(args.seeds)]
     runs += [(weights, gradients, 0) for weights, gradients in WIRES[1:]]
-    rows = []
-    for weights, gradients, seed in runs:
-        rows.append(
-            {"weights": weights, "gradients": gradients, "seed": seed, **train(weights, gradients, seed, args.words)}
-        )
-        print(json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True)
+    rows: list[dict[str, Any]] = []
     environment = {
         "versions": {"torch": torch.__version__},
         "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
-    content = {"environment": environment, "rows": rows}
-    (args.out / "wire.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (args.out / "table.md").write_text(table(environment, rows), encoding="utf-8")
+    for weights, gradients, seed in runs:
+        rows.append(
+            {"weights": weights, "gradients": gradients, "seed": seed, **train(weights, gradients, seed, args.words)}
+        )
+        print(json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True)
+        content = {"environment": environment, "rows": rows}
+        (args.out / "wire.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (args.out / "table.md").write_text(table(environment, rows), encoding="utf-8")
 
 
 def train(weights: str, gradients: str, seed: int, words: list[str]) -> dict[str, Any]:
