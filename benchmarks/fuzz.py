@@ -145,7 +145,10 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
 
     def read_checkpoint(random_: random.Random) -> None:
         # half of them with a checksum that is right, so that what is in them is looked at
-        sealing = (lambda value: json.dumps(sealed(value) if isinstance(value, dict) else value)), json.dumps
+        sealing = (
+            (lambda value: json.dumps(sealed(json.loads(json.dumps(value))) if isinstance(value, dict) else value)),
+            json.dumps,
+        )
         path = written(f"step/{MARKER}", either(record, random_.choice(sealing), random_)).parent
         read_run(path)
         found = read_record(path)

@@ -126,6 +126,9 @@ def load_suite(name: str) -> Suite:
 def read_suite(values: Any) -> Suite:
     """From what the YAML holds."""
     given = _known(Suite, values, "a suite")
+    for name in ("cells", "strategies"):
+        if not isinstance(given.get(name), list):
+            raise UserError("--suite", {name: given.get(name)}, f"a list of {name}")
     cells = []
     for one in given.get("cells", ()):
         cell = _known(Cell, one, "a cell")
@@ -154,7 +157,7 @@ def _read_workload(values: Any, what: str) -> Workload:
 def _known(cls: type, values: Any, what: str) -> dict[str, Any]:
     names = [item.name for item in fields(cls)]
     if not isinstance(values, dict) or not set(values) <= set(names):
-        wrong = sorted(set(values) - set(names)) if isinstance(values, dict) else values
+        wrong = sorted(map(str, set(values) - set(names))) if isinstance(values, dict) else values
         raise UserError("--suite", wrong, f"{what} has the keys {', '.join(names)}")
     return values
 

@@ -68,12 +68,14 @@ def executed_bars(folder: Path) -> list[Bar]:
             if content["format"] != FORMAT:
                 raise UserError("trace", str(path), f"a recording of format {FORMAT}, not {content['format']}")
             free: dict[Lane, float] = {}
-            for text, begin, end in content["spans"]:
-                action = Action.parse(text)
+            rank, node = int(content["rank"]), int(content["node"])
+            for text, *times in content["spans"]:
+                action = Action.parse(str(text))
+                begin, end = map(float, times)
                 start = min(begin, free.get(action.lane, begin))
-                bars.append(Bar(content["rank"], content["node"], action, start, begin, end))
+                bars.append(Bar(rank, node, action, start, begin, end))
                 free[action.lane] = end
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise UserError("trace", str(path), f"a recording of a step ({error})") from error
     zero = min((bar.begin for bar in bars), default=0.0)
     return [Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars]
