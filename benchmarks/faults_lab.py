@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from faults import Bench, fingerprint
+from faulty_runs import Bench, fingerprint
 from tawpipe.errors import RunError
 from tawpipe.lab.cluster import Cluster
 from tawpipe.lab.cluster_network import INTERFACE, call, switch_of

@@ -380,6 +380,25 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     return losses
 
 
+def groups_of_lanes(world: World) -> bool:
+    """Whether every lane talks over groups of its own, each of which has carried something before any step."""
+    used: list[Any] = []
+    real = torch.distributed.all_reduce
+
+    def noted(values: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        used.append(group)
+        return real(values, *args, group=group, **kwargs)
+
+    torch.distributed.all_reduce = noted
+    try:
+        pipeline = Pipeline(llama(torch.float32), world=world)
+        found = list(pipeline.transport._groups.values())
+    finally:
+        torch.distributed.all_reduce = real
+    pipeline.close()
+    return len({id(group) for group in found}) == len(found) > 3 and all(group in used for group in found)
+
+
 def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
     """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
 

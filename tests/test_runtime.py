@@ -128,3 +128,8 @@ def test_every_lane_has_groups_of_its_own():
     for placement in ("spread", "striped", "whole"):
         groups = needed_groups([make(llama(3), 2, 2, 4, placement=placement)])
         assert {lane for lane, _ in groups} == {Lane.INTER_W, Lane.GATHER, Lane.REDUCE, Lane.INTER_G}
+        assert len(set(groups)) == len(groups)
+
+
+def test_groups_are_made_and_used_before_the_first_step(pool):
+    assert all(pool.run("cases:groups_of_lanes", 2, 2))

@@ -19,12 +19,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
 
+from small import WORDS, make_small
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 
-WORDS = ["def", "return", "import", "self", "None", "True", "class", "for", "in", "if", "else", "while", "with", "as"]
 TIMEOUT_S = 180
 
 
@@ -32,20 +32,7 @@ TIMEOUT_S = 180
 def home(tmp_path_factory) -> Path:
     """A small corpus and a small model's config."""
     folder = tmp_path_factory.mktemp("train")
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for i in range(60):
-        lines = [" ".join(WORDS[(i * 7 + j * j + k) % len(WORDS)] for k in range(9)) for j in range(5 + i % 11)]
-        (corpus / f"{i}.txt").write_text("\n".join(lines))
-    LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    ).save_pretrained(folder / "model")
+    make_small(folder, files=60, layers=3, positions=256)
     return folder
 
 
@@ -282,7 +269,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_sigterm_ends_a_run_in_good_order(trained):
-    words = [sys.executable, *command(trained, "stopped", "--steps", "100000", *QUIET)]
+    words = [sys.executable, *command(trained, "stopped", "--steps", "100000", "--resume", "auto", *QUIET)]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -293,6 +280,7 @@ def test_sigterm_ends_a_run_in_good_order(trained):
                 break
         if sys.platform.startswith("linux"):
             assert listening(process.pid) <= {"0100007F"}, "others can reach it"
+        assert "no sound checkpoint in" in said and "starting anew" in said
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr

@@ -211,7 +211,6 @@ class Pipeline:
             optimizers=self.optimizers,
             reduce_dtype=self.reduce_dtype,
             delay=delay,
-            skip=skip_limit > 0,
             injector=injector,
             where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
@@ -338,7 +337,8 @@ class Pipeline:
             seed=self.seed if training else None,
             step=self.step_number,
         )
-        return self.executor.play(schedule, given, UpdateRule(self.clip_norm, rate), recording=recording)
+        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
+        return self.executor.play(schedule, given, rule, recording=recording)
 
     # state
 
@@ -369,8 +369,8 @@ class Pipeline:
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
 
         Args:
-            after: is called in the thread of every rank when the folder is complete; returns what went wrong, if
-                anything, which ``Saved.left`` passes on.
+            after: is called in the thread of this rank when the folder is complete; returns what went wrong, if
+                anything, which ``Saved.left`` passes on to all. May be None on some ranks.
         """
         begin = time.perf_counter()
         assert self._saving is None or self._saving.done, "one save at a time"

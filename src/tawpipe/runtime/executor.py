@@ -90,10 +90,13 @@ class UpdateRule:
     Args:
         clip_norm: largest global norm, None for no clipping; None where updates are early.
         rate: multiplies every initial learning rate.
+        memory: of numbers that were not finite: 1, and no later step changes the weights either; 0, and each step is
+            looked at by itself.
     """
 
     clip_norm: float | None = 1.0
     rate: float = 1.0
+    memory: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,6 @@ class Executor:
         optimizers: None where nothing is trained.
         reduce_dtype: of gradients while they are summed and travel.
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions.
-        skip: after numbers that were not finite, go on with the next step instead of leaving out all updates from then
-            on.
         injector: makes faults happen.
         where: this rank in words, for the watchdog's report.
     """
@@ -132,11 +133,10 @@ class Executor:
         optimizers: Optimizers | None,
         reduce_dtype: torch.dtype,
         delay: Callable[[str], Callable[[], float]] | None = None,
-        skip: bool = False,
         injector: Injector | None = None,
         where: str = "",
     ) -> None:
-        self.skip, self.injector = skip, injector
+        self.injector = injector
         self.rank, self.compute, self.storage, self.transport = rank, compute, storage, transport
         self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
         self._buffers: dict[str, Tensor] = {}
@@ -286,8 +286,8 @@ class Executor:
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64)
-        if "norm" in action.reads:  # unless ``skip``: once not finite, no later step may change the weights either
-            finite = self._finite.copy_(finite) if self.skip else self._finite.mul_(finite)
+        if "norm" in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
+            finite = self._finite.pow_(step.rule.memory).mul_(finite)
         step.result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
 
     @torch.no_grad()

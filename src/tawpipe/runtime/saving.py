@@ -39,7 +39,7 @@ class Saved:
         staged_s: for which training stood still.
         written_s: from then on until the folder was complete.
         problem: why it is not there; empty if it is.
-        left: what could not be done after it on this rank.
+        left: what could not be done after it.
     """
 
     folder: Path
@@ -87,7 +87,8 @@ class Saving:
         world: whose group nothing else uses in the meantime.
         staged_s: how long staging took, for the report.
         before_write, spoil: called by the thread before it writes, and with the complete folder; for tests.
-        after: called by the thread when the folder is complete; returns what went wrong.
+        after: called by the thread when the folder is complete; returns what went wrong. The save has ended when it has
+            on all ranks, so that none goes on to wait in a step for one that still removes old checkpoints.
     """
 
     def __init__(
@@ -144,8 +145,8 @@ class Saving:
             problem, left = self._write(), ""
             if not problem and self._spoil is not None:
                 self._spoil(self.folder)
-            if not problem and self._after is not None:
-                left = self._after()
+            if not problem:
+                left = _first(self._world.gather_texts(self._after() if self._after is not None else ""))
         except BaseException as error:
             self._error = error
             return

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.faults import parse_faults, restart_count
-from tawpipe.launch import Gpu, started_by_local_launcher
+from tawpipe.gpus import Gpu
+from tawpipe.launch import started_by_local_launcher
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
 

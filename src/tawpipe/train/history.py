@@ -1,4 +1,5 @@
-"""Which history an output folder holds, so that what is left of another one is never gone on with. Imports launch.
+"""Which history an output folder holds, so that what is left of another one is never gone on with. Imports launch
+and metrics.
 
 A run that starts anew, or goes back to an earlier checkpoint, begins another history in its folder; one that is resumed
 goes on with that of before. The file says besides which start has chosen what to go on from: one that died before
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tawpipe.errors import RunError
 from tawpipe.launch import LAUNCH
+from tawpipe.train.metrics import replace_text
 
 NAME = "history.json"
 FIELDS = ("history", "resume", "launch")
@@ -61,8 +64,13 @@ def read_mark(output: Path) -> Mark:
 
 
 def write_mark(output: Path, mark: Mark) -> None:
-    """Call when everything is found that is gone on from, and what must not be is set aside."""
-    output.mkdir(parents=True, exist_ok=True)
-    new = output / f"{NAME}.new"
-    new.write_text(mark.text, encoding="utf-8")
-    new.replace(output / NAME)
+    """Call when everything is found that is gone on from, and what must not be is set aside.
+
+    Raises:
+        RunError: it cannot be written, and without it a restart would not know what this start has chosen.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        replace_text(output / NAME, mark.text)
+    except OSError as error:
+        raise RunError(f"{output / NAME} could not be written: {error.strerror or error}") from error

@@ -124,6 +124,8 @@ class Training:
                 self._end_save()
                 if self.copies is not None:
                     self.copies.wait(config.timeouts.save_s)
+            # What follows, an export above all, is no step.
+            self.world.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
             if self.last > self.first:
                 pipeline.drain()
             elif self.data.validation is not None and config.evaluation.every:

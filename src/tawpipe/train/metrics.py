@@ -53,12 +53,12 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float | int | None]) -> str:
         """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
 
-        Returns:
-            why it could not be written, the first time that this happens; else nothing.
-
         Args:
             step: number of the step, from 1; greater than that of the row before.
             values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss.
+
+        Returns:
+            why it could not be written, the first time that this happens; else nothing.
         """
         missing = [name for name in REQUIRED if name not in values]
         assert not missing, f"metrics of step {step} lack {missing}"
