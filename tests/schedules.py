@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tawpipe.schedule.build import PLAIN_WIRE, build_evaluation, build_training
-from tawpipe.schedule.placement import ALL_PLACEMENTS
+from tawpipe.schedule.placement import ALL_PLACEMENTS, AT_ONE_PLACE
 from tawpipe.schedule.spec import KEPT, WIRES, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
 from tawpipe.topology import Topology
 
@@ -127,14 +127,20 @@ def schedules(
     shape = draw(st.sampled_from(("plain", "tied", "lora", "frozen")))
     offloaded = 0 if ring else draw(st.integers(0, layers))
     others = layers - offloaded
+    model = llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen"))
+    homes: list[int] = []
+    if placement in AT_ONE_PLACE and draw(st.booleans()):
+        places = st.integers(0, (nodes if placement == "striped" else nodes * local) - 1)
+        homes = draw(st.lists(places, min_size=len(model.units), max_size=len(model.units)))
     recompute = draw(st.lists(st.sampled_from(tuple(KEPT)), min_size=others, max_size=others))
     return make(
-        llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen")),
+        model,
         nodes,
         local,
         draw(st.integers(1, 20)),
         build_training if (draw(st.booleans()) if training is None else training) else build_evaluation,
         placement=placement,
+        homes=tuple(homes),
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),

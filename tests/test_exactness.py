@@ -62,6 +62,18 @@ def test_scopes_keep_the_numbers(pool, nodes, local):
     check(pool, nodes, local, settings)
 
 
+def test_homes_anywhere_keep_the_numbers(pool):
+    """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
+    settings = [
+        setting(3, 2, placement, rounds, 1, False, "float64") | {"homes": homes}
+        for placement, rounds, homes in [
+            ("striped", 2, (1, 1, 0, 1, 0, 0, 1)),
+            ("whole", 3, (5, 5, 0, 2, 5, 0, 4)),
+        ]
+    ]
+    check(pool, 3, 2, settings)
+
+
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (4, 1)], ids=lambda n: str(n))
 def test_a_ring_keeps_the_numbers(pool, nodes, local):
     """WeiPipe needs a layer for every process."""

@@ -26,6 +26,7 @@ from tawpipe.plan.record import PLACEMENTS, settings_of, spell_recompute
 from tawpipe.plan.search import STRATEGIES, search
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_training
+from tawpipe.schedule.placement import parse_homes
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 from tawpipe.train.config import load_config
 
@@ -290,6 +291,7 @@ def test_plans_agree_and_one_repeats_bit_by_bit(pool):
         assert one.knobs is not None
         settings = settings_of(one.knobs)
         placement = PLACEMENTS.get(settings.pop("builder"))
+        settings |= {"homes": parse_homes(settings.pop("homes", ""))}
         knobs = {"placement": placement, **settings} if placement else settings
         results.append(pool.run("cases:weights_after", 2, 2, rows=8, **knobs)[0])
     losses, weights = results[0]

@@ -28,6 +28,14 @@ class Widths:
     master: int
     optimizer_states: int
 
+    def at_home(self, *, trainable: bool) -> int:
+        """Of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one only
+        the latter.
+        """
+        if not trainable:
+            return self.weight
+        return self.master * (2 + self.optimizer_states) + (self.weight if self.weight != self.master else 0)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -65,10 +73,8 @@ def costs(
     """
     ranks = schedule.played
     traffic = link_elements(schedule, physical=nodes)
-    trained = widths.master * (2 + widths.optimizer_states) + (widths.weight if widths.weight != widths.master else 0)
     home = [
-        schedule.home_elements(rank, trainable=True) * trained
-        + schedule.home_elements(rank, trainable=False) * widths.weight
+        sum(schedule.home_elements(rank, trainable=t) * widths.at_home(trainable=t) for t in (True, False))
         for rank in ranks
     ]
     buffers = [
@@ -85,7 +91,7 @@ def costs(
     return Costs(
         parameters=sum(unit.numel for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
-        strategy=f"{schedule.name}, placement {knobs.placement}",
+        strategy=f"{schedule.name}, placement {knobs.placement}" + (", homes as given" if knobs.homes else ""),
         schedule=(
             f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(knobs.rounds, 'round')}, "
             f"{knobs.micro_batches_per_visit} per visit, look-ahead {knobs.look_ahead}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from math import isfinite
@@ -68,6 +68,7 @@ class Pipeline:
             and more activation memory.
         placement: ``spread``, ``striped``, ``whole``; for comparison ``flat``, ``hybrid`` (HSDP), ``ring`` (WeiPipe);
             docs/placement.md.
+        homes: under ``striped`` and ``whole``, of every unit the node or the process; by default in turn.
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
         weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
@@ -112,6 +113,7 @@ class Pipeline:
         micro_batch: int = 1,
         micro_batches_per_visit: int = 1,
         placement: str = "spread",
+        homes: Sequence[int] = (),
         look_ahead: int = 2,
         gradient_buffers: int = 2,
         weights_scope: str = "visit",
@@ -145,6 +147,7 @@ class Pipeline:
         wide = torch.promote_types(dtype, torch.float32)
         self._knobs: dict[str, Any] = {
             "placement": placement,
+            "homes": tuple(homes),
             "micro_batches_per_visit": micro_batches_per_visit,
             "look_ahead": look_ahead,
             "gradient_buffers": gradient_buffers,
@@ -178,7 +181,7 @@ class Pipeline:
         probe = self._build(self.world.size, training=True)  # checks the knobs before anything is allocated
         self.storage = Storage(
             self.chain.units,
-            place_units(self.spec, self.world.topology, placement),
+            place_units(self.spec, self.world.topology, placement, tuple(homes)),
             self.world.rank,
             device=self.world.device,
             compute_dtype=dtype,

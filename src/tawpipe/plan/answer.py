@@ -101,6 +101,7 @@ class Answer:
             "runnable": candidate.runnable,
             "fits": candidate.fits,
             "why_not": candidate.why_not,
+            "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
         names = (
             "step_seconds",

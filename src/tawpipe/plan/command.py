@@ -147,6 +147,8 @@ def _explain(answer: Answer, strategy: str) -> Iterator[str]:
     yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
     if answer.question.topology.num_nodes > 1:
         yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
+    if found.homes is not None:
+        yield f"  {found.homes}" + ("" if found.knobs and found.knobs.homes else "; a step is no faster for others")
     for name, size in made.memory.items():
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"

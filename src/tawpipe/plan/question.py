@@ -165,7 +165,7 @@ def bound_of(question: Question, knobs: Knobs) -> float:
     topology = question.topology
     if topology.num_nodes == 1:
         return most * compute
-    homes = place_units(question.model, topology, knobs.placement)
+    homes = place_units(question.model, topology, knobs.placement, knobs.homes)
     empty = ((),) * topology.world_size
     frame = Schedule("frame", topology, question.model, knobs, homes, empty, empty)
     far = (

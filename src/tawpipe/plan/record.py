@@ -17,6 +17,7 @@ from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.question import Question
 from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.placement import parse_homes, spell_homes
 from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
@@ -100,6 +101,7 @@ def knobs_from(schedule: Mapping[str, Any], question: Question) -> Knobs:
     return question.knobs(
         placement=PLACEMENTS.get(schedule.get("builder", "tawpipe")) or schedule.get("placement", "spread"),
         recompute=recompute_of_blocks(schedule.get("recompute", "full"), question.model),
+        homes=parse_homes(schedule.get("homes", "")),
         **{name: schedule[name] for name in SETTINGS if name in schedule},
     )
 
@@ -109,7 +111,7 @@ def settings_of(knobs: Knobs) -> dict[str, Any]:
     builders = {placement: builder for builder, placement in PLACEMENTS.items()}
     found: dict[str, Any] = {"builder": builders.get(knobs.placement, "tawpipe")}
     if knobs.placement not in builders:
-        found["placement"] = knobs.placement
+        found |= {"placement": knobs.placement, "homes": spell_homes(knobs.homes)}
     found |= {name: getattr(knobs, name) for name in SETTINGS}
     found["recompute"] = spell_recompute(knobs.recompute) if knobs.recompute else "full"
     return found

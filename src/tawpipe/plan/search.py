@@ -2,7 +2,8 @@
 
 The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
 do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then
-the best setting of each strategy that is not far behind is improved knob by knob as long as that gains something.
+the best setting of each strategy that is not far behind is improved knob by knob as long as that gains something, and
+homes are found for it where units or links are uneven (homes.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.plan.homes import Homes, find_homes
 from tawpipe.plan.question import (
     PLAYED_ROUNDS,
     Prediction,
@@ -38,6 +40,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Those that this project runs, by the knobs that make them."""
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
+LESS_MEMORY = 0.01
+"""A choice that takes as long and saves as much of the memory is better."""
 LARGEST_WORK = 4096
 """Ranks that are played, times blocks, beyond which a strategy is not played: a search should take a minute."""
 MOST_PLAYED = 30_000
@@ -47,7 +51,6 @@ HOPELESS = 1.35
 """So many times as long as the best, a strategy is not improved knob by knob: recomputing nothing, the largest gain
 there is, makes a step a quarter shorter.
 """
-PARTS = ("knobs", "prediction")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Candidate:
     Args:
         knobs: None where the strategy cannot be run or played at all; then ``why_not`` says why.
         runnable: whether this project runs it.
+        homes: what was found where units live on one node each, see homes.py.
     """
 
     strategy: str
@@ -65,6 +69,7 @@ class Candidate:
     runnable: bool
     fits: bool
     why_not: str = ""
+    homes: Homes | None = None
 
     @property
     def seconds(self) -> float:
@@ -93,7 +98,8 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda _: None) 
     for i, one in enumerate(found):
         ahead = min(other.seconds for other in found if other.fits or not found[0].fits)
         if one.fits and one.knobs is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
-            found[i] = replace(one, **dict(zip(PARTS, _improve(question, one.knobs, one.prediction), strict=True)))
+            knobs, made = _improve(question, one.knobs, one.prediction)
+            found[i] = settle(question, replace(one, knobs=knobs, prediction=made))
             tell(describe(question, found[i]))
     for kind in PIPELINES:
         candidate = _best_pipeline(question, kind)
@@ -108,7 +114,8 @@ def describe(question: Question, candidate: Candidate) -> str:
         return f"{candidate.strategy}: {candidate.why_not}"
     gib = candidate.prediction.peak_bytes / 2**30
     fits = "" if candidate.fits else ", does not fit"
-    return f"{candidate.strategy}: {candidate.seconds:.3f} s, {gib:.1f} GiB{fits}"
+    homes = f"; {candidate.homes}" if candidate.homes and len(candidate.homes.seconds) > 1 else ""
+    return f"{candidate.strategy}: {candidate.seconds:.3f} s, {gib:.1f} GiB{fits}{homes}"
 
 
 def fits(question: Question, memory: dict[str, int] | Any) -> bool:
@@ -209,6 +216,20 @@ def _improve(question: Question, knobs: Knobs, prediction: Prediction) -> tuple[
         if prediction.step_seconds > before * (1 - GAIN):
             break
     return knobs, prediction
+
+
+def settle(question: Question, candidate: Candidate) -> Candidate:
+    """The candidate with the homes that ``find_homes`` finds, if a step is faster with them or needs less memory."""
+    knobs, made = candidate.knobs, candidate.prediction
+    assert knobs is not None and made is not None
+    homes = find_homes(question, knobs)
+    if homes is not None and homes.of_unit:
+        other = replace(knobs, homes=homes.of_unit)
+        moved = predict(question, other)
+        gain = GAIN if moved.peak_bytes >= made.peak_bytes * (1 - LESS_MEMORY) else -GAIN
+        if moved.step_seconds < made.step_seconds * (1 - gain) and fits(question, moved.memory):
+            knobs, made = other, moved
+    return replace(candidate, knobs=knobs, prediction=made, homes=homes)
 
 
 def _changes(question: Question, knobs: Knobs) -> Iterator[dict[str, Any]]:

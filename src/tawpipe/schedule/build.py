@@ -14,7 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, forward, left_behind, offload, reload
 from tawpipe.schedule.collective import CollectiveRoute
-from tawpipe.schedule.placement import ALL_PLACEMENTS, Home, place
+from tawpipe.schedule.placement import ALL_PLACEMENTS, AT_ONE_PLACE, Home, place, spell_homes
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.ring import place_on_ring
 from tawpipe.schedule.route import Route
@@ -46,15 +46,19 @@ PLAIN_WIRE = {
 """Placement to the reason why nothing travels in 8 bits."""
 
 
-def place_units(model: ModelSpec, topology: Topology, placement: str) -> tuple[Home, ...]:
-    """The homes of all units. They depend on the placement alone: schedules of one placement share one storage.
+def place_units(model: ModelSpec, topology: Topology, placement: str, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+    """The homes of all units. They depend on no other knob: schedules of one placement share one storage.
 
     Raises:
         UserError: ``ring`` with fewer layers than ranks.
     """
     if placement == "ring":
         return place_on_ring(model, topology)
-    return tuple(place(placement, topology, unit.numel, unit.blocks[0]) for unit in model.units)
+    at: tuple[int | None, ...] = homes or (None,) * len(model.units)
+    return tuple(
+        place(placement, topology, unit.numel, unit.blocks[0], where)
+        for unit, where in zip(model.units, at, strict=True)
+    )
 
 
 def build_training(
@@ -99,6 +103,7 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
         raise UserError("schedule.kept_units", knobs.kept_units, "0, or more under placement spread or striped")
     if knobs.kept_units and knobs.weights_scope == "step":
         raise UserError("schedule.kept_units", knobs.kept_units, "0 at weights_scope step, which keeps all of them")
+    _check_homes(model, topology, knobs)
     for name in ("weights_scope", "gradients_scope"):
         scope = getattr(knobs, name)
         if scope not in SCOPES:
@@ -133,6 +138,21 @@ def _check(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
     assert len(knobs.micro_batches) == topology.world_size and topology.is_even
 
 
+def _check_homes(model: ModelSpec, topology: Topology, knobs: Knobs) -> None:
+    if not knobs.homes:
+        return
+    said = spell_homes(knobs.homes)
+    if knobs.placement not in AT_ONE_PLACE:
+        raise UserError(
+            "schedule.homes", said, f"nothing under {knobs.placement}: it is for {' and '.join(AT_ONE_PLACE)}"
+        )
+    places, what = (topology.num_nodes, "nodes") if knobs.placement == "striped" else (topology.world_size, "processes")
+    if len(knobs.homes) != len(model.units) or not 0 <= min(knobs.homes) <= max(knobs.homes) < places:
+        raise UserError(
+            "schedule.homes", said, f"{len(model.units)} {what}, one for every unit, from 0 to {places - 1}"
+        )
+
+
 def _build(
     name: str,
     model: ModelSpec,
@@ -142,7 +162,7 @@ def _build(
     training: bool,
     ranks: Sequence[int] | None = None,
 ) -> Schedule:
-    homes = place_units(model, topology, knobs.placement)
+    homes = place_units(model, topology, knobs.placement, knobs.homes)
     visits = training_visits(model, knobs) if training else forward_visits(model, knobs)
     residency = plan_residency(model, topology, homes, knobs, visits)
     kind = _kind_of_route(topology, knobs.placement)

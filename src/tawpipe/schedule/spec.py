@@ -111,6 +111,8 @@ class Knobs:
         offloaded_layers: the first layers, as many, whose inputs wait for their backward pass in the host's memory.
         early_updates: whether a unit is updated as soon as its gradient is complete, without a look at the norm of all.
         weights_wire, gradients_wire: in what weights and gradients travel between nodes, see ``WIRES``.
+        homes: under ``striped`` and ``whole``, for every unit the node or rank where it lives, see ``placement.place``;
+            empty for the usual ones.
         kept_units: further units of which a device keeps its slice for later visits, under ``spread`` and ``striped``;
             each costs one buffer of a slice.
     """
@@ -123,6 +125,7 @@ class Knobs:
     weights_scope: str = "visit"
     gradients_scope: str = "visit"
     reuse: bool = True
+    homes: tuple[int, ...] = ()
     kept_units: int = 0
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0

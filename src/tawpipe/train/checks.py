@@ -15,6 +15,7 @@ from tawpipe.errors import UserError
 from tawpipe.faults import parse_faults, restart_count
 from tawpipe.gpus import Gpu
 from tawpipe.launch import started_by_local_launcher
+from tawpipe.schedule.placement import AT_ONE_PLACE, parse_homes
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
 
@@ -44,6 +45,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
         expected = "stop while --optimizer.finite-check is off, because updates do not wait for it"
         raise UserError("--optimizer.nonfinite", "skip", expected)
+    if parse_homes(config.schedule.homes):
+        placement = config.schedule.placement if config.schedule.builder == "tawpipe" else config.schedule.builder
+        if placement not in AT_ONE_PLACE:
+            expected = f"nothing under {placement}: it is for --schedule.placement {' and '.join(AT_ONE_PLACE)}"
+            raise UserError("--schedule.homes", config.schedule.homes, expected)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:

@@ -29,6 +29,9 @@ class ScheduleConfig:
     placement: Literal["spread", "striped", "whole"] = "spread"
     """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
     node, or whole on one process. Of no effect with a builder other than tawpipe."""
+    homes: str = ""
+    """Under placement striped and whole, of every unit (embedding, layers, head) the node or the process that keeps it,
+    as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
     weights_scope: Literal["visit", "step"] = "visit"
     """How long a node keeps the weights that it has pulled: for a visit, or for the whole step, which costs memory and
     saves traffic."""

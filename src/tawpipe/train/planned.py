@@ -34,7 +34,7 @@ from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import ScheduleConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
-PLANNED = ("builder", "placement", *SETTINGS, "recompute")
+PLANNED = ("builder", "placement", "homes", *SETTINGS, "recompute")
 """Settings under ``schedule`` that a plan decides."""
 PLAN = "plan.yaml"
 """In a run's output folder: the plan that it followed."""

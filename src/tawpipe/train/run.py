@@ -28,6 +28,7 @@ from tawpipe.plan.record import PLACEMENTS
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.second_copy import Copy, SecondCopies
 from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.placement import parse_homes
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, run_state
 from tawpipe.train.config import ScheduleConfig, TrainConfig, config_text
 from tawpipe.train.generate import generate
@@ -272,6 +273,7 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, inject
         micro_batch=config.micro_batch,
         micro_batches_per_visit=chosen.micro_batches_per_visit,
         placement=PLACEMENTS.get(chosen.builder, chosen.placement),
+        homes=parse_homes(chosen.homes),
         look_ahead=chosen.look_ahead,
         gradient_buffers=chosen.gradient_buffers,
         weights_scope=chosen.weights_scope,
