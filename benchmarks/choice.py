@@ -2,7 +2,8 @@
 
     python benchmarks/choice.py --out benchmarks/results/DATE-choice --settings 20
 
-Needs root, as the lab does; about two minutes for every setting. A setting is a cluster (2 to 4 nodes of 1 to 3
+Needs root, as the lab does; about two minutes for every setting. Where the folder has some settings already, measured
+with the same --seed and --machine, it goes on with the next. A setting is a cluster (2 to 4 nodes of 1 to 3
 devices, at most 6), a timed workload of 1.5 to 4 s of computing per device (less per layer is lost in the noise of two
 processors), links that are busy from a tenth to three times as long with one micro-batch per visit, and in three of
 five a limit of memory. The search gets what ``tawpipe plan`` would get, and the numbers of the emulating machine that
@@ -22,7 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,17 @@ def table(environment: dict[str, Any], results: Sequence[dict[str, Any]]) -> lis
     return lines
 
 
+def measured_before(file: Path, environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of a run that was cut off."""
+    if not file.is_file():
+        return []
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("seed", "machine"):
+        if content["environment"].get(name) != environment[name]:
+            raise UserError("--out", str(file.parent), f"a folder without results of another {name}")
+    return content["results"]
+
+
 def short(label: str) -> str:
     """A label without the knobs that are as usual."""
     name, _, knobs = label.partition(" (")
@@ -244,10 +256,13 @@ def main() -> None:
         machine = Emulation(**json.loads(args.machine.read_text(encoding="utf-8"))["machine"])
     random_ = random.Random(args.seed)
     environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
-    results: list[dict[str, Any]] = []
+    environment |= {"seed": args.seed, "machine": asdict(machine)}
+    results = measured_before(args.out / "choice.json", environment)
     for number in range(1, args.settings + 1):
         cell = draw_cell(random_, number)
         limit = limit_of(cell, machine, random_)
+        if number <= len(results):
+            continue
         results.append(measure(cell, machine, limit, args.out / "last", args.samples))
         print(table(environment, results)[-1], flush=True)
         content = json.dumps({"environment": environment, "results": results}, indent=1)

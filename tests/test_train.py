@@ -219,6 +219,7 @@ def test_refusals_that_only_workers_can_find(home):
     small = LlamaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     small.save_pretrained(home / "small")
     expect_refusal(run(home, "r3", "--model", str(home / "small"), "--nproc", "1"), "--tokenizer", "300")
+    assert not any(path.is_file() for name in ("r1", "r2", "r3") for path in (home / name).rglob("*")), "left behind"
 
 
 def test_a_folder_that_cannot_be_written(home):

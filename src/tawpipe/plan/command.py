@@ -133,6 +133,8 @@ def _lengths(words: str | None) -> list[int] | None:
 
 def _explain(answer: Answer, strategy: str) -> Iterator[str]:
     """Where time and memory of one candidate go."""
+    from tawpipe.plan.search import settle
+
     found: Candidate = next(one for one in answer.candidates if one.strategy == strategy)
     yield f"{strategy}:"
     if found.prediction is None:
@@ -140,15 +142,19 @@ def _explain(answer: Answer, strategy: str) -> Iterator[str]:
         return
     row = answer.row(found)
     for name, value in row["knobs"].items():
-        if name != "recompute":
+        if name != "recompute" and value != ():
             yield f"  {name}: {value}"
     made = found.prediction
     yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
     yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
     if answer.question.topology.num_nodes > 1:
         yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
-    if found.homes is not None:
-        yield f"  {found.homes}" + ("" if found.knobs and found.knobs.homes else "; a step is no faster for others")
+    if found.knobs is not None:
+        settled = settle(answer.question, found)
+        if settled.homes is not None:
+            yield f"  {settled.homes}"
+        if settled.knobs != found.knobs:
+            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
     for name, size in made.memory.items():
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"

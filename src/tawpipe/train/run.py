@@ -43,11 +43,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from: a checkpoint, a copy in memory, or nothing."""
+    """What a run goes on from: a checkpoint, a copy in memory, or nothing; and the mark of that choice."""
 
-    path: Path | None = None
-    copy: Copy | None = None
-    state: RunState | None = None
+    path: Path | None
+    copy: Copy | None
+    state: RunState | None
+    mark: Mark
 
 
 def run(config: TrainConfig) -> int:
@@ -100,6 +101,7 @@ def run(config: TrainConfig) -> int:
     elif config.resume == "auto" or restarts:
         console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
     if world.rank == 0:
+        write_mark(config.output_path, start.mark)
         _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
@@ -206,12 +208,10 @@ def _find_state(
     history = before.history if same else world.broadcast_text(secrets.token_hex(8))
     if copies is not None:
         copies.history = history
-    if world.rank == 0:
-        write_mark(config.output_path, Mark(history, config.resume, launch))
     if restarts and world.rank == 0:
         reached, first = last_step(config.output_path), earlier.step if earlier else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
-    return Start(None if copy else found.path, copy, earlier)
+    return Start(None if copy else found.path, copy, earlier, Mark(history, config.resume, launch))
 
 
 def gib(number: float) -> str:
