@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
+"""Six processes, which two processors take long for."""
 TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (4, 1), (3, 2)]
 PLACEMENTS = ["spread", "striped", "whole", "flat", "hybrid"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
@@ -45,7 +47,7 @@ def test_same_numbers_as_one_process(pool, nodes, local):
     check(pool, nodes, local, [setting(nodes, local, *row) for row in covering])
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), LARGE], ids=lambda n: str(n))
 def test_scopes_keep_the_numbers(pool, nodes, local):
     settings = [
         setting(nodes, local, placement, 3, 1, True, "float64")
@@ -109,7 +111,7 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
         pool.run("cases:weights_after", 1, 1, recompute="selective", **knobs)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 2)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2), LARGE], ids=lambda n: str(n))
 def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
     settings = [
         setting(nodes, local, placement, rounds, 1, tied, "float64")

@@ -27,6 +27,7 @@ from tawpipe.console import Console
 from tawpipe.errors import RunError, UserError
 from tawpipe.faults import KINDS, ONLY, PLACES, Fault, Injector, flip_a_bit, parse_faults, place_of, spoil
 from tawpipe.launch import Shape, launch
+from tawpipe.runtime.flight import write_record
 from tawpipe.runtime.lanes import Doing
 from tawpipe.runtime.saving import Saving
 from tawpipe.runtime.state import MARKER, damaged, file_name, read_record, sealed
@@ -38,7 +39,7 @@ from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
 from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, remove
 from tawpipe.train.config import TrainConfig, load_config
-from tawpipe.train.history import Mark
+from tawpipe.train.history import Mark, write_mark
 from tawpipe.train.run import Start, _find_state, _second_copies
 from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
@@ -368,6 +369,31 @@ def test_a_step_that_takes_too_long_is_reported():
     assert "waits for nobody" not in text
 
 
+def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
+    """That may hang as well, which must not keep the process. There is no NCCL here: what torch gives is made up."""
+    c10d, asked = sys.modules["torch._C._distributed_c10d"], []
+    dump = lambda **how: asked.append(how) or b"record"  # noqa: E731
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
+    monkeypatch.setattr("tawpipe.runtime.watchdog.LAST_WORDS_S", 0.5)
+    said, ended = io.StringIO(), threading.Event()
+    dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
+    dog.last_words = lambda: write_record(tmp_path / "flight", 3)
+    dog.watch("step 7", Never())
+    assert ended.wait(10)
+    assert (tmp_path / "flight" / "rank_3").read_bytes() == b"record" and asked[0]["includeStackTraces"] is False
+    assert f"rank 3: the flight record is in {tmp_path}" in said.getvalue()
+    (tmp_path / "file").touch()
+    assert "could not be written" in write_record(tmp_path / "file", 3)
+    monkeypatch.delattr(c10d, "_dump_nccl_trace")
+    assert write_record(tmp_path / "other", 3) == "" and not (tmp_path / "other").exists()
+
+    ended.clear()
+    dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
+    dog.last_words = lambda: str(threading.Event().wait(60))
+    dog.watch("step 7", Never())
+    assert ended.wait(10)
+
+
 @pytest.mark.parametrize("doing", [{}, {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False)}])
 def test_the_rank_that_others_wait_for_says_so(doing):
     dog = Watchdog(lambda: doing, "rank 0")
@@ -505,6 +531,7 @@ def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
         copies = _second_copies(config, ALONE)
         checkpoints = Checkpoints(config.output_path / "checkpoints", ALONE)
         found = _find_state(config, ALONE, Console(0), checkpoints, copies, None, restarts)
+        write_mark(config.output_path, found.mark)
         if found.state is None and copies is not None:
             run = asdict(RunState(step=1, samples=1, seed=0))
             pipeline.start_copy(copies, run=run)

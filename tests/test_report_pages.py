@@ -22,7 +22,7 @@ from tawpipe.plan.replay import replay
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.differences import differences, matched
-from tawpipe.report.page import check_page
+from tawpipe.report.page import check_page, timeline_section
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig
@@ -144,6 +144,17 @@ def test_actions_are_matched_by_their_words(answer):
 
 
 # pages
+
+
+def test_a_timeline_says_whose_lanes_it_shows(answer, monkeypatch):
+    bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
+    section = timeline_section("A step", bars, "3 of 9 rounds.")
+    assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node" in section.text
+    monkeypatch.setattr("tawpipe.report.page.MOST_BARS", len(bars) // 3)
+    section = timeline_section("A step", bars, ranks=[0, 1, 2, 3])
+    assert "Only rank 0 of 0, 1, 2, 3: more than" in section.text
+    drawn = {name.rpartition(" ")[0] for trace in section.figures[0].data for name in trace.y}
+    assert drawn == {"rank 0"}
 
 
 def test_the_page_of_a_plan(answer, tmp_path):

@@ -291,9 +291,15 @@ def test_sigterm_ends_a_run_in_good_order(trained):
         process.kill()
 
 
-def test_part_of_the_matrix_of_faults(tmp_path):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("kill:push", "disk-full:save", "bitflip:save"),
+        pytest.param(("exit:save", "hang:forward", "nan:backward", "kill:load"), marks=pytest.mark.slow),
+    ],
+)
+def test_part_of_the_matrix_of_faults(tmp_path, cases):
     root = Path(__file__).parents[1]
-    cases = ["kill:push", "exit:save", "hang:forward", "nan:backward", "disk-full:save", "bitflip:save", "kill:load"]
     words = ["matrix", "--topologies", "2 x 2", "--out", str(tmp_path / "out"), "--cases", *cases]
     command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)

@@ -33,6 +33,7 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.flight import write_record
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
@@ -316,6 +317,11 @@ class Pipeline:
         self.executor.watchdog.limit_s = limit.total_seconds()
         # The transport would end it without a word; it is there for what no watchdog sees.
         self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
+
+    def record_hangs(self, folder: Path) -> None:
+        """Where a rank that hangs writes what NCCL was given, see runtime/flight.py; on GPUs."""
+        if self.world.device.type == "cuda":
+            self.executor.watchdog.last_words = lambda: write_record(folder, self.world.rank)
 
     def _check(self, result: StepResult) -> None:
         if result.finite:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tawpipe.lab.table import cells_of, describe, order_of
 from tawpipe.report.bars import executed_bars
-from tawpipe.report.page import Section, Table, lines, stacked_bars, timeline_figure, write_page
+from tawpipe.report.page import Section, Table, lines, stacked_bars, timeline_section, write_page
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
 
@@ -26,10 +26,7 @@ def write_compare_page(
         sections += _cell(cell, sorted(some, key=order_of))
     if recordings is not None:
         for folder in sorted(one for one in recordings.iterdir() if one.is_dir()):
-            figure = timeline_figure(executed_bars(folder))
-            sections.append(
-                Section(f"A step: {folder.name}", "Drag to zoom, double click to go back.", figures=[figure])
-            )
+            sections.append(timeline_section(f"A step: {folder.name}", executed_bars(folder)))
     subtitle = f"{environment['date']}, {environment['command']}, {environment['machine']}"
     write_page(path, name, sections, subtitle=subtitle)
 

@@ -12,7 +12,7 @@ from tawpipe.plan.question import Question, predict
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.memory import memory_over_time
-from tawpipe.report.page import Section, Table, lines, memory_figure, stacked_bars, timeline_figure, write_page
+from tawpipe.report.page import Section, Table, lines, memory_figure, stacked_bars, timeline_section, write_page
 from tawpipe.simulate import MicroBatchSize
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -77,10 +77,8 @@ def _chosen(answer: Answer) -> Iterator[Section]:
     timeline, question = chosen.prediction.timeline, answer.question
     rounds = timeline.schedule.knobs.rounds
     whole = chosen.knobs.rounds if chosen.knobs else rounds
-    words = "Drag to zoom, double click to go back."
-    if rounds < whole:
-        words += f" {rounds} of {whole} rounds: those in the middle are alike."
-    yield Section(f"A step of {chosen.strategy}", words, figures=[timeline_figure(predicted_bars(timeline))])
+    words = f"{rounds} of {whole} rounds: those in the middle are alike." if rounds < whole else ""
+    yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
     over = memory_over_time(timeline, rank, question.activation_bytes, fixed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,9 +146,7 @@ def timeline_page(
         of: what they are of.
     """
     sections = [
-        Section(
-            f"The step, {name}", "Drag to zoom, double click to go back.", figures=[timeline_figure(bars, ranks=own)]
-        )
+        timeline_section(f"The step, {name}", bars, ranks=own)
         for name, bars in timelines
         if (own := [rank for rank in ranks if any(bar.rank == rank for bar in bars)])
     ]
@@ -255,13 +254,35 @@ def lines(
     return figure
 
 
-def timeline_figure(bars: Sequence[Bar], *, ranks: Sequence[int] | None = None) -> Any:
-    """Lanes over seconds, to zoom into; the same colours as in pictures."""
-    chosen = first_of_nodes(bars) if ranks is None else list(ranks)
+def timeline_section(
+    title: str, bars: Sequence[Bar], words: str = "", *, ranks: Sequence[int] | None = None
+) -> Section:
+    """A timeline with words for its reader: how to move in it, and whose lanes it shows.
+
+    Args:
+        words: further ones.
+        ranks: that are asked for; by default the first of every node.
+    """
+    count = Counter(bar.rank for bar in bars)
+    asked = first_of_nodes(bars) if ranks is None else list(ranks)
+    chosen, total = [], 0
+    for rank in asked:
+        total += count[rank]
+        if chosen and total > MOST_BARS:
+            break
+        chosen.append(rank)
+    said = ["Drag to zoom, double click to go back.", words]
+    if len(chosen) < len(asked):
+        some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
+        said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
+    elif len(chosen) < len(count) and ranks is None:
+        said.append("The first rank of every node: the others of a node do alike.")
+    return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
+
+
+def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
+    """Lanes of some ranks over seconds, to zoom into; the same colours as in pictures."""
     mine = [bar for bar in bars if bar.rank in chosen]
-    while len(mine) > MOST_BARS and len(chosen) > 1:
-        chosen = chosen[:-1]
-        mine = [bar for bar in bars if bar.rank in chosen]
     rows = [
         (rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)
     ]

@@ -78,6 +78,8 @@ class Watchdog:
         self._doing, self._where, self._stream = doing, where, stream
         self._end = end or (lambda: os._exit(EXIT_CODE))
         self.limit_s = limit_s
+        self.last_words: Callable[[], str] = lambda: ""
+        """Is called after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -107,10 +109,19 @@ class Watchdog:
                 late = self._watched[0] if self._watched else None
             if late is not None and self.limit_s and now - late.begin > self.limit_s:
                 for line in self.report(late.step, now - late.begin):
-                    print(STUCK + line, file=self._stream or sys.stderr, flush=True)
+                    self._say(line)
+                # In a thread: what hangs here must not keep the process.
+                threading.Thread(target=self._say_last, name="last words", daemon=True).start()
                 if not self._closed.wait(LAST_WORDS_S):
                     self._end()
                 return
+
+    def _say_last(self) -> None:
+        if words := self.last_words():
+            self._say(f"{self._where}: {words}")
+
+    def _say(self, line: str) -> None:
+        print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
     def report(self, step: str, seconds: float) -> Iterator[str]:
         """Where this rank is."""

@@ -17,7 +17,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.errors import UserError
 from tawpipe.launch import LOOPBACK, started_by_local_launcher
+from tawpipe.runtime.flight import keep_record
+from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.topology import LaunchEnvironment, Topology
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Of torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
 
 @dataclass(frozen=True)
@@ -203,20 +208,31 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
 
 def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:
     """The process group of all. On one machine its store listens to this machine alone, which torch's own does not."""
+    keep_record()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
+    port, listening = os.environ.get("MASTER_PORT", ""), None
     if not started_by_local_launcher():
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        if os.environ.get(AGENT_STORE) != "True" or not port.isdecimal():
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            return
+        agents = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            os.environ["MASTER_ADDR"], int(port), launch.world_size, False, timeout
+        )
+        name = agree_on_name(agents, launch.rank, launch.world_size, timeout)
+        store = dist.PrefixStore(name, agents)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device_id, store=store, rank=launch.rank, world_size=launch.world_size
+        )
         return
-    port, listening = int(os.environ["MASTER_PORT"]), None
     if launch.rank == 0:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((LOOPBACK, port))
+        listening.bind((LOOPBACK, int(port)))
         listening.listen(launch.world_size + 16)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         LOOPBACK,
-        port,
+        int(port),
         launch.world_size,
         launch.rank == 0,
         timeout,

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tawpipe.report.bars import executed_bars, predicted_bars
-from tawpipe.report.page import Section, Table, lines, timeline_figure, write_page
+from tawpipe.report.page import Section, Table, lines, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.loop import TRACES
 from tawpipe.train.planned import PLAN
@@ -76,11 +76,10 @@ def _recorded(folder: Path) -> Iterator[Section]:
     found = sorted(one for one in (folder / TRACES).glob("step-*") if any(one.glob("rank-*.json")))
     if not found:
         return
-    words = "Drag to zoom, double click to go back."
     if (folder / PLAN).is_file():
         from tawpipe.plan.replay import replay
 
         timeline, left_out = replay(folder / PLAN)
         title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")
-        yield Section(title, words, figures=[timeline_figure(predicted_bars(timeline))])
-    yield Section(f"{found[-1].name} as it ran", words, figures=[timeline_figure(executed_bars(found[-1]))])
+        yield timeline_section(title, predicted_bars(timeline))
+    yield timeline_section(f"{found[-1].name} as it ran", executed_bars(found[-1]))

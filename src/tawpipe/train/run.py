@@ -297,6 +297,7 @@ def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, inject
         injector=injector,
     )
     pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
+    pipeline.record_hangs(config.output_path / "flight")
     pipeline.schedule(config.global_batch)
     return pipeline
 

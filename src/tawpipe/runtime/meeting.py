@@ -1,0 +1,69 @@
+"""A corner of torchrun's store that no earlier start has used. Imports torch and errors.
+
+An agent of torchrun keeps one store for all starts of its processes, and torch puts the addresses of a group's members
+under the same names each time. After a restart a member can therefore read the address of a process that is dead and
+fail to connect, or wait for it (pytorch issues 135712, 167288). Counting starts does not help: agents that join later
+count otherwise. So the processes agree on a name of their own first, in the store itself, although whatever they read
+there may be left from earlier:
+
+* every rank writes a number drawn for this start under its name (``hello``);
+* rank 0 reads those of all ranks, as often as one changes, and offers them with a number drawn for the offer;
+* a rank that finds its own number in an offer agrees to it (``yes``, under the number of the offer);
+* when all have agreed to its offer, rank 0 says so (``go``, likewise).
+
+An offer of an earlier start holds other numbers, and agreement to it is under another name.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+from tawpipe.errors import RunError
+
+PREFIX = "tawpipe/start"
+LOOK_S = 0.02
+
+
+def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that the ranks of this start, and no others, have got; call on all of them.
+
+    Args:
+        store: a ``torch.distributed.Store`` that all of them share, used before or not.
+
+    Raises:
+        RunError: not all of them came in time.
+    """
+    mine = secrets.token_hex(8)
+    store.set(f"{PREFIX}/hello/{rank}", mine)
+    end = time.monotonic() + timeout.total_seconds()
+    offered: list[str] = []
+    name = ""
+    while time.monotonic() < end:
+        if rank == 0:
+            numbers = _numbers(store, world_size)
+            if len(numbers) == world_size and numbers != offered:
+                offered, name = numbers, secrets.token_hex(8)
+                store.set(f"{PREFIX}/offer", json.dumps([name, numbers]))
+            if name and store.check([f"{PREFIX}/yes/{name}/{r}" for r in range(1, world_size)]):
+                store.set(f"{PREFIX}/go/{name}", "go")
+                return name
+        elif store.check([f"{PREFIX}/offer"]):
+            found, numbers = json.loads(store.get(f"{PREFIX}/offer"))
+            if numbers[rank : rank + 1] == [mine]:
+                if found != name:
+                    name = found
+                    store.set(f"{PREFIX}/yes/{name}/{rank}", "yes")
+                if store.check([f"{PREFIX}/go/{name}"]):
+                    return name
+        time.sleep(LOOK_S)
+    raise RunError(f"rank {rank}: not all of {world_size} processes came within {timeout.total_seconds():.0f} s")
+
+
+def _numbers(store: Any, world_size: int) -> list[str]:
+    """What all ranks have written last; fewer if some have not."""
+    names = [f"{PREFIX}/hello/{rank}" for rank in range(world_size)]
+    return [value.decode() for value in store.multi_get(names)] if store.check(names) else []
