@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from tawpipe.schedule.actions import Lane
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
 MOST_BARS = 20_000
 """A timeline with more is cut to its first ranks: a browser should stay quick."""
+LONG = 40
+"""Characters of a cell, beyond which it is wrapped."""
+LABEL = 28
+"""Characters of a line in the label of a bar."""
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2330; --quiet: #5c6675; --line: #d8dde5; --back: #ffffff;
@@ -40,8 +45,14 @@ pre { overflow-x: auto; background: var(--soft); padding: .7rem .9rem; font-size
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, td:last-child { text-align: left; } th { color: var(--quiet); font-weight: 600; }
+td:first-child { white-space: normal; min-width: 9rem; } td.long { white-space: normal; min-width: 18rem; }
 tr.chosen td { background: var(--soft); font-weight: 600; }
 .figure { margin: .6rem 0 1rem; min-height: 10rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .6rem 0 -.4rem; }
+.legend button { all: unset; cursor: pointer; display: flex; align-items: center; gap: .4rem; }
+.legend button::before { content: ""; width: .8rem; height: .8rem; background: var(--color); border-radius: 2px; }
+.legend button:focus-visible { outline: 2px solid var(--color); outline-offset: 2px; }
+.legend button[aria-pressed=false] { opacity: .4; }
 """
 SCRIPT = """
 function paint() {
@@ -54,6 +65,15 @@ function paint() {
     }
     Plotly.relayout(one, change);
   }
+}
+function toggle(button) {
+  const shown = button.getAttribute('aria-pressed') === 'false';
+  button.setAttribute('aria-pressed', shown);
+  const plot = button.closest('.figure').querySelector('.js-plotly-plot');
+  Plotly.restyle(plot, {visible: shown}, [Number(button.dataset.trace)]);
+}
+for (const one of document.querySelectorAll('.legend button')) {
+  one.addEventListener('click', () => toggle(one));
 }
 window.addEventListener('load', paint);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paint);
@@ -103,9 +123,9 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
             parts.append(_table(section.table))
         for figure in section.figures:
             made = figure.to_html(
-                full_html=False, include_plotlyjs=library, config={"displaylogo": False, "responsive": True}
+                full_html=False, include_plotlyjs=library, config={"displayModeBar": False, "responsive": True}
             )
-            parts.append(f'<div class="figure">{made}</div>')
+            parts.append(f'<div class="figure">{_legend(figure)}{made}</div>')
             library = False
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -158,13 +178,33 @@ def timeline_page(
 
 def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str, name: str = "") -> str:
-        inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        long = [" class=long" if len(cell) > LONG else "" for cell in cells]
+        inside = "".join(f"<{tag}{how}>{html.escape(cell)}</{tag}>" for cell, how in zip(cells, long, strict=True))
         return f"<tr{f' class={name!r}' if name else ''}>{inside}</tr>"
 
     rows = [row(cells, "td", "chosen" if i in table.marked else "") for i, cells in enumerate(table.rows)]
     return (
         f'<div class="wide"><table><thead>{row(table.head, "th")}</thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
+
+
+def _legend(figure: Any) -> str:
+    """Names and colours of a figure's traces, each a switch. Plotly's own takes its room from the figure, which leaves
+    nothing of it on a narrow screen.
+    """
+    if len(figure.data) < 2:
+        return ""
+    buttons = []
+    for number, trace in enumerate(figure.data):
+        line = trace.type == "scatter"
+        color = (
+            trace.marker.line.color
+            if line and trace.mode == "markers"
+            else (trace.line if line else trace.marker).color
+        )
+        name = html.escape(trace.name or "")
+        buttons.append(f'<button data-trace="{number}" aria-pressed="true" style="--color:{color}">{name}</button>')
+    return f'<div class="legend">{"".join(buttons)}</div>'
 
 
 # figures
@@ -176,8 +216,8 @@ def _figure(height: int, **layout: Any) -> Any:
     figure = graph_objects.Figure()
     figure.update_layout(
         height=height,
-        margin={"l": 10, "r": 10, "t": 30, "b": 40},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        margin={"l": 10, "r": 10, "t": 10, "b": 40},
+        showlegend=False,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "system-ui, sans-serif"},
@@ -204,7 +244,9 @@ def stacked_bars(
         limit: a line across all bars.
         marks: one on every bar, and what they are called.
     """
-    figure = _figure(110 + 30 * len(names), barmode="stack", xaxis_title=unit)
+    labels = [textwrap.wrap(name, LABEL, break_long_words=False) for name in names]
+    height = sum(max(30, 14 + 14 * len(label)) for label in labels)
+    figure = _figure(80 + height, barmode="stack", xaxis_title=unit)
     for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
         figure.add_bar(
             y=list(names),
@@ -225,7 +267,8 @@ def stacked_bars(
             marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": "#888"}},
             hovertemplate=f"%{{y}}<br>{marks_name}: %{{x:.4g}} {unit}<extra></extra>",
         )
-    figure.update_yaxes(autorange="reversed")
+    ticks = {"tickvals": list(names), "ticktext": ["<br>".join(label) for label in labels]}
+    figure.update_yaxes(autorange="reversed", **ticks)
     return figure
 
 
@@ -287,7 +330,7 @@ def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
         (rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)
     ]
     names = {row: f"rank {row[0]} {row[1]}" for row in rows}
-    figure = _figure(120 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
+    figure = _figure(70 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
     for kind, color in KINDS.items():
         some = [bar for bar in mine if kind_of(bar) == kind]
         if some:
@@ -302,7 +345,7 @@ def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]:.4f} to %{customdata[2]:.4f} s, "
                 "waited %{customdata[3]:.4f} s<extra></extra>",
             )
-    figure.update_yaxes(categoryorder="array", categoryarray=[names[row] for row in rows][::-1])
+    figure.update_yaxes(categoryorder="array", categoryarray=[names[row] for row in rows][::-1], dtick=1)
     return figure
 
 

@@ -144,6 +144,7 @@ class Training:
         recording = Recording(self.world.device, step + 1) if step + 1 == config.log.trace_step else None
         if recording is not None:
             pipeline.drain()  # so that the picture shows one step and nothing else
+            self._report(keep=0, evaluate=False)  # whose time ends here
         result = pipeline.step(batch, rate=factor, recording=recording)
         if recording is not None:
             pipeline.drain()

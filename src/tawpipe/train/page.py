@@ -58,7 +58,7 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     if took and plan.get("step_seconds"):
         predicted, median = plan["step_seconds"], took[len(took) // 2]
         cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
-        table = Table(("step, seconds", "predicted", "median", "difference"), [["", *cells]])
+        table = Table(("", "predicted", "median", "difference"), [["seconds per step", *cells]])
     yield Section("Plan", f"{plan['strategy']}: {plan['reason']}", table)
 
 
