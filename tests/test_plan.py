@@ -159,6 +159,25 @@ def test_memory_rules_strategies_out():
         answer.text()
 
 
+def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
+    machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
+    free = next(one for one in search(question(machine)) if one.strategy == "tawpipe-spread")
+    assert free.knobs is not None and free.knobs.offloaded_layers == 0
+    lean = free.knobs
+    lean = replace(lean, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, kept_units=0, recompute=())
+    sizes = {
+        layers: sum(memory_quickly(question(machine), replace(lean, offloaded_layers=layers)).values())
+        for layers in (0, LAYERS // 2, LAYERS)
+    }
+    assert sizes[LAYERS] < sizes[LAYERS // 2] < sizes[0]
+    used = []
+    for memory in (sizes[0] - 1, sizes[LAYERS // 2] - 1, sizes[LAYERS]):
+        found = next(one for one in search(question(machine, memory=memory)) if one.strategy == "tawpipe-spread")
+        assert found.fits and found.knobs is not None and found.knobs.offloaded_layers > 0
+        used.append(found.knobs.offloaded_layers)
+    assert used == sorted(used) and used[0] == LAYERS // 2
+
+
 def test_slow_links_ask_for_fewer_bytes():
     slow, fast = (question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
     chosen = [Answer.of(asked, search(asked)).chosen for asked in (slow, fast)]

@@ -131,10 +131,12 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
     options = [question.knobs(**fixed, micro_batches_per_visit=k) for k in _per_visit(question)]
     options = [knobs for knobs in options if _played(question, knobs) <= MOST_PLAYED] or options[:1]
     try:
-        sizes = [memory_quickly(question, knobs) for knobs in options]
+        possible = [knobs for knobs in options if fits(question, memory_quickly(question, knobs))]
     except UserError as error:
         return Candidate(strategy, None, None, True, False, str(error))
-    possible = [knobs for knobs, size in zip(options, sizes, strict=True) if fits(question, size)]
+    if not possible and _relieved(question, options[0]):
+        offloaded = [replace(knobs, offloaded_layers=_layers(question)) for knobs in options]
+        possible = [knobs for knobs in offloaded if fits(question, memory_quickly(question, knobs))]
     if not possible:
         leanest = _leanest(question, options[0])
         return Candidate(
@@ -242,16 +244,29 @@ def _changes(question: Question, knobs: Knobs) -> Iterator[dict[str, Any]]:
                 yield {"kept_units": kept}
     if knobs.placement in ("spread", "striped", "whole") and knobs.gradients_scope == "visit" and knobs.rounds > 1:
         yield {"gradients_scope": "step"}
-    layers = sum(block.kind == "layer" for block in question.model.blocks)
+    layers, offloaded = _layers(question), knobs.offloaded_layers
+    for fewer in (0, offloaded // 2, offloaded * 3 // 4):
+        if fewer < offloaded:
+            yield {"offloaded_layers": fewer}
+    # What a layer keeps besides its input stays on the device, and so does its input.
     if question.profile.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
-        yield {"recompute": recompute_of_blocks("selective", question.model)}
+        yield {"recompute": recompute_of_blocks("selective", question.model), "offloaded_layers": 0}
     for share in (4, 2, 1):
-        yield {"recompute": recompute_of_blocks(f"none:{max(1, layers // share)},full", question.model)}
+        last = max(1, layers // share)
+        recompute = recompute_of_blocks(f"none:{last},full", question.model)
+        yield {"recompute": recompute, "offloaded_layers": min(offloaded, layers - last)}
 
 
 def _leanest(question: Question, knobs: Knobs) -> Knobs:
     """The setting of a strategy that needs the least memory."""
-    layers = sum(block.kind == "layer" for block in question.model.blocks)
     lean = replace(knobs, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1)
-    relieved = knobs.placement != "ring" and question.machine.device.name != "CPU"  # whose memory is the host's
-    return replace(lean, offloaded_layers=layers) if relieved else lean
+    return replace(lean, offloaded_layers=_layers(question)) if _relieved(question, knobs) else lean
+
+
+def _relieved(question: Question, knobs: Knobs) -> bool:
+    """Whether the host's memory can take activations: not where that is what a device computes in."""
+    return knobs.placement != "ring" and question.machine.device.name != "CPU"
+
+
+def _layers(question: Question) -> int:
+    return sum(block.kind == "layer" for block in question.model.blocks)
