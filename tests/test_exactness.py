@@ -9,7 +9,7 @@ import torch
 
 LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
 """Six processes, which two processors take long for."""
-TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (4, 1), (3, 2)]
+TOPOLOGIES = [(1, 1), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2), (4, 1), (3, 2)]
 PLACEMENTS = ["spread", "striped", "whole", "flat", "hybrid"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
 
@@ -111,7 +111,9 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
         pool.run("cases:weights_after", 1, 1, recompute="selective", **knobs)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2), LARGE], ids=lambda n: str(n))
+@pytest.mark.parametrize(
+    ("nodes", "local"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), LARGE], ids=lambda n: str(n)
+)
 def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
     settings = [
         setting(nodes, local, placement, rounds, 1, tied, "float64")

@@ -170,7 +170,7 @@ print(peak_mib() - base)
 @pytest.mark.parametrize(
     ("lengths", "heads", "window", "softcap"),
     [
-        ("(65536,)", 1, "None", "None"),
+        pytest.param("(65536,)", 1, "None", "None", marks=pytest.mark.slow),
         ("(65536,)", 2, "512", "None"),
         ("(100, 40000, 25436)", 2, "512", "30.0"),
     ],

@@ -195,7 +195,8 @@ def test_one_node_and_one_device_have_plans():
         assert answer.as_json()["candidates"][0]["link_bytes"] == 0
 
 
-def test_uneven_nodes_have_plans():
+def test_uneven_nodes_have_plans(monkeypatch):
+    monkeypatch.setattr("tawpipe.plan.homes.EFFORT", 0.2)
     machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
     answer = Answer.of(question(machine), search(question(machine)))
     assert answer.chosen is not None

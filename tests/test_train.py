@@ -114,7 +114,13 @@ def test_the_export_opens_and_computes(trained):
     assert AutoTokenizer.from_pretrained(output / "model")(words).input_ids == data.tokenizer(words).input_ids
 
 
-@pytest.mark.parametrize("words", [("--nproc", "1"), ("--nodes", "1", "--nproc", "3", "--schedule.placement", "whole")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--nproc", "1"), marks=pytest.mark.slow),
+        ("--nodes", "1", "--nproc", "3", "--schedule.placement", "whole"),
+    ],
+)
 def test_other_processes_see_the_same_losses(trained, words):
     name = "same" + words[-1]
     done = run(trained, name, *words, "--export.enabled", "false", "--sample.tokens", "0")
@@ -162,6 +168,7 @@ def test_under_torchrun(trained):
     assert "2 processes = 1 node x 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_nodes_of_different_sizes(trained):
     """Two processes on one machine and one on another: three groups of one."""
     with socket.socket() as free:
@@ -243,6 +250,7 @@ def test_unreadable_files_are_named_and_skipped(home):
 QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
     words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1")
     done = run(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
@@ -308,6 +316,7 @@ def test_part_of_the_matrix_of_faults(tmp_path, cases):
     assert len(found) == len(cases) and not any(one["left_behind"] for one in found)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_named(trained):
     words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
     begin = time.monotonic()
@@ -325,6 +334,7 @@ def test_a_full_disk_costs_one_checkpoint(trained):
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_left_out_if_asked_for(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
     done = run(trained, "skipped", *QUIET, *words)

@@ -8,7 +8,8 @@ from typing import Any
 
 from tawpipe.lab.table import cells_of, describe, order_of
 from tawpipe.report.bars import executed_bars
-from tawpipe.report.page import Section, Table, lines, stacked_bars, timeline_section, write_page
+from tawpipe.report.figures import lines, stacked_bars
+from tawpipe.report.page import Section, Table, timeline_section, write_page
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
 

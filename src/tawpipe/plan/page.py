@@ -11,8 +11,9 @@ from tawpipe.plan.answer import Answer
 from tawpipe.plan.question import Question, predict
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
+from tawpipe.report.figures import lines, memory_figure, stacked_bars
 from tawpipe.report.memory import memory_over_time
-from tawpipe.report.page import Section, Table, lines, memory_figure, stacked_bars, timeline_section, write_page
+from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.simulate import MicroBatchSize
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

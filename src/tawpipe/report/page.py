@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.report.chrome import label
-from tawpipe.report.picture import KINDS, kind_of
-from tawpipe.schedule.actions import Lane
+from tawpipe.report.figures import timeline_figure
 
-PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
 MOST_BARS = 20_000
 """A timeline with more is cut to its first ranks: a browser should stay quick."""
 LONG = 40
 """Characters of a cell, beyond which it is wrapped."""
-LABEL = 28
-"""Characters of a line in the label of a bar."""
-
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2330; --quiet: #5c6675; --line: #d8dde5; --back: #ffffff;
   --soft: #f4f6f9; }
@@ -176,6 +169,32 @@ def timeline_page(
     write_page(path, "Timeline", sections, subtitle=of)
 
 
+def timeline_section(
+    title: str, bars: Sequence[Bar], words: str = "", *, ranks: Sequence[int] | None = None
+) -> Section:
+    """A timeline with words for its reader: how to move in it, and whose lanes it shows.
+
+    Args:
+        words: further ones.
+        ranks: that are asked for; by default the first of every node.
+    """
+    count = Counter(bar.rank for bar in bars)
+    asked = first_of_nodes(bars) if ranks is None else list(ranks)
+    chosen, total = [], 0
+    for rank in asked:
+        total += count[rank]
+        if chosen and total > MOST_BARS:
+            break
+        chosen.append(rank)
+    said = ["Drag to zoom, double click to go back.", words]
+    if len(chosen) < len(asked):
+        some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
+        said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
+    elif len(chosen) < len(count) and ranks is None:
+        said.append("The first rank of every node: the others of a node do alike.")
+    return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
+
+
 def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str, name: str = "") -> str:
         long = [" class=long" if len(cell) > LONG else "" for cell in cells]
@@ -205,154 +224,3 @@ def _legend(figure: Any) -> str:
         name = html.escape(trace.name or "")
         buttons.append(f'<button data-trace="{number}" aria-pressed="true" style="--color:{color}">{name}</button>')
     return f'<div class="legend">{"".join(buttons)}</div>'
-
-
-# figures
-
-
-def _figure(height: int, **layout: Any) -> Any:
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    figure.update_layout(
-        height=height,
-        margin={"l": 10, "r": 10, "t": 10, "b": 40},
-        showlegend=False,
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif"},
-        **layout,
-    )
-    figure.update_xaxes(automargin=True, gridcolor="#d8dde5")
-    figure.update_yaxes(automargin=True, gridcolor="#d8dde5")
-    return figure
-
-
-def stacked_bars(
-    names: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    *,
-    unit: str,
-    limit: float | None = None,
-    marks: Sequence[float] = (),
-    marks_name: str = "",
-) -> Any:
-    """Horizontal bars, one for every name, cut in parts.
-
-    Args:
-        parts: name of a part -> its size for every bar.
-        limit: a line across all bars.
-        marks: one on every bar, and what they are called.
-    """
-    labels = [textwrap.wrap(name, LABEL, break_long_words=False) for name in names]
-    height = sum(max(30, 14 + 14 * len(label)) for label in labels)
-    figure = _figure(80 + height, barmode="stack", xaxis_title=unit)
-    for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
-        figure.add_bar(
-            y=list(names),
-            x=list(values),
-            name=part,
-            orientation="h",
-            marker_color=color,
-            hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {unit}<extra></extra>",
-        )
-    if limit:
-        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text="limit")
-    if marks:
-        figure.add_scatter(
-            y=list(names),
-            x=list(marks),
-            name=marks_name,
-            mode="markers",
-            marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": "#888"}},
-            hovertemplate=f"%{{y}}<br>{marks_name}: %{{x:.4g}} {unit}<extra></extra>",
-        )
-    ticks = {"tickvals": list(names), "ticktext": ["<br>".join(label) for label in labels]}
-    figure.update_yaxes(autorange="reversed", **ticks)
-    return figure
-
-
-def lines(
-    x: Sequence[float] | Sequence[str],
-    series: Mapping[str, Sequence[float | None]],
-    *,
-    x_title: str,
-    y_title: str,
-    log: bool = True,
-) -> Any:
-    """Curves over a common axis."""
-    figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
-    for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
-        figure.add_scatter(
-            x=list(x),
-            y=list(values),
-            name=name,
-            mode="lines+markers",
-            line={"color": color},
-            hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
-        )
-    if log:
-        figure.update_xaxes(type="log")
-        figure.update_yaxes(type="log")
-    return figure
-
-
-def timeline_section(
-    title: str, bars: Sequence[Bar], words: str = "", *, ranks: Sequence[int] | None = None
-) -> Section:
-    """A timeline with words for its reader: how to move in it, and whose lanes it shows.
-
-    Args:
-        words: further ones.
-        ranks: that are asked for; by default the first of every node.
-    """
-    count = Counter(bar.rank for bar in bars)
-    asked = first_of_nodes(bars) if ranks is None else list(ranks)
-    chosen, total = [], 0
-    for rank in asked:
-        total += count[rank]
-        if chosen and total > MOST_BARS:
-            break
-        chosen.append(rank)
-    said = ["Drag to zoom, double click to go back.", words]
-    if len(chosen) < len(asked):
-        some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
-        said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
-    elif len(chosen) < len(count) and ranks is None:
-        said.append("The first rank of every node: the others of a node do alike.")
-    return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
-
-
-def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
-    """Lanes of some ranks over seconds, to zoom into; the same colours as in pictures."""
-    mine = [bar for bar in bars if bar.rank in chosen]
-    rows = [
-        (rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)
-    ]
-    names = {row: f"rank {row[0]} {row[1]}" for row in rows}
-    figure = _figure(70 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
-    for kind, color in KINDS.items():
-        some = [bar for bar in mine if kind_of(bar) == kind]
-        if some:
-            figure.add_bar(
-                y=[names[bar.rank, bar.action.lane] for bar in some],
-                x=[bar.end - bar.begin for bar in some],
-                base=[bar.begin for bar in some],
-                orientation="h",
-                name=kind,
-                marker={"color": color, "line": {"width": 0}},
-                customdata=[[label(bar), bar.begin, bar.end, bar.begin - bar.start] for bar in some],
-                hovertemplate="%{customdata[0]}<br>%{customdata[1]:.4f} to %{customdata[2]:.4f} s, "
-                "waited %{customdata[3]:.4f} s<extra></extra>",
-            )
-    figure.update_yaxes(categoryorder="array", categoryarray=[names[row] for row in rows][::-1], dtick=1)
-    return figure
-
-
-def memory_figure(steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
-    """Memory over the time of a step: name -> (seconds, GiB), as stairs."""
-    figure = _figure(320, xaxis_title="seconds", yaxis_title="GiB")
-    for color, (name, (x, y)) in zip(PALETTE, steps.items(), strict=False):
-        figure.add_scatter(x=list(x), y=list(y), name=name, mode="lines", line={"color": color, "shape": "hv"})
-    figure.update_yaxes(rangemode="tozero")
-    return figure

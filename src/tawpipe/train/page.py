@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from tawpipe.report.bars import executed_bars, predicted_bars
-from tawpipe.report.page import Section, Table, lines, timeline_section, write_page
+from tawpipe.report.figures import lines
+from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.loop import TRACES
 from tawpipe.train.planned import PLAN
