@@ -374,10 +374,10 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
     c10d, asked = sys.modules["torch._C._distributed_c10d"], []
     dump = lambda **how: asked.append(how) or b"record"  # noqa: E731
     monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
-    monkeypatch.setattr("tawpipe.runtime.watchdog.LAST_WORDS_S", 0.5)
+    monkeypatch.setattr("tawpipe.runtime.watchdog.LAST_WORDS_S", 3.0)
     said, ended = io.StringIO(), threading.Event()
     dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
-    dog.last_words = lambda: write_record(tmp_path / "flight", 3)
+    dog.last_words = lambda step: write_record(tmp_path / "flight", 3)
     dog.watch("step 7", Never())
     assert ended.wait(10)
     assert (tmp_path / "flight" / "rank_3").read_bytes() == b"record" and asked[0]["includeStackTraces"] is False
@@ -389,7 +389,7 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
 
     ended.clear()
     dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
-    dog.last_words = lambda: str(threading.Event().wait(60))
+    dog.last_words = lambda step: str(threading.Event().wait(60))
     dog.watch("step 7", Never())
     assert ended.wait(10)
 

@@ -48,6 +48,13 @@ def test_what_is_left_from_before_is_not_believed(late):
     assert len(set(second)) == 1 and second[0] != first[0]
 
 
+def test_errors_of_an_earlier_start_are_taken_back():
+    store = HashStore()
+    store.set("exception_dump", "rank 3")
+    start(store, 3)
+    assert not store.check(["exception_dump"])
+
+
 def test_a_start_that_was_cut_off_leaves_nothing_that_counts():
     """Two of three have come; then the processes are started again, and one of them is slow."""
     store = HashStore()

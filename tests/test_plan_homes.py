@@ -39,11 +39,13 @@ def uneven(nodes: int = 3, local: int = 1, **changes) -> Question:
     nodes=st.integers(2, 4),
     local=st.integers(1, 3),
     scopes=st.sampled_from([("visit", "visit"), ("step", "visit"), ("visit", "step")]),
+    kind=st.sampled_from([{}, {"tied": True}, {"lora": True}]),
     data=st.data(),
 )
-def test_exchanges_carry_what_the_schedule_does(placement, nodes, local, scopes, data):
+def test_exchanges_carry_what_the_schedule_does(placement, nodes, local, scopes, kind, data):
     """The sum over all exchanges, link by link and direction by direction."""
     asked = question(uniform(nodes, local, between=LinkModel(1.0), inside=LinkModel(1e8)), widths=Widths(1, 1, 4, 2))
+    asked = replace(asked, model=llama(6, **kind))
     knobs = asked.knobs(placement=placement, weights_scope=scopes[0], gradients_scope=scopes[1])
     task = _Task(asked, knobs)
     units = len(asked.model.units)
@@ -125,7 +127,7 @@ def test_homes_stay_in_memory():
         knobs = asked.knobs(placement=placement)
         task = _Task(asked, knobs)
         found = find_homes(asked, knobs)
-        assert found is not None
+        assert found is not None and (found.of_unit or placement == "whole")
         if found.of_unit:
             nodes = found.of_unit if placement == "striped" else [asked.topology.node_of(r) for r in found.of_unit]
             assert task.device_bytes(nodes).max() <= task.device_bytes(task.in_turn).max()
@@ -142,6 +144,18 @@ def test_groups_of_one_machine_send_nothing_over_its_link():
     assert task.machine_of == [0, 1, 1]
     found = find_homes(asked, knobs)
     assert found is not None and found.seconds[SOLVER] <= found.seconds[IN_TURN]
+
+
+def test_links_without_a_rate_leave_nothing_to_choose():
+    asked = question(Machine((2, 4), LinkModel(float("inf"), 1e-5), LinkModel(1e8)), global_batch=12)
+    found = find_homes(asked, asked.knobs(placement="striped"))
+    assert found is not None and not found.of_unit and "takes time" in str(found)
+
+
+def test_many_nodes_are_not_searched_for_minutes():
+    asked = question(Machine((1,) * 64, FAST, LinkModel(1e8), {0: SLOW}), global_batch=64)
+    found = find_homes(replace(asked, model=llama(62)), asked.knobs(placement="striped"))
+    assert found is not None and "not looked for on 64 nodes" in str(found)
 
 
 @pytest.mark.parametrize("text", ["1;2", "one", "-1", "0,,1", "1.5", "²"])

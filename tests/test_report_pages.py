@@ -149,7 +149,7 @@ def test_actions_are_matched_by_their_words(answer):
 def test_a_timeline_says_whose_lanes_it_shows(answer, monkeypatch):
     bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
     section = timeline_section("A step", bars, "3 of 9 rounds.")
-    assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node" in section.text
+    assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node." in section.text
     monkeypatch.setattr("tawpipe.report.page.MOST_BARS", len(bars) // 3)
     section = timeline_section("A step", bars, ranks=[0, 1, 2, 3])
     assert "Only rank 0 of 0, 1, 2, 3: more than" in section.text

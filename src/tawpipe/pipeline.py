@@ -319,9 +319,10 @@ class Pipeline:
         self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
 
     def record_hangs(self, folder: Path) -> None:
-        """Where a rank that hangs writes what NCCL was given, see runtime/flight.py; on GPUs."""
+        """Where a rank that hangs writes what NCCL was given, in a folder named after the step; on GPUs."""
         if self.world.device.type == "cuda":
-            self.executor.watchdog.last_words = lambda: write_record(folder, self.world.rank)
+            named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
+            self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
 
     def _check(self, result: StepResult) -> None:
         if result.finite:

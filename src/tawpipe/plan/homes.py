@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from tawpipe.schedule.spec import Knobs, wire_width
 from tawpipe.schedule.visits import training_visits
 
 IN_TURN, ONE_BY_ONE, SOLVER = "in turn", "moved one by one", "from the solver"
+MOST_WORK = 10_000_000
+"""Loads that one look at all moves of all units adds up, beyond which none is looked at: it would take minutes."""
+SWEEPS = 5
 MOST_TERMS = 500_000
 """Of the solver's model, beyond which it is not asked: it would take minutes."""
 EFFORT = 5.0
@@ -61,7 +65,7 @@ class Homes:
         said = ", ".join(f"{name} {seconds:.4f} s" for name, seconds in self.seconds.items())
         if SOLVER in self.seconds:
             other = min(seconds for name, seconds in self.seconds.items() if name != SOLVER)
-            said += f" ({1 - self.seconds[SOLVER] / other:.1%} less; at least {self.bound_s:.4f} s)"
+            said += f" ({max(0.0, 1 - self.seconds[SOLVER] / other):.1%} less; at least {self.bound_s:.4f} s)"
         return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 
@@ -74,9 +78,13 @@ def find_homes(question: Question, knobs: Knobs) -> Homes | None:
     if knobs.placement not in AT_ONE_PLACE or question.topology.num_nodes == 1:
         return None
     task = _Task(question, knobs)
-    usual = task.seconds(task.in_turn)
+    usual = {IN_TURN: task.seconds(task.in_turn)}
     if _is_even(question):
-        return Homes((), {IN_TURN: usual}, note="nodes, links and layers are alike")
+        return Homes((), usual, note="nodes, links and layers are alike")
+    if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
+        return Homes((), usual, note="no link between nodes takes time")
+    if task.work > MOST_WORK:
+        return Homes((), usual, note=f"others are not looked for on {question.topology.num_nodes} nodes")
     found = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
     if not task.fits(found[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
         del found[ONE_BY_ONE]
@@ -128,8 +136,11 @@ class _Task:
         self.usual = tuple(home.ranks[0] for home in homes)
         self.in_turn = tuple(topology.node_of(rank) for rank in self.usual)
         self.machine_of = [question.machine.topology.node_of(node[0]) for node in topology.nodes]
-        links = [question.costs.node_link(machine) for machine in range(len(question.machine.nodes))]
-        self.rates = [link.bytes_per_s * (1 if link.shared else topology.local_size) for link in links]
+        sizes = question.machine.nodes
+        links = [question.costs.node_link(machine) for machine in range(len(sizes))]
+        # Devices with links of their own send their stripes at the same time; a whole unit leaves over one of them.
+        devices = [1 if link.shared or self.whole else size for link, size in zip(links, sizes, strict=True)]
+        self.rates = [link.bytes_per_s * count for link, count in zip(links, devices, strict=True)]
         self.full_duplex = [link.full_duplex for link in links]
         far = wire_width(knobs.gradients_wire, widths.gradient), wire_width(knobs.weights_wire, widths.weight)
         self.sizes = tuple([home.padded * width for home in homes] for width in far)
@@ -146,7 +157,9 @@ class _Task:
             [model.trainable_units(v.block) for v in visits if v.round == r and v.gradients is not None]
             for r in range(knobs.rounds)
         ]
-        for leaving in rounds[-1:] if knobs.gradients_scope == "step" else rounds:
+        if knobs.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
+            rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
+        for leaving in rounds:
             counts.update((False, one) for one in _staggered(leaving, topology.num_nodes))
         self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
 
@@ -198,6 +211,11 @@ class _Task:
         return tuple(ranks)
 
     @property
+    def work(self) -> int:
+        """Of one look at all moves."""
+        return self.topology.num_nodes * sum(len(one.arrivals) ** 2 for one in self.exchanges)
+
+    @property
     def room(self) -> float:
         """Bytes at home on a node."""
         return self.limit * self.topology.local_size
@@ -218,8 +236,7 @@ class _Task:
             homes[unit] = before
             return found
 
-        moved = True
-        while moved:
+        for _ in range(SWEEPS):
             moved = False
             for unit, size in enumerate(self.kept):
                 here = homes[unit]
@@ -230,6 +247,8 @@ class _Task:
                     homes[unit], moved = best, True
                     kept[here] -= size
                     kept[best] += size
+            if not moved:
+                break
         return tuple(homes)
 
 

@@ -134,9 +134,13 @@ def _best(question: Question, strategy: str, fixed: dict[str, Any]) -> Candidate
         possible = [knobs for knobs in options if fits(question, memory_quickly(question, knobs))]
     except UserError as error:
         return Candidate(strategy, None, None, True, False, str(error))
-    if not possible and _relieved(question, options[0]):
-        offloaded = [replace(knobs, offloaded_layers=_layers(question)) for knobs in options]
-        possible = [knobs for knobs in offloaded if fits(question, memory_quickly(question, knobs))]
+    if not possible:
+        options = [replace(knobs, look_ahead=1, gradient_buffers=1) for knobs in options]
+        if _relieved(question, options[0]):
+            layers = _layers(question)
+            some = [replace(options[0], offloaded_layers=number) for number in (layers // 2, layers * 3 // 4)]
+            options += [*some, *(replace(knobs, offloaded_layers=layers) for knobs in options)]
+        possible = [knobs for knobs in options if fits(question, memory_quickly(question, knobs))]
     if not possible:
         leanest = _leanest(question, options[0])
         return Candidate(
@@ -210,9 +214,12 @@ def _improve(question: Question, knobs: Knobs, prediction: Prediction) -> tuple[
             other = replace(knobs, **change)
             if other == knobs or bound_of(question, other) >= prediction.step_seconds * (1 - GAIN):
                 continue
-            if not fits(question, memory_quickly(question, other)):
+            try:
+                if not fits(question, memory_quickly(question, other)):
+                    continue
+                made = predict(question, other)
+            except UserError:  # two knobs that do not go together: no reason to end a search
                 continue
-            made = predict(question, other)
             if made.step_seconds < prediction.step_seconds * (1 - GAIN):
                 knobs, prediction = other, made
         if prediction.step_seconds > before * (1 - GAIN):
@@ -251,7 +258,7 @@ def _changes(question: Question, knobs: Knobs) -> Iterator[dict[str, Any]]:
     # What a layer keeps besides its input stays on the device, and so does its input.
     if question.profile.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
         yield {"recompute": recompute_of_blocks("selective", question.model), "offloaded_layers": 0}
-    for share in (4, 2, 1):
+    for share in (4, 2, 1) if layers else ():
         last = max(1, layers // share)
         recompute = recompute_of_blocks(f"none:{last},full", question.model)
         yield {"recompute": recompute, "offloaded_layers": min(offloaded, layers - last)}

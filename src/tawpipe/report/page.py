@@ -191,7 +191,7 @@ def timeline_section(
         some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
         said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
     elif len(chosen) < len(count) and ranks is None:
-        said.append("The first rank of every node: the others of a node do alike.")
+        said.append("The first rank of every node.")
     return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
 
 

@@ -11,7 +11,8 @@ there may be left from earlier:
 * a rank that finds its own number in an offer agrees to it (``yes``, under the number of the offer);
 * when all have agreed to its offer, rank 0 says so (``go``, likewise).
 
-An offer of an earlier start holds other numbers, and agreement to it is under another name.
+An offer of an earlier start holds other numbers, and agreement to it is under another name. What NCCL's groups tell
+each other through the store besides, past any name, rank 0 takes back: an error of an earlier start would end this one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from tawpipe.errors import RunError
 
 PREFIX = "tawpipe/start"
 LOOK_S = 0.02
+"""Between two looks of a rank, for 64 of them; more wait longer, as one store answers all."""
+SIGNALS = ("exception_dump", "remote_error")
+"""Keys of torch's ProcessGroupNCCL, outside of any group's prefix: somebody has failed, so all end."""
 
 
 def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -45,10 +49,12 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     while time.monotonic() < end:
         if rank == 0:
             numbers = _numbers(store, world_size)
-            if len(numbers) == world_size and numbers != offered:
+            if len(numbers) == world_size and numbers[0] == mine and numbers != offered:
                 offered, name = numbers, secrets.token_hex(8)
                 store.set(f"{PREFIX}/offer", json.dumps([name, numbers]))
             if name and store.check([f"{PREFIX}/yes/{name}/{r}" for r in range(1, world_size)]):
+                for signal in SIGNALS:
+                    store.delete_key(signal)
                 store.set(f"{PREFIX}/go/{name}", "go")
                 return name
         elif store.check([f"{PREFIX}/offer"]):
@@ -59,7 +65,7 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
                     store.set(f"{PREFIX}/yes/{name}/{rank}", "yes")
                 if store.check([f"{PREFIX}/go/{name}"]):
                     return name
-        time.sleep(LOOK_S)
+        time.sleep(LOOK_S * max(1, world_size / 64))
     raise RunError(f"rank {rank}: not all of {world_size} processes came within {timeout.total_seconds():.0f} s")
 
 

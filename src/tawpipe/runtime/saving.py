@@ -146,12 +146,19 @@ class Saving:
             if not problem and self._spoil is not None:
                 self._spoil(self.folder)
             if not problem:
-                left = _first(self._world.gather_texts(self._after() if self._after is not None else ""))
+                left = _first(self._world.gather_texts(self._look_after()))
         except BaseException as error:
             self._error = error
             return
         self._pieces.clear()  # the copies are many gigabytes
         self._result = Saved(self.folder, self._staged_s, time.perf_counter() - self._begin, problem, left)
+
+    def _look_after(self) -> str:
+        if self._after is None:
+            return ""
+        said: list[str] = []
+        after = self._after
+        return self._attempt(lambda: said.append(after())) or said[0]
 
     def _write(self) -> str:
         partial, world = self.folder.with_name(self.folder.name + PARTIAL), self._world

@@ -8,6 +8,7 @@ launcher finds them.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -76,10 +77,10 @@ class Watchdog:
         end: Callable[[], None] | None = None,
     ) -> None:
         self._doing, self._where, self._stream = doing, where, stream
-        self._end = end or (lambda: os._exit(EXIT_CODE))
+        self._own_end = end
         self.limit_s = limit_s
-        self.last_words: Callable[[], str] = lambda: ""
-        """Is called after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
+        self.last_words: Callable[[str], str] = lambda step: ""
+        """Is called after the report with the step, for at most ``LAST_WORDS_S``; what it returns is said, too."""
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -110,14 +111,22 @@ class Watchdog:
             if late is not None and self.limit_s and now - late.begin > self.limit_s:
                 for line in self.report(late.step, now - late.begin):
                     self._say(line)
-                # In a thread: what hangs here must not keep the process.
-                threading.Thread(target=self._say_last, name="last words", daemon=True).start()
+                if self._own_end is None:  # by a thread of C, should the last words hang and keep Python's lock
+                    faulthandler.dump_traceback_later(LAST_WORDS_S + 2, exit=True)
+                threading.Thread(target=self._say_last, args=(late.step,), name="last words", daemon=True).start()
                 if not self._closed.wait(LAST_WORDS_S):
                     self._end()
+                faulthandler.cancel_dump_traceback_later()
                 return
 
-    def _say_last(self) -> None:
-        if words := self.last_words():
+    def _end(self) -> None:
+        if self._own_end is not None:
+            self._own_end()
+        else:
+            os._exit(EXIT_CODE)
+
+    def _say_last(self, step: str) -> None:
+        if words := self.last_words(step):
             self._say(f"{self._where}: {words}")
 
     def _say(self, line: str) -> None:
