@@ -287,6 +287,7 @@ def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
     assert numbers and max(numbers) > 45_000 and min(numbers) < 5_000
 
 
+@pytest.mark.slow
 def test_a_line_of_ten_million_tokens(tmp_path, settings_for):
     words = " ".join(["weights travel, activations stay;"] * 310_000)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": words}) + '\n{"text": "short"}\n')

@@ -53,6 +53,7 @@ def test_the_smoke_suite(tmp_path, capsys):
 
 
 @needs_tc
+@pytest.mark.slow
 def test_strategies_alone_and_their_timelines(tmp_path):
     """Every strategy in a launch of its own; one that does not run is given no timeline of another."""
     cell = {"name": "c", "nodes": 2, "local": 1, "rate": "none", "workload": WORKLOAD}
