@@ -69,7 +69,7 @@ class Pipeline:
             and more activation memory.
         placement: ``spread``, ``striped``, ``whole``; for comparison ``flat``, ``hybrid`` (HSDP), ``ring`` (WeiPipe);
             docs/placement.md.
-        homes: under ``striped`` and ``whole``, of every unit the node or the process; by default in turn.
+        homes: under ``striped`` and ``whole``, the node or the process that keeps each unit; by default in turn.
         look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
         gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
         weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.

@@ -150,7 +150,7 @@ def _explain(answer: Answer, strategy: str) -> Iterator[str]:
     if answer.question.topology.num_nodes > 1:
         yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
     if found.knobs is not None:
-        settled = settle(answer.question, found)
+        settled = found if found.homes is not None else settle(answer.question, found)
         if settled.homes is not None:
             yield f"  {settled.homes}"
         if settled.knobs != found.knobs:

@@ -27,6 +27,7 @@ from tawpipe.schedule.build import place_units
 from tawpipe.schedule.placement import AT_ONE_PLACE
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.spec import Knobs, wire_width
+from tawpipe.schedule.staggered import number_of_exchanges, visits_of_exchange
 from tawpipe.schedule.visits import training_visits
 
 IN_TURN, ONE_BY_ONE, SOLVER = "in turn", "moved one by one", "from the solver"
@@ -69,17 +70,18 @@ class Homes:
         return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 
-def find_homes(question: Question, knobs: Knobs) -> Homes | None:
+def find_homes(question: Question, knobs: Knobs, *, although_even: bool = False) -> Homes | None:
     """Homes for these units and links; None where there is nothing to choose.
 
     Args:
         knobs: of a strategy; homes in them are not looked at.
+        although_even: look for them where nodes, links and layers are alike, too.
     """
     if knobs.placement not in AT_ONE_PLACE or question.topology.num_nodes == 1:
         return None
     task = _Task(question, knobs)
     usual = {IN_TURN: task.seconds(task.in_turn)}
-    if _is_even(question):
+    if _is_even(question) and not although_even:
         return Homes((), usual, note="nodes, links and layers are alike")
     if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
         return Homes((), usual, note="no link between nodes takes time")
@@ -253,14 +255,14 @@ class _Task:
 
 
 def _staggered(visits: Sequence[tuple[int, ...]], nodes: int) -> list[tuple[tuple[int, int], ...]]:
-    """(node, unit) of every exchange: node n has its visit t - n in exchange t.
+    """(node, unit) of every exchange.
 
     >>> _staggered([(7,), (8,)], 2)
     [((0, 7),), ((0, 8), (1, 7)), ((1, 8),)]
     """
     return [
-        tuple((n, u) for n in range(nodes) if 0 <= t - n < len(visits) for u in visits[t - n])
-        for t in range(len(visits) + nodes - 1)
+        tuple((node, unit) for node, index in visits_of_exchange(t, nodes, len(visits)) for unit in visits[index])
+        for t in range(number_of_exchanges(nodes, len(visits)))
     ]
 
 

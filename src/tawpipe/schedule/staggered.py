@@ -14,6 +14,20 @@ from tawpipe.schedule.route import Route
 from tawpipe.schedule.visits import Visit
 
 
+def visits_of_exchange(number: int, nodes: int, visits: int) -> Iterator[tuple[int, int]]:
+    """(node, its visit) in one exchange: node n has visit t - n in exchange t.
+
+    >>> [list(visits_of_exchange(t, 2, 2)) for t in range(number_of_exchanges(2, 2))]
+    [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
+    """
+    return ((node, number - node) for node in range(nodes) if 0 <= number - node < visits)
+
+
+def number_of_exchanges(nodes: int, visits: int) -> int:
+    """After which the last node has had its last visit."""
+    return visits + nodes - 1
+
+
 class ExchangeRoute(Route):
     """Point-to-point between nodes in staggered exchanges, collectives inside a node."""
 
@@ -47,10 +61,7 @@ class ExchangeRoute(Route):
 
     def _exchange_weights(self, number: int) -> Iterator[Action]:
         transfers = []
-        for node in range(self.topology.num_nodes):
-            index = number - node
-            if not 0 <= index < len(self.with_weights):
-                continue
+        for node, index in visits_of_exchange(number, self.topology.num_nodes, len(self.with_weights)):
             for unit in self.model.blocks[self.with_weights[index].block].units:
                 home = self._home_node(unit)
                 if self.holds(index, unit) or self.residency.holds_slice(index, unit):
@@ -115,7 +126,7 @@ class ExchangeRoute(Route):
         self.full[index, unit] = self.resident[unit] = target
 
     def finish(self) -> Iterator[Action]:
-        while self._pulled < len(self.with_weights) + self.topology.num_nodes - 1:
+        while self._pulled < number_of_exchanges(self.topology.num_nodes, len(self.with_weights)):
             yield from self._exchange_weights(self._pulled)
             self._pulled += 1
 
@@ -181,23 +192,20 @@ class ExchangeRoute(Route):
 
     def _pushes(self, visits: list[Visit], number: int) -> Iterator[tuple[int, int, int, int]]:
         """(visit with gradients, unit, source rank, home rank) of everything that goes home in one exchange."""
-        for node in range(self.topology.num_nodes):
-            if 0 <= number - node < len(visits):
-                visit = visits[number - node]
-                assert visit.gradients is not None
-                for unit in self.model.trainable_units(visit.block):
-                    if self.sums_up(unit) and (
-                        visit.gradients != self.pushes[unit][-1] or self._home_node(unit) == node
-                    ):
-                        continue
-                    for target, source in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
-                        yield visit.gradients, unit, source, target
+        for node, index in visits_of_exchange(number, self.topology.num_nodes, len(visits)):
+            visit = visits[index]
+            assert visit.gradients is not None
+            for unit in self.model.trainable_units(visit.block):
+                if self.sums_up(unit) and (visit.gradients != self.pushes[unit][-1] or self._home_node(unit) == node):
+                    continue
+                for target, source in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
+                    yield visit.gradients, unit, source, target
 
     def _most_arrivals(self) -> dict[int, int]:
         """For every size class the most stripes of it that one exchange brings here: each needs a buffer of its own."""
         most: dict[int, int] = {}
         visits = self._round(self.knobs.rounds - 1)
-        for number in range(len(visits) + self.topology.num_nodes - 1):
+        for number in range(number_of_exchanges(self.topology.num_nodes, len(visits))):
             here: dict[int, int] = {}
             for _, unit, source, target in self._pushes(visits, number):
                 if target == self.rank != source:

@@ -120,13 +120,19 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
     2(1 - 1/D) of the gradient (``hybrid``). On WeiPipe's ring all of it at every hop from a node's last rank, see
     ``Ring``.
     """
-    topology, knobs = schedule.topology, schedule.knobs
+    topology, model, knobs = schedule.topology, schedule.model, schedule.knobs
     if topology.num_nodes == 1:
         return (LinkTraffic(),)
     if knobs.placement == "ring":
         return _ring_formula(schedule)
     nodes, world = topology.num_nodes, topology.world_size
-    weights, gradients = crossings(schedule)
+    visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
+    weights = list(plan_residency(model, topology, schedule.homes, knobs, visits).arrivals())
+    gradients = [u for v in visits if v.gradients is not None for u in model.trainable_units(v.block)]
+    if knobs.weights_scope == "step":
+        weights = sorted(set(weights))
+    if knobs.gradients_scope == "step":
+        gradients = sorted(set(gradients))
     alike = knobs.placement in ALIKE  # for all nodes: one stands for them
     counts = [[0, 0, 0, 0] for _ in range(1 if alike else nodes)]
     for unit, offset in [(unit, 0) for unit in weights] + [(unit, 2) for unit in gradients]:
@@ -145,18 +151,6 @@ def link_elements_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
             counts[node][offset] += sent
             counts[node][offset + 1] += received
     return tuple(LinkTraffic(*four) for four in (counts * nodes if alike else counts))
-
-
-def crossings(schedule: Schedule) -> tuple[list[int], list[int]]:
-    """The units whose weights come into a node, and those whose gradients leave it, as often as they do in a step."""
-    model, knobs = schedule.model, schedule.knobs
-    visits = training_visits(model, knobs) if schedule.training else forward_visits(model, knobs)
-    weights = list(plan_residency(model, schedule.topology, schedule.homes, knobs, visits).arrivals())
-    gradients = [u for v in visits if v.gradients is not None for u in model.trainable_units(v.block)]
-    return (
-        sorted(set(weights)) if knobs.weights_scope == "step" else weights,
-        sorted(set(gradients)) if knobs.gradients_scope == "step" else gradients,
-    )
 
 
 def _ring_formula(schedule: Schedule) -> tuple[LinkTraffic, ...]:
