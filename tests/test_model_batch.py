@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
 
@@ -39,7 +40,7 @@ def test_padding_is_a_document_of_its_own_that_does_not_count():
 
 def test_padding_on_the_left_is_refused():
     ids = torch.tensor([[0, 1, 2]])
-    with pytest.raises(ValueError, match="right"):
+    with pytest.raises(UserError, match="right"):
         MicroBatch.from_rows(ids, ids, attention_mask=torch.tensor([[0, 1, 1]]))
 
 

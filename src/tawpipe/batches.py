@@ -12,8 +12,10 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.discovery import Positions
 from tawpipe.schedule.spec import share_micro_batches
 
+COUNTED_FROM_0 = Positions()
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("position_ids", "attention_mask")
 
@@ -48,11 +50,13 @@ class Deal:
 
     Args:
         micro_batch: rows in one; the last of a global batch may have fewer.
+        positions: how the model uses them.
     """
 
     micro_batch: int
     rank: int
     world_size: int
+    positions: Positions = COUNTED_FROM_0
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -69,16 +73,18 @@ class Deal:
         return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
 
     def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
-        """This rank's part of a global batch, on the CPU; what is such a part already stays as it is.
+        """This rank's part of a global batch, on the CPU, in tensors of its own: the step may still run when the caller
+        fills its batch anew.
 
         Args:
             batch: tensors [rows, S] in the Hugging Face convention, as ``MicroBatch.from_rows`` takes them.
 
         Raises:
-            UserError: a tensor is missing, is unknown or has another shape.
+            UserError: a tensor is missing, is unknown or has another shape, or a position is out of the model's table.
         """
         if isinstance(batch, LocalBatch):
-            return batch
+            parts = [self._checked(one.copy()) for one in batch.micro_batches]
+            return LocalBatch(batch.rows, batch.sequence_length, parts)
         for name in REQUIRED:
             if name not in batch:
                 raise UserError("batch", sorted(batch), f"a mapping with {name!r}")
@@ -92,8 +98,17 @@ class Deal:
         parts = []
         for share in self.shares(rows):
             cut = slice(share.rows.start, share.rows.stop)
-            parts.append(MicroBatch.from_rows(**{name: t[cut].cpu() for name, t in batch.items()}, index=share.index))
+            tensors = {name: tensor[cut].cpu() for name, tensor in batch.items()}
+            parts.append(self._checked(MicroBatch.from_rows(**tensors, index=share.index)))
         return LocalBatch(rows, length, parts)
+
+    def _checked(self, batch: MicroBatch) -> MicroBatch:
+        limit = self.positions.limit
+        first = 0 if batch.positions_given else self.positions.first
+        if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
+            expected = f"below {limit}: the model looks positions up in a table of that size; give shorter documents"
+            raise UserError("batch", f"position {last}", expected)
+        return batch
 
     def numbered(self, local: LocalBatch) -> dict[int, MicroBatch]:
         """The micro-batches of this rank's part by their global numbers.

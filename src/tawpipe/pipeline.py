@@ -10,13 +10,14 @@ Usage:
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from math import isfinite
+from math import ceil, isfinite, log2
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.batches import Deal, LocalBatch, Share
+from tawpipe.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.costs import Costs, Widths, costs
 from tawpipe.errors import RunError, UserError
 from tawpipe.faults import Injector
-from tawpipe.model.chain import Chain, Loss
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
+from tawpipe.model.loss import Loss
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.runtime.compute import Compute, StepInput
@@ -48,6 +52,7 @@ from tawpipe.schedule.build import build_evaluation, build_training, place_units
 from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
 from tawpipe.schedule.verify import verify
 from tawpipe.sizes import model_spec
+from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
 VERIFIED_ACTIONS = 200_000
@@ -59,7 +64,7 @@ class Pipeline:
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
-            device. Its parameters are emptied: the values live here from now on.
+            device. Its parameters are emptied: the values live here from now on, and the model refuses to be used.
         weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
             default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: a factory that is given the pieces of parameters that live on this process, see ``adamw``.
@@ -90,8 +95,10 @@ class Pipeline:
             reached the weights when ``step``, ``drain`` or ``save`` says so.
         compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
         chunk_tokens: tokens for which logits exist at one time.
-        seed: of initial weights and of dropout. With dropout, torch's default generators are seeded in every block, so
-            that numbers depend on (seed, step, micro-batch, block) alone: draw yours from generators of your own.
+        seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
+            alone. torch's default generators are left to the caller.
+        check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
+            ``auto``, for models that the tests do not cover (docs/models.md).
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
         timeout: after which a communication fails.
@@ -131,6 +138,7 @@ class Pipeline:
         compile_layers: bool = False,
         chunk_tokens: int = 1024,
         seed: int = 0,
+        check: str = "auto",
         world: World | None = None,
         strict: bool = False,
         timeout: timedelta = timedelta(minutes=10),
@@ -138,11 +146,12 @@ class Pipeline:
         skip_limit: int = 0,
         injector: Injector | None = None,
     ) -> None:
+        if check not in CHOICES:
+            raise UserError("check", check, ", ".join(CHOICES))
         _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
-        self._deal = Deal(micro_batch, self.world.rank, self.world.size)
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
         wide = torch.promote_types(dtype, torch.float32)
@@ -163,11 +172,14 @@ class Pipeline:
         if clip_norm is not None and not finite_check:
             raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")
         self.chain = Chain(model, loss=loss)
+        self._deal = Deal(micro_batch, self.world.rank, self.world.size, self.chain.positions)
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
             source = weights(self.chain)
         else:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
+        if check == "always" or (check == "auto" and not is_tested(model, loss)):
+            self._check_model(source, loss)
         self.spec = model_spec(self.chain)
         self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
@@ -176,6 +188,7 @@ class Pipeline:
         self._training: bool | None = None
         self._generation = 0  # changes whenever weights may have
         self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
+        """(unit, gradient or not, generation) and the whole unit that ``parameter`` has brought last."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._recent: deque[StepResult] = deque()
 
@@ -209,7 +222,7 @@ class Pipeline:
         )
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens),
+            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
@@ -218,6 +231,39 @@ class Pipeline:
             injector=injector,
             where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
+        self.chain.hand_over()
+
+    def _check_model(self, source: WeightSource, loss: Loss | None) -> None:
+        """Compare a few layers with the model's own forward pass, on rank 0, for all."""
+
+        def run(
+            copy: nn.Module, batch: MicroBatch, dtype: torch.dtype
+        ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+            alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+            one = Pipeline(copy, loss=loss, dtype=dtype, clip_norm=None, check="never", world=alone)
+            steps: list[StepResult] = []
+
+            def step() -> None:
+                rows, length = batch.input_ids.shape
+                steps.append(one.step(LocalBatch(rows, length, [batch])))
+                one.drain()
+
+            hidden = run_watched(list(one.chain.layers), step)
+            trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
+            gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
+            one.close()
+            return steps[0].loss, gradients, hidden
+
+        problem: UserError | None = None
+        words = ["", "", ""]
+        if self.world.rank == 0:
+            try:
+                logger.info("%s", check_model(self.chain, source, loss=loss, run=run))
+            except UserError as error:
+                problem, words = error, [error.setting, str(error.value), error.expected]
+        setting, value, expected = json.loads(self.world.broadcast_text(json.dumps(words)))
+        if setting:
+            raise problem or UserError(setting, value, expected)
 
     # what a step does
 
@@ -343,7 +389,7 @@ class Pipeline:
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
             self._deal.numbered(local),
-            scale=1.0 / (local.rows * local.sequence_length),
+            scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,
         )
@@ -514,7 +560,7 @@ class Pipeline:
         return tuple(self._slots)
 
     def parameter(self, name: str) -> Tensor | None:
-        """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks after ``drain``."""
+        """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks. Drains first."""
         return self._collect(name, gradient=False)
 
     def gradient(self, name: str) -> Tensor | None:
@@ -522,13 +568,19 @@ class Pipeline:
         return self._collect(name, gradient=True)
 
     def _collect(self, name: str, *, gradient: bool) -> Tensor | None:
+        if name not in self._slots:
+            raise UserError("parameter", name, "one of Pipeline.parameter_names")
         unit, slot = self._slots[name]
+        if gradient and not unit.trainable:
+            raise UserError("gradient", name, "the name of a parameter that is trained; this one is frozen")
+        self.drain()
         key = (unit.index, gradient, self._generation)
         if self._collected is None or self._collected[0] != key:  # parameters of a unit are asked for one after another
             self._collected = None
             self._collected = (key, self.storage.collect(unit, self.world.group, gradient=gradient))
         flat = self._collected[1]
-        return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        # A copy: the caller may change it, and the unit is kept for the next name.
+        return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
 
 def _check_settings(

@@ -14,10 +14,10 @@ from tawpipe.model.batch import MicroBatch
 def collate(rows: Sequence[Row], index: int = 0) -> MicroBatch:
     """Stack rows of S tokens to a micro-batch [len(rows), S] on the CPU; ``index`` is its number in its step."""
     assert rows, "a micro-batch has at least one row"
-    return MicroBatch.from_rows(
+    return MicroBatch.of_documents(
         torch.from_numpy(np.stack([row.input_ids for row in rows])),
         torch.from_numpy(np.stack([row.labels for row in rows])),
-        position_ids=torch.from_numpy(np.stack([row.position_ids for row in rows])),
+        [length for row in rows for length in row.lengths],
         index=index,
     )
 

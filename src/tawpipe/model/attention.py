@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,80 @@ NAME = "tawpipe"
 """What ``config._attn_implementation`` says when the functions of this file are in use."""
 
 
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""transformers' description of a mask: (batch, head, query, key positions) -> whether the query sees the key."""
+
+
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Stands where the attention mask goes: causal inside each document, nothing across, perhaps within a window."""
+    """Stands where the attention mask goes: causal inside each document, nothing across, perhaps within a window.
+
+    It holds no values: a layer that looks into its mask, instead of handing it to the attention function, is refused.
+    """
 
     documents: Documents
     window: int | None
     """A token sees itself and the ``window - 1`` tokens before it; None for all before it."""
+    function: MaskFunction | None = None
+    """What the model asked for, which ``check`` compares with the above."""
+
+    def check(self) -> None:
+        """Compare the model's mask with a causal one (within the window) at the positions where they could differ.
+
+        Raises:
+            UserError: for chunked, bidirectional or otherwise special masks.
+        """
+        function, window = self.function, self.window
+        if function is None:
+            return
+        edge = 16 if window is None else max(window, 1)
+        positions = torch.tensor(sorted({p for near in (0, edge, 2 * edge) for p in range(max(0, near - 2), near + 3)}))
+        query, key = positions[:, None], positions[None, :]
+        expected = key <= query
+        if window is not None:
+            expected &= key > query - window
+        zero = torch.zeros((), dtype=torch.long)
+        try:
+            same = torch.equal(torch.as_tensor(function(zero, zero, query, key)).expand_as(expected), expected)
+        except Exception:
+            same = False  # it reads tensors of its own: not a function of the distance between two tokens
+        if not same or not expected.any(dim=1).all():
+            raise UserError(
+                "--model",
+                getattr(function, "__qualname__", "mask"),
+                "the attention mask must be causal or a sliding causal window; chunked, prefix and bidirectional masks "
+                "are not supported",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _looked_at(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _looked_at(getattr(function, "__name__", "a function of torch"))
+
+
+def _looked_at(how: str) -> UserError:
+    return UserError(
+        "--model",
+        how,
+        "a layer computes with its attention mask instead of handing it to transformers' attention interface, so its "
+        "documents cannot be kept apart; such layers are not supported",
+    )
+
+
+def _refuse_operator(name: str) -> Callable[..., Any]:
+    def refuse(*_: object) -> Any:
+        raise _looked_at(name)
+
+    return refuse
+
+
+_OPERATORS = "getitem add radd sub rsub mul rmul and rand or ror invert bool lt le gt ge neg len iter"
+for _name in _OPERATORS.split():
+    setattr(PackedMask, f"__{_name}__", _refuse_operator(f"__{_name}__"))
 
 
 _packing: ContextVar[Documents | None] = ContextVar("tawpipe_packing", default=None)
@@ -63,7 +131,7 @@ def packed_mask(
     *,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    mask_function: MaskFunction,
     local_size: int | None = None,
     **_: object,
 ) -> PackedMask:
@@ -75,33 +143,7 @@ def packed_mask(
             "only; call model.set_attn_implementation('sdpa') to use the model by itself"
         )
     assert q_length == kv_length, "a key-value cache has no place in training"
-    if documents.verify:
-        _check_mask_function(mask_function, local_size)
-    return PackedMask(documents, local_size)
-
-
-def _check_mask_function(mask_function: Callable[..., Tensor], window: int | None) -> None:
-    """Compare the model's mask with a causal one (within a window) at the positions where they could differ.
-
-    Raises:
-        UserError: for chunked, bidirectional or otherwise special masks.
-    """
-    edge = window or 16
-    positions = torch.tensor(sorted({p for near in (0, edge, 2 * edge) for p in range(max(0, near - 2), near + 3)}))
-    query, key = positions[:, None], positions[None, :]
-    expected = (key <= query) & (key > query - (window or 4 * edge))
-    zero = torch.zeros((), dtype=torch.long)
-    try:
-        same = torch.equal(torch.as_tensor(mask_function(zero, zero, query, key)).expand_as(expected), expected)
-    except (RuntimeError, NotImplementedError, TypeError):
-        same = False  # it reads tensors of its own: not a function of the distance between two tokens
-    if not same:
-        raise UserError(
-            "--model",
-            getattr(mask_function, "__qualname__", "mask"),
-            "the attention mask must be causal or a sliding causal window; chunked, prefix and bidirectional masks "
-            "are not supported",
-        )
+    return PackedMask(documents, local_size, mask_function)
 
 
 def packed_attention(
@@ -135,7 +177,13 @@ def packed_attention(
         raise UserError("--model", type(module).__name__, "attention with a position bias (ALiBi, T5) is not supported")
     if kwargs.get("is_causal") is False:
         raise UserError("--model", type(module).__name__, "only causal attention is supported")
-    assert isinstance(attention_mask, PackedMask), "the layer was called without the mask of its embedding side"
+    if not isinstance(attention_mask, PackedMask):
+        raise UserError(
+            "--model",
+            type(module).__name__,
+            f"its attention is given {type(attention_mask).__name__} instead of the mask that transformers' mask "
+            "interface made, so its documents cannot be kept apart",
+        )
 
     documents, window = attention_mask.documents, attention_mask.window
     if window is not None and window >= documents.max_length:
@@ -148,19 +196,18 @@ def packed_attention(
         _warn_once(f"{type(module).__name__}: slower attention, document by document, because {reason}")
 
     # The CPU's fused kernel has no dropout, and no kernel has caps or sinks: those compute their scores in slices.
-    sliced = softcap is not None or s_aux is not None or (dropout > 0 and not query.is_cuda)
+    if softcap is not None or s_aux is not None or (dropout > 0 and not query.is_cuda):
+        output: Tensor = kernels.SlicedScores.apply(  # type: ignore[assignment]
+            query, key, value, s_aux, documents, window, scale, dropout, softcap
+        )
+        return output.transpose(1, 2).contiguous(), None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if sliced:
-            return kernels.SlicedScores.apply(query, key, value, s_aux, window, scale, dropout, softcap)  # type: ignore[return-value]
-        return kernels.fused(query, key, value, window, scale, dropout)
-
-    if len(documents.spans) == documents.rows:
-        return attend(query, key, value).transpose(1, 2).contiguous(), None
     parts = []
-    for row, first, length in documents.spans:
-        own = (slice(row, row + 1), slice(None), slice(first, first + length))
-        parts.append(attend(query[own], key[own], value[own]).transpose(1, 2))
+    for rows, tokens in documents.regions():
+        own = (rows, slice(None), tokens)
+        parts.append(kernels.fused(query[own], key[own], value[own], window, scale, dropout).transpose(1, 2))
+    if len(parts) == 1:
+        return parts[0].contiguous(), None
     return torch.cat(parts, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from tawpipe.errors import UserError
 
 IGNORE = -100
 """The label of a position that predicts nothing, as everywhere in the Hugging Face libraries."""
@@ -20,11 +24,15 @@ class MicroBatch:
     labels: Tensor
     """[b, S] int64, already shifted: ``labels[:, t]`` is what position t must predict, -100 where nothing counts."""
     position_ids: Tensor
-    """[b, S] int64; restarts at 0 at each document's first token."""
+    """[b, S] int64; restarts at 0 at each document's first token, unless ``positions_given``."""
     lengths: tuple[int, ...]
     """Document lengths over the flattened b x S tokens. No document crosses a row; padding is a document of its own."""
     index: int = 0
     """Global number of the micro-batch in its step. Random numbers depend on it, not on the rank."""
+    positions_given: bool = False
+    """The model is given ``position_ids`` as they are. Otherwise it is given its own for each document: RoBERTa and its
+    kin do not start at 0.
+    """
     tokens: int = -1
     """Number of labels that count; counted here when left out, which waits for the device if the labels are on one."""
 
@@ -45,45 +53,79 @@ class MicroBatch:
         *,
         index: int = 0,
     ) -> MicroBatch:
-        """Build from rows in the Hugging Face convention, on the CPU.
+        """Build from rows in the Hugging Face convention, on the CPU. What is given is copied.
 
         Args:
             input_ids: [b, S] token ids.
             labels: [b, S], not shifted: the same positions as the inputs, -100 for what must not be learned.
-            position_ids: [b, S]; a new document starts wherever it is 0. Without it every row is one document.
+            position_ids: [b, S], given to the model as they are; a new document starts wherever they do not go on by
+                one, as transformers has it. Without them every row is one document.
             attention_mask: [b, S], 1 for tokens, 0 for padding on the right. Padding becomes a document of its own.
             index: global number of the micro-batch in its step.
 
         Labels are shifted by one, and a target in another document than its input is dropped.
+
+        Raises:
+            UserError: an attention mask of something else than ones and then zeros, or negative positions.
         """
-        rows, row_length = input_ids.shape
-        starts = torch.zeros(rows, row_length, dtype=torch.bool)
+        starts = torch.zeros(input_ids.shape, dtype=torch.bool)
         starts[:, 0] = True
         if position_ids is not None:
-            starts |= position_ids == 0
+            if bool((position_ids < 0).any()):
+                raise UserError("position_ids", int(position_ids.min()), "0 or more")
+            starts[:, 1:] |= position_ids.diff(dim=1) != 1
         if attention_mask is not None:
             real = attention_mask.bool()
-            padding_start = real[:, :-1] & ~real[:, 1:]
+            if bool((attention_mask != real).any()):
+                raise UserError(
+                    "attention_mask",
+                    sorted({float(value) for value in attention_mask.unique()[:5]}),
+                    "1 for tokens and 0 for padding; position_ids that start anew say where documents begin",
+                )
             if bool((~real[:, :-1] & real[:, 1:]).any()):
-                raise ValueError("attention_mask: padding must be on the right of each row")
+                raise UserError("attention_mask", "a 0 before a 1", "padding on the right of each row only")
             starts &= real  # padding is one document, whatever the positions in it say
             starts[:, 0] = True
-            starts[:, 1:] |= padding_start
+            starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
             labels = labels.masked_fill(~real, IGNORE)
+        return cls._of_starts(starts, input_ids, labels, position_ids, index)
 
-        flat_starts = starts.flatten().nonzero().flatten()
-        ends = torch.cat([flat_starts[1:], torch.tensor([rows * row_length])])
-        lengths = ends - flat_starts
-        positions = torch.arange(rows * row_length) - flat_starts.repeat_interleave(lengths)
+    @classmethod
+    def of_documents(cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], *, index: int = 0) -> MicroBatch:
+        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included."""
+        starts = torch.zeros(input_ids.numel(), dtype=torch.bool)
+        starts[[0, *accumulate(lengths[:-1])]] = True
+        return cls._of_starts(starts.view_as(input_ids), input_ids, labels, None, index)
 
+    @classmethod
+    def _of_starts(
+        cls, starts: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, index: int
+    ) -> MicroBatch:
+        first = starts.flatten().nonzero().flatten()
+        lengths = torch.cat([first[1:], torch.tensor([starts.numel()])]) - first
+        if position_ids is None:
+            positions = (torch.arange(starts.numel()) - first.repeat_interleave(lengths)).view_as(input_ids)
+        else:
+            positions = position_ids.clone()
         shifted = torch.full_like(labels, IGNORE)
         shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORE)
         return cls(
-            input_ids=input_ids,
+            input_ids=input_ids.clone(),
             labels=shifted,
-            position_ids=positions.view(rows, row_length),
+            position_ids=positions,
             lengths=tuple(lengths.tolist()),
             index=index,
+            positions_given=position_ids is not None,
+        )
+
+    def copy(self) -> MicroBatch:
+        """The same micro-batch in tensors of its own, page-locked where they were."""
+
+        def own(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
+
+        return replace(
+            self, input_ids=own(self.input_ids), labels=own(self.labels), position_ids=own(self.position_ids)
         )
 
     def pin_memory(self) -> MicroBatch:

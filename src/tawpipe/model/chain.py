@@ -10,27 +10,24 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model import attention
-from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.batch import MicroBatch
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import discover
+from tawpipe.model.first_call import first_call
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import SETTING, refuse_unsupported
+from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
+from tawpipe.model.refuse import SETTING, refuse_adapters, refuse_unsupported
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
 from tawpipe.model.units import Block, ParameterSlot, Unit, build_blocks, build_units
 
 logger = logging.getLogger(__name__)
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits [b, c, V], labels [b, c], already shifted) -> the sum, not the mean, over the labels that count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +46,19 @@ class _Collection:
     arrived: set[int] = field(default_factory=set)
 
 
-def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross-entropies over the labels that count, in fp32, or in fp64 for fp64 logits."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+class _Gone:
+    """In the place of a model's method that needs its weights."""
+
+    def __init__(self, model: str, method: str) -> None:
+        self._model, self._method = model, method
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise UserError(
+            f"{self._model}.{self._method}",
+            "a model whose weights a Pipeline has taken",
+            "use pipeline.step, evaluate, parameter(name), save and load; pipeline.export(folder) writes a folder for "
+            "AutoModelForCausalLM.from_pretrained",
+        )
 
 
 class Chain:
@@ -70,15 +76,25 @@ class Chain:
     def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
         self.given = model
         """The model as it was given: the ``peft`` model, if it is one."""
+        if isinstance(model.__dict__.get("forward"), _Gone):
+            model.forward()  # says that its weights have gone
+        refuse_adapters(model)
         self.model: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         refuse_unsupported(self.model)
         attention.register()
+        self.own_attention: str = self.model.config._attn_implementation
+        """What the model used before."""
         self.model.set_attn_implementation(attention.NAME)
         self.config = self.model.config
         self._loss = loss or token_loss_sum
+        if loss is not None:
+            check_loss(loss, self.config.get_text_config().vocab_size)
 
         found = discover(self.model)
-        self._layers, self._path = found.layers, found.path
+        self.layers, self.path, self.positions = found.layers, found.path, found.positions
+        self._writes_input: dict[tuple[int, bool], bool] = {}
+        """(block, training) -> whether the layer changes its hidden states in place; known once it has run."""
+        self._head_is_local = False
         count = len(found.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
         self.units: tuple[Unit, ...] = build_units(self.model, found.uses, names)
@@ -135,19 +151,8 @@ class Chain:
 
         Attention stays outside: which kernel it takes depends on the documents of a micro-batch.
         """
-        for layer in self._layers:
+        for layer in self.layers:
             layer.compile()
-
-    @cached_property
-    def draws_random_numbers(self) -> bool:
-        """Whether the model has dropout or noise, by its modules or by its config."""
-        config = self.config.get_text_config().to_dict()
-        words = ("drop", "jitter", "noise")
-        named = any(
-            any(word in key for word in words) and isinstance(value, float) and value > 0
-            for key, value in config.items()
-        )
-        return named or any(getattr(m, "p", 0) for m in self.model.modules() if "Dropout" in type(m).__name__)
 
     @property
     def name(self) -> str:
@@ -159,6 +164,13 @@ class Chain:
         self.model.train(mode)
         for module in self._views:
             module.training = mode
+
+    def hand_over(self) -> None:
+        """From now on the model as it was given says where its weights are, instead of working without them."""
+        for model in {id(self.given): self.given, id(self.model): self.model}.values():
+            for method in ("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"):
+                if hasattr(model, method):
+                    model.__dict__[method] = _Gone(type(model).__name__, method)
 
     # Weights and gradients of a visit
 
@@ -225,7 +237,7 @@ class Chain:
 
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
-        ids = batch.input_ids
+        ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
         documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
@@ -234,7 +246,7 @@ class Chain:
         try:
             with attention.packing(documents):
                 self._embedding_side(
-                    input_ids=ids, attention_mask=unpadded, position_ids=batch.position_ids, use_cache=False
+                    input_ids=ids, attention_mask=unpadded, position_ids=self._position_ids(batch), use_cache=False
                 )
             raise AssertionError("the model went past its layers")
         except LayersReached:
@@ -244,32 +256,74 @@ class Chain:
         finally:
             self._tape.rewind()
 
+    def _position_ids(self, batch: MicroBatch) -> Tensor:
+        """The positions as the model would count them in every document by itself, unless the caller has given them."""
+        first, positions = self.positions.first, batch.position_ids.clone()
+        if batch.positions_given or not first:
+            return positions
+        # RoBERTa and its kin count the tokens that are no padding, which has the position first - 1.
+        counted = batch.input_ids.ne(first - 1).long()
+        total = counted.cumsum(1)
+        before = (total - counted).masked_fill(positions != 0, 0).cummax(1).values
+        return (total - before) * counted + first - 1
+
     def layer(self, block: int, hidden: Tensor, context: Context) -> Tensor:
         """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
-        return context.calls[block - 1](self._layers[block - 1], hidden)
+        call, layer = context.calls[block - 1], self.layers[block - 1]
+        state = block, self.model.training
+        if state not in self._writes_input:
+            output, self._writes_input[state] = first_call(layer, call, hidden, f"layer {block - 1} of {self.name}")
+            return output
+        return call(layer, hidden.clone() if self._writes_input[state] else hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
         rows, length, _ = hidden.shape
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
+        # The embedding side runs as well; what it gives is thrown away by the feeders, and would show in the loss.
+        unused = torch.full_like(hidden, float("nan"), requires_grad=False)
         self._feed.hidden = hidden
         try:
             with attention.packing(documents):
-                # The embedding side runs as well; its result is thrown away by the feeders.
                 output = self._head_side(
-                    inputs_embeds=hidden.detach(), attention_mask=nothing + 1, position_ids=nothing, use_cache=False
+                    inputs_embeds=unused, attention_mask=nothing + 1, position_ids=nothing, use_cache=False
                 )
         finally:
             self._feed.hidden = None
         return output[0] if isinstance(output, tuple) else output.logits
 
+    @torch.no_grad()
+    def check_head(self, like: Tensor) -> None:
+        """See once whether every position's logits depend on that position alone, because the head runs in chunks.
+
+        Args:
+            like: hidden states; their device and dtype count. The head's weights must be bound.
+
+        Raises:
+            UserError: the logits of one position change with the hidden states of another.
+        """
+        if self._head_is_local:
+            return
+        self._head_is_local = True
+        hidden = like.new_ones(2, 3, like.shape[-1])
+        if not self.logits(hidden.clone()).isfinite().all():
+            return  # weights that are no numbers: the loss will tell
+        hidden[0, 1] = float("nan")
+        spoiled = self.logits(hidden).isnan().any(dim=-1)
+        spoiled[0, 1] = False
+        if spoiled.any():
+            raise UserError(
+                SETTING,
+                self.name,
+                "after its last layer the model mixes the tokens of a row, but logits are computed for a few positions "
+                "at a time; such heads are not supported",
+            )
+
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Block N + 1 for some positions: hidden states [b, c, H] and shifted labels [b, c] -> the sum of the loss."""
-        loss = self._loss(self.logits(hidden), labels)
-        if loss.ndim != 0:
-            raise UserError("loss", f"a tensor of shape {tuple(loss.shape)}", "it must return the sum as one number")
-        return loss
+        self.check_head(hidden)
+        return sum_of_loss(self._loss, self.logits(hidden), labels)
 
     @contextmanager
     def loss_replaced(self, loss: Loss) -> Iterator[None]:

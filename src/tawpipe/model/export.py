@@ -166,7 +166,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
     for name, canonical in _aliases(chain).items():
         if name not in declared and canonical not in declared:  # tied by hand: opening the folder would not tie it
             yield apply_renamings(name, renamings), get_parameter(canonical)
-    persistent = chain.model.state_dict().keys()
+    persistent = type(chain.model).state_dict(chain.model).keys()  # the instance's own refuses, see Chain.hand_over
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
     for name, buffer in chain.model.named_buffers():
         if name in persistent and name not in parameters:

@@ -26,13 +26,9 @@ class Documents:
     max_length: int
     cumulative: Tensor | None = None
     """[documents + 1] int32 on the device: where each document starts in the flattened tokens. None on the CPU."""
-    verify: bool = False
-    """Ask the model's mask functions whether they are what this file computes; see ``_check_mask_function``."""
 
     @classmethod
-    def of(
-        cls, lengths: tuple[int, ...], shape: tuple[int, int], device: torch.device, *, verify: bool = False
-    ) -> Documents:
+    def of(cls, lengths: tuple[int, ...], shape: tuple[int, int], device: torch.device) -> Documents:
         """Args: document lengths over the flattened tokens, [b, S], where the attention will run."""
         rows, row_length = shape
         starts = (0, *accumulate(lengths))
@@ -42,7 +38,15 @@ class Documents:
         cumulative = None
         if device.type == "cuda":
             cumulative = torch.tensor(starts, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
-        return cls(rows, spans, max(lengths), cumulative, verify)
+        return cls(rows, spans, max(lengths), cumulative)
+
+    def regions(self) -> Iterator[tuple[slice, slice]]:
+        """(rows, tokens) of what is computed at once: every document, or all rows where each is one document."""
+        if len(self.spans) == self.rows:
+            yield slice(0, self.rows), slice(0, self.max_length)
+        else:
+            for row, first, length in self.spans:
+                yield slice(row, row + 1), slice(first, first + length)
 
 
 @cache
@@ -137,8 +141,9 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
 class SlicedScores(torch.autograd.Function):
     """Attention with explicit scores, for one slice of queries at a time; the backward pass computes them again.
 
-    [b, heads, L, d] in and out. One function for all slices, instead of a checkpoint per slice, because what
-    checkpoints keep between the slices fragments the heap, until it holds as much as the scores would.
+    [b, heads, S, d] in and out. One function for all slices of all documents, instead of a checkpoint per slice,
+    because what checkpoints keep between the slices fragments the heap, until it holds as much as the scores would; and
+    because the gradients of keys, values and sinks are sums over slices, which are added up in fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -148,75 +153,80 @@ class SlicedScores(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        documents: Documents,
         window: int | None,
         scale: float,
         dropout: float,
         softcap: float | None,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
-        ctx.window, ctx.options = window, {"scale": scale, "dropout": dropout, "softcap": softcap}
-        ctx.random_state = _random_state(query.device) if dropout > 0 else None
+        ctx.documents, ctx.window = documents, window
+        ctx.options = {"scale": scale, "dropout": dropout, "softcap": softcap}
+        ctx.seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
+        generator = torch.Generator(query.device).manual_seed(ctx.seed)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
-        for first, last, oldest in _slices(query, window):
-            output[:, :, first:last] = _explicit_scores(
-                query[:, :, first:last],
-                key[:, :, oldest:last],
-                value[:, :, oldest:last],
+        for queries, keys, offset in _slices(query, documents, window):
+            output[queries] = _explicit_scores(
+                query[queries],
+                key[keys],
+                value[keys],
                 sinks,
-                offset=first - oldest,
+                offset=offset,
                 window=window,
+                generator=generator,
                 **ctx.options,
             )
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks = ctx.saved_tensors
-        sums = [torch.zeros_like(tensor) for tensor in (query, key, value)]
-        sink_sum = None if sinks is None else torch.zeros_like(sinks)
-        devices = [query.device] if query.is_cuda else []
-        with torch.random.fork_rng(devices=devices, enabled=ctx.random_state is not None), torch.enable_grad():
-            if ctx.random_state is not None:
-                _set_random_state(query.device, ctx.random_state)
-            for first, last, oldest in _slices(query, ctx.window):
-                ranges = (slice(first, last), slice(oldest, last), slice(oldest, last))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query_gradient = torch.empty_like(query)
+        sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)]
+        sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        for queries, keys, offset in _slices(query, ctx.documents, ctx.window):
+            places = (queries, keys, keys)
+            with torch.enable_grad():
                 parts = [
-                    tensor[:, :, own].detach().requires_grad_()
-                    for tensor, own in zip((query, key, value), ranges, strict=True)
+                    tensor[place].detach().requires_grad_()
+                    for tensor, place in zip((query, key, value), places, strict=True)
                 ]
                 sink = None if sinks is None else sinks.detach().requires_grad_()
                 output = _explicit_scores(
-                    parts[0], parts[1], parts[2], sink, offset=first - oldest, window=ctx.window, **ctx.options
+                    *parts, sink, offset=offset, window=ctx.window, generator=generator, **ctx.options
                 )
-                wanted = parts if sink is None else [*parts, sink]
-                found = torch.autograd.grad(output, wanted, gradients[0][:, :, first:last])
-                for total, own, part in zip(sums, ranges, found[:3], strict=True):
-                    total[:, :, own] += part
-                if sink_sum is not None:
-                    sink_sum += found[3]
-        return (*sums, sink_sum, None, None, None, None)
+            wanted = parts if sink is None else [*parts, sink]
+            own = torch.autograd.grad(output, wanted, gradients[0][queries])
+            query_gradient[queries] = own[0]
+            for total, part in zip(sums, own[1:3], strict=True):
+                total[keys] += part
+            if sink_sum is not None:
+                sink_sum += own[3]
+        key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
+        sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
+        return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None, None, None
 
 
-def _slices(query: Tensor, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, last query + 1, oldest key) of slices whose scores fit a budget."""
-    rows, heads, length, _ = query.shape
-    budget, first = 2**26 if query.is_cuda else 2**22, 0
-    while first < length:
-        oldest = 0 if window is None else max(0, first - window + 1)
-        last = min(length, first + max(1, min(budget // (rows * heads * (first - oldest + 128)), 128)))
-        yield first, last, oldest
-        first = last
+Place = tuple[slice, slice, slice]
+"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
+    """Slices of queries whose scores fit a budget: the queries, the keys that they see, and at which of these keys the
+    first query stands.
+    """
+    heads, every = query.shape[1], slice(None)
+    budget = 2**26 if query.is_cuda else 2**22
+    for rows, tokens in documents.regions():
+        first = tokens.start
+        while first < tokens.stop:
+            oldest = tokens.start if window is None else max(tokens.start, first - window + 1)
+            size = budget // ((rows.stop - rows.start) * heads * (first - oldest + 128))
+            last = min(tokens.stop, first + max(1, min(size, 128)))
+            yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), first - oldest
+            first = last
 
 
 def _explicit_scores(
@@ -230,6 +240,7 @@ def _explicit_scores(
     scale: float,
     dropout: float,
     softcap: float | None,
+    generator: torch.Generator,
 ) -> Tensor:
     """Scores, cap, causal window, sinks and softmax of some queries; query i stands at key ``offset + i``."""
     rows, heads, queries, dim = query.shape
@@ -246,5 +257,7 @@ def _explicit_scores(
     if sinks is not None:
         column = sinks.to(wide).view(1, groups, heads // groups, 1, 1).expand(rows, -1, -1, queries, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = F.dropout(scores.softmax(dim=-1)[..., :keys].to(value.dtype), dropout, training=dropout > 0)
+    weights = scores.softmax(dim=-1)[..., :keys].to(value.dtype)
+    if dropout > 0:
+        weights = weights * torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator).div_(1 - dropout)
     return (weights.flatten(2, 3) @ value).view(rows, heads, queries, value.shape[-1])

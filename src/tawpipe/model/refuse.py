@@ -55,6 +55,15 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"multi-token-prediction heads ({key}={getattr(text, key)}) are neither trained nor exported; "
                 f"set {key} to 0 in config.json to train the model without them",
             )
+    for owner in (config, text):
+        for key in ("layerdrop", "decoder_layerdrop"):
+            if getattr(owner, key, 0):
+                raise UserError(
+                    SETTING,
+                    kind,
+                    f"layers left out at random ({key}={getattr(owner, key)}) are not supported; set {key} to 0 in "
+                    "config.json",
+                )
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
     if foreign or getattr(model, "_is_stateful", False):
         raise UserError(
@@ -77,6 +86,35 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if "longrope" in rope_types:
         logger.warning("%s: longrope scales all documents of a micro-batch by its longest, as transformers does", kind)
+
+
+def refuse_adapters(given: nn.Module) -> None:
+    """Raise UserError for a ``peft`` wrapper that does more than replace modules inside the model.
+
+    What the wrapper itself computes (virtual tokens in front, a loss of its own) is not run: only the model inside is.
+    """
+    configs = getattr(given, "peft_config", None)
+    if configs is None:
+        return
+    advice = "use a method that only replaces layers, such as LoRA, DoRA, IA3 or OFT"
+    names = ", ".join(sorted({getattr(c.peft_type, "value", str(c.peft_type)) for c in configs.values()}))
+    tuner = getattr(given, "base_model", None)
+    if not hasattr(given, "get_base_model"):
+        raise UserError(
+            SETTING,
+            f"{type(given).__name__} with an adapter",
+            "wrap it with peft.get_peft_model instead of add_adapter",
+        )
+    if any(config.is_prompt_learning for config in configs.values()):
+        raise UserError(SETTING, names, f"virtual tokens in front of a document are not supported; {advice}")
+    from peft.tuners.tuners_utils import BaseTuner
+
+    if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
+        raise UserError(
+            SETTING,
+            names,
+            f"its own forward pass adds something (a loss, for AdaLoRA) that would be left out; {advice}",
+        )
 
 
 def _rope_types(parameters: object) -> Iterator[str]:

@@ -6,21 +6,24 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Context
+from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.spec import ModelSpec
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -29,8 +32,8 @@ class StepInput:
 
     Args:
         micro_batches: this rank's, by their global index, on the CPU.
-        scale: every token's loss is multiplied by it in the backward pass.
-        seed, step: what random numbers derive from; ``seed`` None leaves the generators alone (evaluation).
+        scale: every token's loss is multiplied by it in the backward pass; a power of two, so that no dtype rounds it.
+        seed, step: what random numbers derive from; ``seed`` None for an evaluation.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -56,10 +59,12 @@ class Compute:
 
     Args:
         chunk_tokens: tokens of a micro-batch for which logits exist at one time.
+        compiled: layers are compiled.
     """
 
-    def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int) -> None:
+    def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int, compiled: bool = False) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
+        self._random = BlockRandomness(chain.device, compiled=compiled)
         self._held: dict[str, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
@@ -72,37 +77,38 @@ class Compute:
         """
         block, m = self.spec.blocks[action.block], action.micro_batch
         self._bind(action, buffers)
-        self._seed(action, given)
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
-            with torch.set_grad_enabled(keep):
-                batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
-                hidden, context = self.chain.embed(batch)
+            batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
+            with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
+                hidden, context = self._drawing(action, given, lambda: self.chain.embed(batch))
             entry = _Entry(batch, context, get_gradient_edge(hidden) if keep else None)
             self._held[f"ctx.{m}"] = entry
             self._held[f"x.{m}.1"] = hidden.detach()
         else:
             hidden, entry = self._held[f"x.{m}.{action.block}"], self._held[f"ctx.{m}"]
             if block.kind == "layer":
-                self._held[f"x.{m}.{action.block + 1}"] = self._layer_forward(action, hidden, entry.context)
+                self._held[f"x.{m}.{action.block + 1}"] = self._layer_forward(action, hidden, entry.context, given)
             else:
-                with torch.no_grad():
+                with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
-        self._free(action)
+        self._release(action)
 
-    def _layer_forward(self, action: Action, hidden: Tensor, context: Context) -> Tensor:
+    def _layer_forward(self, action: Action, hidden: Tensor, context: Context, given: StepInput) -> Tensor:
         """A layer's output; what the action writes besides is what its backward pass starts from."""
         b = action.block
         layer = partial(self.chain.layer, b, context=context)
         kept = next((name for name in action.writes if name.startswith(("graph.", "kept."))), None)
         if kept is None:
             with torch.no_grad():
-                return layer(hidden)
+                return self._drawing(action, given, lambda: layer(hidden))
         leaf = hidden.detach().requires_grad_(b > self.spec.first_backward)
         if kept.startswith("graph."):
-            output = keep_graph(layer, leaf, self.spec.blocks[b].units, self._bound)
+            units = self.spec.blocks[b].units
+            output = self._drawing(action, given, lambda: keep_graph(layer, leaf, units, self._bound))
         else:
-            output = keep_attention(layer, leaf, random=self.chain.draws_random_numbers)
+            again = partial(self._random.again, self._state(action), self._seed(action, given))
+            output = self._drawing(action, given, lambda: keep_attention(layer, leaf, again=again))
         self._held[kept] = (leaf, output)
         return output.detach()
 
@@ -118,11 +124,11 @@ class Compute:
         entry: _Entry = self._held[f"ctx.{m}"]
         wanted = f"dx.{m}.{b}" in action.writes
         gradient = None
-        self._seed(action, given)
         if block.kind == "head":
             hidden = self._held[f"x.{m}.{b}"]
             gradient = torch.empty_like(hidden) if wanted else None
-            self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, gradient, given.scale)
+            with self._random.seeded(self._seed(action, given)):
+                self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, gradient, given.scale)
         else:
             arriving = self._held[f"dx.{m}.{b + 1}"]
             with torch.enable_grad():
@@ -132,11 +138,12 @@ class Compute:
                 elif block.kind == "layer":
                     source = next(n for n in action.reads if n.startswith("slot.") or n == f"x.{m}.{b}")
                     hidden = self._held[source].detach().requires_grad_(wanted)
-                    output = self.chain.layer(b, hidden, entry.context)
+                    layer = partial(self.chain.layer, b, hidden, entry.context)
+                    output = self._drawing(action, given, layer)
                 elif entry.embedded is not None:
                     output, entry.embedded = entry.embedded, None  # type: ignore[assignment]
                 else:
-                    output, _ = self.chain.embed(entry.batch)
+                    output, _ = self._drawing(action, given, lambda: self.chain.embed(entry.batch))
                 torch.autograd.backward(output, arriving)
             if hidden is not None:
                 gradient = hidden.grad
@@ -144,7 +151,7 @@ class Compute:
             self._held[f"dx.{m}.{b}"] = gradient
         for unit in units:
             self.chain.finish_collect(unit)
-        self._free(action)
+        self._release(action)
 
     def offload(self, action: Action) -> None:
         """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
@@ -204,13 +211,31 @@ class Compute:
                 self.chain.bind(unit, buffers[name])
                 self._bound[unit] = buffers[name]
 
+    def _release(self, action: Action) -> None:
+        """End a computation: whatever reads a weight outside of its visit finds NaN, and what is not needed goes."""
+        if action.weights:
+            for unit in self.spec.blocks[action.block].units:
+                self.chain.release(unit)
+        self._free(action)
+
+    def _check_saved(self, saved: Tensor) -> Tensor:
+        """Refuse a graph of the embedding side that holds weights: its backward pass comes when these have gone."""
+        place = saved.untyped_storage().data_ptr()
+        if any(place == flat.untyped_storage().data_ptr() for flat in self._bound.values()):
+            raise RunError("the embedding side keeps weights for its backward pass, which discovery has not seen")
+        return saved
+
     def _free(self, action: Action) -> None:
         for name in action.frees:
             del self._held[name]
 
-    def _seed(self, action: Action, given: StepInput) -> None:
+    def _drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
+        """``forward()`` with the random numbers of this block and micro-batch."""
+        return self._random.run(self._state(action), self._seed(action, given), forward)
+
+    def _state(self, action: Action) -> tuple[int, bool]:
+        return action.block, self.chain.model.training
+
+    def _seed(self, action: Action, given: StepInput) -> int:
         """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
-        if given.seed is None or not self.chain.draws_random_numbers:
-            return
-        words = np.random.SeedSequence([given.seed, given.step, action.micro_batch, action.block]).generate_state(2)
-        torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+        return seed_of(given.seed or 0, given.step, action.micro_batch, action.block)

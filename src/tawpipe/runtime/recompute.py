@@ -7,9 +7,9 @@ no such care: what it computes again reads the parameters, which are bound by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
+from tawpipe.runtime.randomness import draws
 
 PROBED_TOKENS = 32
 Layer = Callable[[Tensor], Tensor]
@@ -65,25 +66,39 @@ def keep_graph(layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mappin
         return layer(hidden)
 
 
-def keep_attention(layer: Layer, hidden: Tensor, *, random: bool) -> Tensor:
+def keep_attention(layer: Layer, hidden: Tensor, *, again: Callable[[], AbstractContextManager[object]]) -> Tensor:
     """``layer(hidden)`` with a graph that keeps the results of attention and computes the rest again.
 
     Attention is the part that grows with the square of a document's length, and its result is small.
 
     Args:
-        random: whether the layer draws random numbers, which must come the same again.
+        again: makes what the recomputation runs in, so that it draws the random numbers of the forward pass.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        first, second = create_selective_checkpoint_contexts(_policy)
+        return first, _both(again, second)
+
     with torch.enable_grad():
-        found = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
-    assert isinstance(found, Tensor)
-    return found
+        output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    assert isinstance(output, Tensor)
+    return output
+
+
+@contextmanager
+def _both(
+    again: Callable[[], AbstractContextManager[object]], cached: AbstractContextManager[object]
+) -> Iterator[None]:
+    with again(), cached:
+        yield
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name()
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    # A result that is kept is not drawn again, and all random numbers after it would be other ones.
+    keeps = is_attention and not draws(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def kept_per_token(chain: Chain) -> dict[str, int]:
@@ -127,6 +142,6 @@ class _Attention(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if _policy(None, func) is CheckpointPolicy.MUST_SAVE:
+        if _policy(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
             self.bytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
         return found

@@ -1,0 +1,73 @@
+"""The loss of some positions: cross-entropy, or the user's own function and what it must be. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(logits [b, c, V], labels [b, c], already shifted) -> the sum, not the mean, over the labels that count."""
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies over the labels that count, in fp32, or in fp64 for fp64 logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
+    """What a loss function gives, if that can be a sum over positions.
+
+    Raises:
+        UserError: it is no single number, or one in a dtype that cannot hold a sum over thousands of tokens.
+    """
+    value = loss(logits, labels.clone())  # many a loss replaces -100 in place
+    if value.ndim != 0:
+        raise UserError("loss", f"a tensor of shape {tuple(value.shape)}", "it must return the sum as one number")
+    if value.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            "loss", value.dtype, "it must be computed and returned in float32, for example of logits.float()"
+        )
+    return value
+
+
+def check_loss(loss: Loss, vocabulary: int) -> None:
+    """Try a loss function on a few random logits: it must be a sum over the labels that count.
+
+    Raises:
+        UserError: it is a mean, or no number where no label counts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 6, vocabulary, generator=generator)
+    labels = torch.randint(vocabulary, (1, 6), generator=generator)
+    labels[0, 4] = IGNORE
+    try:
+        whole, first, second = (float(sum_of_loss(loss, logits[:, cut], labels[:, cut])) for cut in _HALVES)
+        nothing = float(sum_of_loss(loss, logits, torch.full_like(labels, IGNORE)))
+    except UserError:
+        raise
+    except Exception as error:
+        logger.warning("the loss could not be tried on random logits (%s): it must return a sum over the labels", error)
+        return
+    if not math.isclose(whole, first + second, rel_tol=1e-3, abs_tol=1e-6):
+        raise UserError(
+            "loss",
+            f"{whole:.4g} for six positions, {first:.4g} and {second:.4g} for two and four of them",
+            "it must return the sum over the labels that count, not their mean: it is called for some positions at a "
+            'time, and the sum is divided by the tokens of the whole step (reduction="sum")',
+        )
+    if nothing != 0:
+        raise UserError("loss", nothing, f"it must be 0 where every label is {IGNORE}")
+
+
+_HALVES = slice(None), slice(0, 2), slice(2, None)
