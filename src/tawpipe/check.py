@@ -1,0 +1,269 @@
+"""A check of the user's own model before the first step: a few layers of it, run as a pipeline and by the model itself.
+
+What is known of a model from following its forward pass (``model.discovery``) is its structure. Whether its blocks, run
+one by one on packed rows, give the numbers of the model on every document alone is seen here: a copy of the model with
+its first layers takes one short step both ways, on one process, and the hidden states after every block, the loss and
+all gradients are compared. The copy has the model's own values, each a little disturbed, because zeros (an adapter's)
+and ones (a norm's) would hide much.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.buffers import materialize_buffers
+from tawpipe.model.chain import Chain
+from tawpipe.model.discovery import kind_of
+from tawpipe.model.loss import Loss, sum_of_loss
+from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
+from tawpipe.model.weights import WeightSource
+from tawpipe.runtime.randomness import OwnGenerator
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "always", "never")
+DOCUMENTS = (9, 14)
+"""Tokens of the documents that the step is taken on."""
+MOST_LAYERS = 8
+WIDE_PARAMETERS = 100_000_000
+"""Copies of up to so many parameters compute in fp64, larger ones in fp32."""
+MOST_PARAMETERS = 4_000_000_000
+SMALL_VOCABULARY = 1024
+LARGE_TABLE = 20_000_000
+DISTURBANCE = 0.02
+
+Run = Callable[[nn.Module, MicroBatch, torch.dtype], "tuple[float, dict[str, Tensor], list[Tensor]]"]
+"""One step of a copy as a pipeline on this process: the mean loss, the gradients of all trainable parameters, and the
+hidden states [1, S, H] before the first layer and after every layer."""
+
+
+def is_tested(model: nn.Module, loss: Loss | None) -> bool:
+    """True for a model of a family that the tests compare as a whole, with the version of transformers that they ran
+    with, as transformers builds it: no adapters, no changed methods, no hooks, no loss of the user's.
+    """
+    import transformers
+
+    if (
+        loss is not None
+        or hasattr(model, "peft_config")
+        or not type(model).__module__.startswith("transformers.models.")
+    ):
+        return False
+    if not transformers.__version__.startswith(TESTED_TRANSFORMERS + "."):
+        return False
+    if any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return False
+    return getattr(model.config, "model_type", None) in TESTED_FAMILIES
+
+
+def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: Run) -> str:
+    """Compare a copy of ``chain``'s model, before ``Chain.prepare``, with the model's own forward pass.
+
+    Returns:
+        what was compared and how well it agreed, in a sentence; why it could not be, where the model cannot run alone.
+
+    Raises:
+        UserError: the numbers differ, with the block and the quantity.
+    """
+    begin = time.perf_counter()
+    name = chain.name
+    layers = _layers_wanted(chain)
+    parameters = sum(
+        unit.numel for unit in chain.units if unit.blocks[0] <= layers or unit.blocks[-1] > len(chain.layers)
+    )
+    if parameters > MOST_PARAMETERS:
+        return f"{name} was not checked: {layers} layers of it have {parameters / 1e9:.1f} billion parameters"
+    dtype = torch.float64 if parameters <= WIDE_PARAMETERS else torch.float32
+    limit = 2e-5 if dtype == torch.float64 else 2e-3
+    copy = _copy(chain, source, layers, dtype)
+    batch = _batch(_inner(copy).config.get_text_config().vocab_size)
+    _silence(copy)
+    try:
+        with OwnGenerator(torch.Generator().manual_seed(0)) as random:
+            plain = _by_itself(deepcopy(copy), chain, batch, loss, layers)
+    except Exception as error:  # it may need what only its own devices have
+        return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
+    if random.drew:
+        return f"{name} was not checked: it draws random numbers that no setting of it switches off"
+    ours = run(copy, batch, dtype)
+    largest = _compare(name, plain, ours, limit)
+    return (
+        f"{name}: {layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
+        f"difference {largest:.0e} in {str(dtype).removeprefix('torch.')} ({time.perf_counter() - begin:.1f} s)"
+    )
+
+
+def _layers_wanted(chain: Chain) -> int:
+    """The first layers of which there is one of every kind, at least two and at most ``MOST_LAYERS``."""
+    types = getattr(chain.config.get_text_config(), "layer_types", None) or [None] * len(chain.layers)
+    seen, wanted = set(), 0
+    for index, layer in enumerate(chain.layers):
+        kind = kind_of(layer, index), types[index] if index < len(types) else None
+        if kind not in seen:
+            seen.add(kind)
+            wanted = index + 1
+    return min(max(wanted, 2), MOST_LAYERS, len(chain.layers))
+
+
+def _inner(given: nn.Module) -> Any:
+    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
+
+
+def _copy(chain: Chain, source: WeightSource, layers: int, dtype: torch.dtype) -> nn.Module:
+    """The model as it was given, with its first layers only, real values on the CPU, and not too many tokens."""
+    head = len(chain.layers) + 1
+    text = chain.config.get_text_config()
+    vocabulary = text.vocab_size
+    small = vocabulary * text.hidden_size > LARGE_TABLE and max(0, text.pad_token_id or 0) < SMALL_VOCABULARY
+    rows = SMALL_VOCABULARY if small else vocabulary
+    originals = dict(chain.model.named_parameters())
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach()[:0].to("meta"), p.requires_grad) for p in originals.values() if p.ndim
+    }
+    generator = torch.Generator().manual_seed(0)
+    for unit in chain.units:
+        if not any(block <= layers or block == head for block in unit.blocks):
+            continue
+        flat = source.unit(unit, dtype=dtype)
+        for slot in unit.slots:
+            value = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            if small and slot.shape and slot.shape[0] == vocabulary:
+                value = value[:rows]
+            value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)
+            memo[id(originals[slot.name])] = nn.Parameter(value, originals[slot.name].requires_grad)
+    copy = deepcopy(chain.given, memo)
+
+    model = _inner(copy)
+    *above, name = chain.path.split(".")
+    holder = model.get_submodule(".".join(above))
+    holder._modules[name] = nn.ModuleList(list(getattr(holder, name))[:layers])
+    text = model.config.get_text_config()
+    text.num_hidden_layers = layers
+    if small:
+        text.vocab_size = rows
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
+                module.num_embeddings = rows
+            elif isinstance(module, nn.Linear) and module.out_features == vocabulary:
+                module.out_features = rows
+    materialize_buffers(model, torch.device("cpu"))
+    return copy
+
+
+def _silence(copy: nn.Module) -> None:
+    """Switch dropout and noise off: two runs of different shapes cannot draw the same numbers."""
+    model = _inner(copy)
+    for owner in (*copy.modules(), model.config, model.config.get_text_config()):
+        for key, value in list(vars(owner).items()):
+            if isinstance(value, float) and any(word in key for word in ("drop", "jitter", "noise")):
+                setattr(owner, key, 0.0)
+        if isinstance(owner, nn.modules.dropout._DropoutNd):
+            owner.p = 0.0
+
+
+def _batch(vocabulary: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, sum(DOCUMENTS)), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, IGNORE)
+    return MicroBatch.of_documents(ids, labels, DOCUMENTS)
+
+
+@dataclass
+class _Outputs:
+    """The hidden states before the first layer and after every layer, of one document after another."""
+
+    before: list[Tensor] = field(default_factory=list)
+    after: list[Tensor] = field(default_factory=list)
+
+    def watch(self, layers: list[nn.Module]) -> None:
+        def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.before.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
+
+        def each(_: nn.Module, __: Any, output: Any) -> None:
+            self.after.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+
+        layers[0].register_forward_pre_hook(first, with_kwargs=True)
+        for layer in dict.fromkeys(layers):
+            layer.register_forward_hook(each)
+
+    def rows(self, count: int, documents: int) -> list[Tensor]:
+        """Per place in the chain the hidden states [1, S, H] of all documents, the calls of each being ``count``."""
+        calls = [self.after[d * count : (d + 1) * count] for d in range(documents)]
+        befores = self.before[:: max(1, len(self.before) // documents)][:documents]
+        return [torch.cat(befores, dim=1), *(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True))]
+
+
+def run_watched(layers: list[nn.Module], step: Callable[[], None]) -> list[Tensor]:
+    """The hidden states before the first and after every layer while ``step`` runs a row through each of them."""
+    outputs = _Outputs()
+    outputs.watch(layers)
+    step()
+    return outputs.rows(len(layers), 1)
+
+
+def _by_itself(
+    given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None, layers: int
+) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """The model's own forward and backward pass, every document alone, as it is called without this library."""
+    model = _inner(given)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products have no fp64
+    own = chain.own_attention
+    model.set_attn_implementation(own if own in ("sdpa", "eager") else "eager")
+    outputs = _Outputs()
+    outputs.watch(list(model.get_submodule(chain.path)))
+    given.train()
+    total, tokens = 0.0, batch.tokens
+    ids, labels = batch.input_ids[0].split(batch.lengths), batch.labels[0].split(batch.lengths)
+    for document, targets in zip(ids, labels, strict=True):
+        # Shifted back: the model shifts by itself.
+        unshifted = torch.cat([torch.tensor([IGNORE]), targets[:-1]])[None]
+        count = int((targets != IGNORE).sum())
+        output = given(input_ids=document[None], labels=unshifted, use_cache=False)
+        value = output.loss * count if loss is None else sum_of_loss(loss, output.logits, targets[None])
+        (value / tokens).backward()
+        total += float(value.detach()) / tokens
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    return total, gradients, outputs.rows(layers, len(ids))
+
+
+def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
+    """The largest relative difference; the first one above ``limit``, in the order of computation, is an error."""
+    largest = 0.0
+    scale = max((float(g.norm()) for g in plain[1].values()), default=0.0)
+
+    def quantities() -> Iterator[tuple[str, str, float]]:
+        for index, (expected, value) in enumerate(zip(plain[2], ours[2], strict=True)):
+            where = "the embedding side" if index == 0 else f"layer {index - 1}"
+            yield where, "hidden states", float((value - expected).norm() / expected.norm())
+        yield "the head and its loss", f"loss {ours[0]:.6g} instead of {plain[0]:.6g}", abs(ours[0] / plain[0] - 1)
+        for key in reversed(plain[1]):
+            expected, value = plain[1][key], ours[1][key]
+            error = float((value - expected).norm()) / max(float(expected.norm()), 1e-3 * scale)
+            yield key, "gradient", error
+
+    for where, what, error in quantities():
+        if not error <= limit:
+            raise UserError(
+                "check",
+                f"{where} of {name}: {what}, off by {error:.1e}",
+                f"the numbers of the model's own forward pass, within {limit:.0e}. Run block by block on packed "
+                "documents this model computes something else, so it cannot be trained here as it is; check: never "
+                "leaves the comparison out",
+            )
+        largest = max(largest, error)
+    return largest
