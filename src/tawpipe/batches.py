@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.model.batch import MicroBatch
+from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.discovery import Positions
 from tawpipe.schedule.spec import share_micro_batches
 
@@ -51,12 +51,15 @@ class Deal:
     Args:
         micro_batch: rows in one; the last of a global batch may have fewer.
         positions: how the model uses them.
+        vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
     """
 
     micro_batch: int
     rank: int
     world_size: int
     positions: Positions = COUNTED_FROM_0
+    vocabulary: int | None = None
+    own_loss: bool = False
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -103,6 +106,17 @@ class Deal:
         return LocalBatch(rows, length, parts)
 
     def _checked(self, batch: MicroBatch) -> MicroBatch:
+        if self.vocabulary is not None:
+            tokens = {"input_ids": batch.input_ids}
+            if not self.own_loss:
+                tokens["labels"] = batch.labels[batch.labels != IGNORE]
+            for name, numbers in tokens.items():
+                if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.vocabulary:
+                    found = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
+                    expected = f"numbers below {self.vocabulary}, the model's vocabulary" + (
+                        f", or {IGNORE}" if name == "labels" else ""
+                    )
+                    raise UserError("batch", found, expected)
         limit = self.positions.limit
         first = 0 if batch.positions_given else self.positions.first
         if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:

@@ -172,7 +172,14 @@ class Pipeline:
         if clip_norm is not None and not finite_check:
             raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")
         self.chain = Chain(model, loss=loss)
-        self._deal = Deal(micro_batch, self.world.rank, self.world.size, self.chain.positions)
+        self._deal = Deal(
+            micro_batch,
+            self.world.rank,
+            self.world.size,
+            self.chain.positions,
+            self.chain.config.get_text_config().vocab_size,
+            own_loss=loss is not None,
+        )
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
             source = weights(self.chain)
@@ -354,7 +361,8 @@ class Pipeline:
         self._world_of_saves.drop_group(self.world)
 
     def _set_training(self, mode: bool) -> None:
-        if mode != self._training:  # it walks over all modules
+        # It walks over all modules; but the model may have been switched by the caller's model.eval().
+        if mode != self._training or mode != self.chain.model.training:
             self.chain.set_training(mode)
             self._training = mode
 

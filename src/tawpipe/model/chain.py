@@ -85,6 +85,9 @@ class Chain:
         self.own_attention: str = self.model.config._attn_implementation
         """What the model used before."""
         self.model.set_attn_implementation(attention.NAME)
+        for module in self.model.modules():  # a layer that was copied has a copy of the config, too
+            if isinstance(getattr(module, "config", None), type(self.model.config)):
+                module.config._attn_implementation = attention.NAME
         self.config = self.model.config
         self._loss = loss or token_loss_sum
         if loss is not None:
@@ -158,6 +161,10 @@ class Chain:
     def name(self) -> str:
         """The class of the model."""
         return type(self.model).__name__
+
+    def block_name(self, block: int) -> str:
+        """A block in words, for messages."""
+        return self.blocks[block].name.replace(".", " ")
 
     def set_training(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

@@ -83,6 +83,11 @@ class _Watch(TorchFunctionMode):
         self._before_head = {id(tensor): (tensor, name) for name, tensor in inputs.items()}
         self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
 
+    def note(self, tensor: Tensor, words: str) -> Tensor:
+        """The head must not read ``tensor``."""
+        self._before_head[id(tensor)] = tensor, words
+        return tensor
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -96,7 +101,7 @@ class _Watch(TorchFunctionMode):
                 self.read_by_head.update(self._before_head[id(t)][1] for t in read if id(t) in self._before_head)
             else:
                 for tensor in made:
-                    self._before_head[id(tensor)] = tensor, f"a result of {getattr(func, '__name__', 'an operation')}"
+                    self.note(tensor, f"a result of {getattr(func, '__name__', 'an operation')}")
             if self.phase == "embedding":
                 self._follow_positions(func, args, kwargs or {}, read, made)
         return output
@@ -105,7 +110,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
         whole = {id(tensor): tensor for tensor in made if not tensor.is_floating_point()}
-        if any(id(tensor) in self._positions for tensor in read):
+        if any(id(tensor) in self._positions for tensor in read[:1]):  # not what they are an index of
             if func is F.embedding:
                 self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
             self._positions.update(whole)
@@ -128,21 +133,25 @@ class _WatchedRecorder(Recorder):
         super().forward(*args, **kwargs)
         tape: Tape = self.__dict__["tape"]
         assert tape.hidden is not None
-        tape.hidden = torch.zeros_like(tape.hidden)  # a new object: the next layer must be given this very one
+        tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must be given this very one
+        assert tape.hidden is not None
         return (tape.hidden,) if tape.returns_tuple else tape.hidden
 
 
 class _WatchedFeeder(Feeder):
-    """A feeder that also tells the watch when the head begins."""
+    """A feeder that also tells the watch when the head begins; only what the last one gives may be read there."""
 
-    def __init__(self, layer: nn.Module, feed: Feed, watch: _Watch, *, last: bool) -> None:
+    def __init__(self, layer: nn.Module, index: int, count: int, feed: Feed, watch: _Watch) -> None:
         super().__init__(layer, feed)
-        self.__dict__["watch"], self.last = watch, last
+        self.__dict__["watch"], self.index, self.last = watch, index, index == count - 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watch, feed = self.__dict__["watch"], self.__dict__["feed"]
         if self.last:
-            self.__dict__["watch"].phase = "head"
-        return super().forward(*args, **kwargs)
+            watch.phase = "head"
+            return super().forward(*args, **kwargs)
+        hidden = watch.note(torch.zeros_like(feed.hidden), f"what layer {self.index} gives")
+        return (hidden,) if feed.returns_tuple else hidden
 
 
 class _SavedWeights(TorchDispatchMode):
@@ -295,8 +304,7 @@ def _follow_head(
 ) -> None:
     """Run from the last layer on, for the parameters that it uses and for what else it reads."""
     feed = Feed(returns_tuple=returns_tuple)
-    last = len(layers) - 1
-    feeders = [_WatchedFeeder(layer, feed, watch, last=i == last) for i, layer in enumerate(layers)]
+    feeders = [_WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, feeders)
     inputs, documents = _sample(model)
     width = model.config.get_text_config().hidden_size  # type: ignore[union-attr]

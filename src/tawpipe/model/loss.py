@@ -32,6 +32,10 @@ def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
         UserError: it is no single number, or one in a dtype that cannot hold a sum over thousands of tokens.
     """
     value = loss(logits, labels.clone())  # many a loss replaces -100 in place
+    if not isinstance(value, Tensor):
+        raise UserError("loss", f"a {type(value).__name__}", "it must return the sum as a tensor of one number")
+    if logits.requires_grad and not value.requires_grad:
+        raise UserError("loss", "a tensor without a gradient", "it must be computed from the logits, attached")
     if value.ndim != 0:
         raise UserError("loss", f"a tensor of shape {tuple(value.shape)}", "it must return the sum as one number")
     if value.dtype not in (torch.float32, torch.float64):
@@ -47,13 +51,17 @@ def check_loss(loss: Loss, vocabulary: int) -> None:
     Raises:
         UserError: it is a mean, or no number where no label counts.
     """
+    if isinstance(loss, torch.nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise UserError(
+            "loss", type(loss).__name__, "its parameters would not be trained; freeze them or move them into the model"
+        )
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 6, vocabulary, generator=generator)
+    logits = torch.randn(1, 6, vocabulary, generator=generator).requires_grad_()
     labels = torch.randint(vocabulary, (1, 6), generator=generator)
     labels[0, 4] = IGNORE
     try:
-        whole, first, second = (float(sum_of_loss(loss, logits[:, cut], labels[:, cut])) for cut in _HALVES)
-        nothing = float(sum_of_loss(loss, logits, torch.full_like(labels, IGNORE)))
+        whole, first, second = (float(sum_of_loss(loss, logits[:, cut], labels[:, cut]).detach()) for cut in _HALVES)
+        nothing = float(sum_of_loss(loss, logits, torch.full_like(labels, IGNORE)).detach())
     except UserError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import nn
 
@@ -55,6 +56,7 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"multi-token-prediction heads ({key}={getattr(text, key)}) are neither trained nor exported; "
                 f"set {key} to 0 in config.json to train the model without them",
             )
+    refuse_parameters(model)
     for owner in (config, text):
         for key in ("layerdrop", "decoder_layerdrop"):
             if getattr(owner, key, 0):
@@ -115,6 +117,37 @@ def refuse_adapters(given: nn.Module) -> None:
             names,
             f"its own forward pass adds something (a loss, for AdaLoRA) that would be left out; {advice}",
         )
+
+
+def refuse_parameters(model: nn.Module) -> None:
+    """Raise UserError for parameters that are more than values which an optimizer changes."""
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise UserError(SETTING, f"{name} of {kind}", f"embeddings with {option} are not supported")
+        if getattr(module, "merged_adapters", None):
+            raise UserError(
+                SETTING, f"{name} of {kind}", "its adapter is merged into the weights; unmerge it to train it"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UserError(
+                SETTING,
+                f"{name} of {kind}",
+                "hooks of parameters would never be called: gradients are collected elsewhere; put hooks on modules",
+            )
+    places = sorted(
+        (p.data_ptr(), p.nbytes, name) for name, p in model.named_parameters() if not p.is_meta and p.numel()
+    )
+    for (begin, size, first), (other, _, second) in pairwise(places):
+        if other < begin + size:
+            raise UserError(
+                SETTING,
+                f"{first} and {second} of {kind}",
+                "two parameters share memory without being one; tie them by using the same Parameter twice",
+            )
 
 
 def _rope_types(parameters: object) -> Iterator[str]:

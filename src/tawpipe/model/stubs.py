@@ -58,9 +58,15 @@ class Tape:
         self.returns_tuple = returns_tuple
         self.calls: list[LayerCall] = []
         self.hidden: Tensor | None = None
+        self.version = 0
+        """Of ``hidden``, which nobody may change in place."""
 
     def rewind(self) -> None:
         self.calls, self.hidden = [], None
+
+    def take(self, hidden: Tensor) -> None:
+        """The hidden states that the next layer must be given."""
+        self.hidden, self.version = hidden, hidden._version
 
 
 class Recorder(Stub):
@@ -75,8 +81,10 @@ class Recorder(Stub):
         tape: Tape = self.__dict__["tape"]
         hidden, call = LayerCall.take(args, kwargs)
         assert len(tape.calls) == self.index, "the layers are not called in their order"
-        assert tape.hidden is None or hidden is tape.hidden, "the model changes the hidden states between two layers"
-        tape.hidden = hidden
+        assert tape.hidden is None or (hidden is tape.hidden and hidden._version == tape.version), (
+            "the model changes the hidden states between two layers"
+        )
+        tape.take(hidden)
         tape.calls.append(call)
         if self.index == self.count - 1:
             raise LayersReached

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from tawpipe.errors import RunError
+from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain, Context
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
@@ -65,6 +65,8 @@ class Compute:
     def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int, compiled: bool = False) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
         self._random = BlockRandomness(chain.device, compiled=compiled)
+        self._repeated: set[tuple[int, bool]] = set()
+        """Blocks that have been seen to give the same twice."""
         self._held: dict[str, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
@@ -82,13 +84,17 @@ class Compute:
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
                 hidden, context = self._drawing(action, given, lambda: self.chain.embed(batch))
+            self._check_repeatable(action, given, hidden, lambda: self.chain.embed(batch)[0])
             entry = _Entry(batch, context, get_gradient_edge(hidden) if keep else None)
             self._held[f"ctx.{m}"] = entry
             self._held[f"x.{m}.1"] = hidden.detach()
         else:
             hidden, entry = self._held[f"x.{m}.{action.block}"], self._held[f"ctx.{m}"]
             if block.kind == "layer":
-                self._held[f"x.{m}.{action.block + 1}"] = self._layer_forward(action, hidden, entry.context, given)
+                output = self._layer_forward(action, hidden, entry.context, given)
+                again = partial(self.chain.layer, action.block, hidden, entry.context)
+                self._check_repeatable(action, given, output, again)
+                self._held[f"x.{m}.{action.block + 1}"] = output
             else:
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
@@ -152,6 +158,24 @@ class Compute:
         for unit in units:
             self.chain.finish_collect(unit)
         self._release(action)
+
+    @torch.no_grad()
+    def _check_repeatable(self, action: Action, given: StepInput, first: Tensor, forward: Callable[[], Tensor]) -> None:
+        """Run a block once more when it is new: what it gives may depend on nothing but what it is given."""
+        state = self._state(action)
+        if state in self._repeated:
+            return
+        self._repeated.add(state)
+        second = self._drawing(action, given, forward)
+        # Some kernels of GPUs add in any order.
+        limit = torch.finfo(first.dtype).eps if first.is_cuda else 0.0
+        if not torch.allclose(first, second, rtol=limit, atol=limit * float(first.abs().max()), equal_nan=True):
+            raise UserError(
+                "--model",
+                f"{self.chain.block_name(action.block)} of {self.chain.name}",
+                "run twice on the same input it gives two results, so its gradients would belong to neither: it keeps "
+                "state from call to call, or draws random numbers elsewhere than from torch's default generators",
+            )
 
     def offload(self, action: Action) -> None:
         """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
