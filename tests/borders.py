@@ -184,7 +184,6 @@ def right_or_refused(
     try:
         mine = piped_numbers(make, batch, **knobs, **({"loss": loss} if loss else {}))
     except UserError as error:
-        print("REFUSED", error)
         if refused is None:
             raise
         assert re.search(refused, str(error), re.IGNORECASE), f"refused, but without {refused!r}: {error}"
@@ -239,11 +238,11 @@ def llama(
         model = real_model(family_config("llama", **config))
         if body is not None:
             model.model.__class__ = body
-        if layer is not None:
+        if (run := layer) is not None:
 
             class Altered(LlamaDecoderLayer):
                 def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-                    return layer(self, hidden_states, kwargs)
+                    return run(self, hidden_states, kwargs)
 
             for each in model.model.layers:
                 each.__class__ = Altered

@@ -218,8 +218,8 @@ def test_3_so_may_the_tensors_of_a_local_batch(name):
     assert_same(mine, piped_numbers(llama(), local()), 0.0)
 
 
-def test_3_so_may_a_batch_that_is_evaluated_and_one_of_many_steps_in_place():
-    """One batch object that is filled again for every step, as loaders with pinned buffers do."""
+def test_3_one_batch_may_be_filled_again_for_every_step():
+    """As loaders with pinned buffers do."""
     pipeline, waiting = piped(llama(), delay=slow), piped(llama())
     place, losses = rows_of(0), []
     for step in range(4):

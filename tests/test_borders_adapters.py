@@ -16,7 +16,7 @@ from tawpipe.errors import UserError
 from test_borders import opt
 
 peft = pytest.importorskip("peft")
-RECOMPUTE = ["full", "selective", "none"]
+RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)]
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
 
 

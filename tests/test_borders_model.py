@@ -37,7 +37,8 @@ from tawpipe.errors import UserError
 from tawpipe.model.attention import PackedMask, packed_attention
 from tawpipe.model.kernels import Documents
 
-RECOMPUTE = ["full", "selective", "none"]
+WAYS = ["full", "selective", "none"]
+RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -384,7 +385,6 @@ PLACES = {
     "renormalised": lambda: llama(_renormalises),
     "clamped": lambda: llama(_clamps_data),
     "max_norm": lambda: llama(prepare=_largest_rows),
-    "sparse": lambda: llama(prepare=_sparse),
 }
 """Made for other tests in the same words: what two processes do with them."""
 
@@ -734,7 +734,7 @@ def test_7_random_numbers_depend_on_the_seed_alone(what):
         first = piped_numbers(RANDOM[what], rows_of(), seed=3)
         torch.manual_seed(2)
         assert_same(piped_numbers(RANDOM[what], rows_of(), seed=3), first, 0.0)
-        ways = [way for way in RECOMPUTE if (what, way) != ("config", "selective")]
+        ways = [way for way in WAYS if (what, way) != ("config", "selective")]
         for recompute in ways:
             assert_same(piped_numbers(RANDOM[what], rows_of(), seed=3, recompute=recompute), first, 1e-12)
         if what != "dbrx":
@@ -754,16 +754,10 @@ def test_7_the_scripts_own_random_numbers_are_left_alone(dropout):
         disturb()
         return [torch.rand(3).tolist(), random.random(), np.random.rand()]
 
-    expected = draw(lambda: None)
-    pipeline = None
-
-    def make() -> None:
-        nonlocal pipeline
-        pipeline = piped(model)
-
+    expected, made = draw(lambda: None), []
     model = llama(attention_dropout=dropout)()
-    assert draw(make) == expected
-    assert pipeline is not None
+    assert draw(lambda: made.append(piped(model))) == expected
+    pipeline = made[0]
     assert draw(lambda: (pipeline.step(rows_of()).loss, pipeline.drain())) == expected
     assert draw(lambda: pipeline.evaluate(rows_of()).loss) == expected
     pipeline.close()
@@ -813,7 +807,7 @@ def test_7_a_seed_that_the_model_sets_itself_is_right_or_refused():
         torch.manual_seed(each.self_attn.layer_idx)
         return own(each, hidden + 0.1 * torch.randn_like(hidden), **call)
 
-    for recompute in RECOMPUTE:
+    for recompute in WAYS:
         right_or_refused(llama(layer), rows_of(), refused=REFUSED_RANDOM, recompute=recompute)
 
 
@@ -829,7 +823,7 @@ def test_7_a_generator_of_the_models_own_is_right_or_refused():
         return own(each, hidden + 0.1 * torch.randn(hidden.shape, generator=each.generator, dtype=hidden.dtype), **call)
 
     assert not generators
-    for recompute in RECOMPUTE:
+    for recompute in WAYS:
         right_or_refused(llama(layer, prepare=prepare), rows_of(), refused="[Gg]enerator", recompute=recompute)
 
 
