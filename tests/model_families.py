@@ -155,18 +155,22 @@ def _dense_attention(
 
 
 def keep_fp64(monkeypatch: Any) -> None:
-    """Let fp64 tensors stay so when a norm or a router asks for fp32: the norms of Gemma and Cohere, for one, sum the
-    gradient of their weight in fp32, where the order of the sum shows at 1e-7."""
-    to = torch.Tensor.to
+    """Let fp64 tensors stay so when a norm, a router or a softmax asks for fp32: the norms of Gemma and Cohere, for
+    one, sum the gradient of their weight in fp32, where the order of the sum shows at 1e-7."""
 
-    def wide(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype == torch.float64 and args == (torch.float32,) and not kwargs:
-            return tensor
-        return to(tensor, *args, **kwargs)
+    def wide(function: Any) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.dtype == torch.float64:
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+            return function(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "to", wide)
-    monkeypatch.setattr(torch.Tensor, "type", lambda t, *args: wide(t, *args) if args else t.dtype)
-    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: wide(tensor, torch.float32))
+        return call
+
+    softmax = [(owner, "softmax") for owner in (torch, nn.functional, torch.Tensor)]
+    for owner, name in [(torch.Tensor, "to"), (torch.Tensor, "type"), (torch, "sum"), *softmax]:
+        monkeypatch.setattr(owner, name, wide(getattr(owner, name)))
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor.to(torch.float32))
 
 
 def register_dense() -> None:
