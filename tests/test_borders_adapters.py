@@ -114,7 +114,8 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_10_other_adapters_are_right_or_refused_by_name(what):
     config, refused = OTHERS[what]
-    right_or_refused(adapted(config()), rows_of(), refused=refused)
+    limit = 1e-6 if what == "adaption prompt" else 1e-9  # peft computes its softmax in fp32
+    right_or_refused(adapted(config()), rows_of(), refused=refused, limit=limit)
 
 
 @pytest.mark.parametrize("active", ["default", "other", ["default", "other"]], ids=str)
