@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.discovery import kind_of
 from tawpipe.model.loss import Loss, sum_of_loss
+from tawpipe.model.stubs import HIDDEN
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
 from tawpipe.runtime.randomness import OwnGenerator
@@ -90,7 +90,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     _silence(copy)
     try:
         with OwnGenerator(torch.Generator().manual_seed(0)) as random:
-            plain = _by_itself(deepcopy(copy), chain, batch, loss, layers)
+            plain = _by_itself(deepcopy(copy), chain, batch, loss)
     except Exception as error:  # it may need what only its own devices have
         return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
     if random.drew:
@@ -178,41 +178,24 @@ def _batch(vocabulary: int) -> MicroBatch:
     return MicroBatch.of_documents(ids, labels, DOCUMENTS)
 
 
-@dataclass
-class _Outputs:
-    """The hidden states before the first layer and after every layer, of one document after another."""
+def run_watched(chain: Chain, step: Callable[[], None]) -> list[Tensor]:
+    """The hidden states before the first layer and after every layer while ``step`` runs one row through the chain."""
+    places: dict[int, Tensor] = {}
+    layer = chain.layer
 
-    before: list[Tensor] = field(default_factory=list)
-    after: list[Tensor] = field(default_factory=list)
+    def watched(block: int, hidden: Tensor, context: Any) -> Tensor:
+        output = layer(block, hidden, context)
+        for place, value in ((block - 1, hidden), (block, output)):  # recomputations give the same once more
+            places.setdefault(place, value.detach().clone())
+        return output
 
-    def watch(self, layers: list[nn.Module]) -> None:
-        def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.before.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
-
-        def each(_: nn.Module, __: Any, output: Any) -> None:
-            self.after.append((output[0] if isinstance(output, tuple) else output).detach().clone())
-
-        layers[0].register_forward_pre_hook(first, with_kwargs=True)
-        for layer in dict.fromkeys(layers):
-            layer.register_forward_hook(each)
-
-    def rows(self, count: int, documents: int) -> list[Tensor]:
-        """Per place in the chain the hidden states [1, S, H] of all documents, the calls of each being ``count``."""
-        calls = [self.after[d * count : (d + 1) * count] for d in range(documents)]
-        befores = self.before[:: max(1, len(self.before) // documents)][:documents]
-        return [torch.cat(befores, dim=1), *(torch.cat(parts, dim=1) for parts in zip(*calls, strict=True))]
-
-
-def run_watched(layers: list[nn.Module], step: Callable[[], None]) -> list[Tensor]:
-    """The hidden states before the first and after every layer while ``step`` runs a row through each of them."""
-    outputs = _Outputs()
-    outputs.watch(layers)
+    chain.layer = watched  # type: ignore[method-assign]
     step()
-    return outputs.rows(len(layers), 1)
+    return [places[place] for place in sorted(places)]
 
 
 def _by_itself(
-    given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None, layers: int
+    given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """The model's own forward and backward pass, every document alone, as it is called without this library."""
     model = _inner(given)
@@ -220,8 +203,16 @@ def _by_itself(
         model.set_experts_implementation("eager")  # grouped products have no fp64
     own = chain.own_attention
     model.set_attn_implementation(own if own in ("sdpa", "eager") else "eager")
-    outputs = _Outputs()
-    outputs.watch(list(model.get_submodule(chain.path)))
+    layers: list[nn.Module] = list(model.get_submodule(chain.path))
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: before.append((args[0] if args else kwargs[HIDDEN]).detach().clone()), with_kwargs=True
+    )
+    for layer in dict.fromkeys(layers):
+        layer.register_forward_hook(
+            lambda _, __, output: after.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+        )
     given.train()
     total, tokens = 0.0, batch.tokens
     ids, labels = batch.input_ids[0].split(batch.lengths), batch.labels[0].split(batch.lengths)
@@ -238,7 +229,10 @@ def _by_itself(
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    return total, gradients, outputs.rows(layers, len(ids))
+    count = len(layers)
+    befores = before[:: len(before) // len(ids)]  # a layer that is used several times is the first one, too
+    calls = [after[place::count] for place in range(count)]
+    return total, gradients, [torch.cat(parts, dim=1) for parts in (befores, *calls)]
 
 
 def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:

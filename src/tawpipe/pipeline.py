@@ -255,7 +255,7 @@ class Pipeline:
                 steps.append(one.step(LocalBatch(rows, length, [batch])))
                 one.drain()
 
-            hidden = run_watched(list(one.chain.layers), step)
+            hidden = run_watched(one.chain, step)
             trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
             gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
             one.close()

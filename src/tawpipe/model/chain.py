@@ -46,6 +46,14 @@ class _Collection:
     arrived: set[int] = field(default_factory=set)
 
 
+def _ends(path: str) -> Iterator[int]:
+    """Where the prefixes of a dotted path end that name the modules above it."""
+    yield 0
+    for index, character in enumerate(path):
+        if character == ".":
+            yield index
+
+
 class _Gone:
     """In the place of a model's method that needs its weights."""
 
@@ -174,7 +182,8 @@ class Chain:
 
     def hand_over(self) -> None:
         """From now on the model as it was given says where its weights are, instead of working without them."""
-        for model in {id(self.given): self.given, id(self.model): self.model}.values():
+        inside = [self.model.get_submodule(self.path[:end]) for end in _ends(self.path)]
+        for model in {id(one): one for one in (self.given, *inside)}.values():
             for method in ("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"):
                 if hasattr(model, method):
                     model.__dict__[method] = _Gone(type(model).__name__, method)
@@ -313,17 +322,21 @@ class Chain:
         if self._head_is_local:
             return
         self._head_is_local = True
-        hidden = like.new_ones(2, 3, like.shape[-1])
-        if not self.logits(hidden.clone()).isfinite().all():
+        hidden = like.new_ones(3, 3, like.shape[-1])
+        whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
+        if not whole.isfinite().all():
             return  # weights that are no numbers: the loss will tell
-        hidden[0, 1] = float("nan")
+        hidden[range(3), range(3)] = float("nan")
         spoiled = self.logits(hidden).isnan().any(dim=-1)
-        spoiled[0, 1] = False
-        if spoiled.any():
+        alone = torch.equal(spoiled, torch.eye(3, dtype=torch.bool, device=spoiled.device))
+        tolerance = 16 * torch.finfo(whole.dtype).eps
+        if not alone or not torch.allclose(
+            whole[:, :2], part, rtol=tolerance, atol=tolerance * float(whole.abs().max())
+        ):
             raise UserError(
                 SETTING,
                 self.name,
-                "after its last layer the model mixes the tokens of a row, but logits are computed for a few positions "
+                "after its last layer the model mixes the tokens of a row (or counts them), but logits are computed for a few positions "
                 "at a time; such heads are not supported",
             )
 
