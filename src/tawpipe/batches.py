@@ -1,6 +1,6 @@
 """How a global batch is dealt to the ranks: in micro-batches that hold the same rows for every number of processes.
 
-Imports model.batch and schedule.spec.
+Imports torch, model.batch and schedule.spec.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
@@ -83,7 +84,8 @@ class Deal:
             batch: tensors [rows, S] in the Hugging Face convention, as ``MicroBatch.from_rows`` takes them.
 
         Raises:
-            UserError: a tensor is missing, is unknown or has another shape, or a position is out of the model's table.
+            UserError: a tensor is missing, is unknown, has another shape or does not hold whole numbers, or a number is
+                out of the model's vocabulary or table of positions.
         """
         if isinstance(batch, LocalBatch):
             parts = [self._checked(one.copy()) for one in batch.micro_batches]
@@ -97,11 +99,15 @@ class Deal:
         shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
         if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
             raise UserError("batch", shapes, "tensors of one shape [rows, tokens]")
+        for name, tensor in batch.items():
+            whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+            if not whole or (tensor.dtype == torch.bool and name != "attention_mask"):
+                raise UserError("batch", f"{name} of {tensor.dtype}", "whole numbers, for example torch.int64")
         rows, length = shapes["input_ids"]
         parts = []
         for share in self.shares(rows):
             cut = slice(share.rows.start, share.rows.stop)
-            tensors = {name: tensor[cut].cpu() for name, tensor in batch.items()}
+            tensors = {name: tensor[cut].to("cpu", torch.int64) for name, tensor in batch.items()}
             parts.append(self._checked(MicroBatch.from_rows(**tensors, index=share.index)))
         return LocalBatch(rows, length, parts)
 

@@ -379,6 +379,8 @@ class Pipeline:
             self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
 
     def _check(self, result: StepResult) -> None:
+        if not result.tokens:
+            raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
         if result.finite:
             self.skipped = 0
             return
