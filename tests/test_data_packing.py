@@ -80,8 +80,9 @@ def test_every_segment_is_a_document_of_its_own(lengths, row_length, packing, ma
             assert row.position_ids[piece].tolist() == list(range(length))
             assert row.labels[begin] == -100
             tokens = row.input_ids[piece]
+            assert length <= min(max(lengths), row_length)  # padding too: it needs no position that documents do not
             if tokens[0] == PAD:
-                assert (row.labels[piece] == -100).all() and begin + length == row_length
+                assert (row.labels[piece] == -100).all() and (row.input_ids[begin:] == PAD).all()
             else:
                 assert (np.diff(tokens) == 1).all()
                 counts = (tokens - 1) % 3 != 0 if masked else np.full(length, True)
@@ -130,7 +131,22 @@ def test_a_corpus_smaller_than_a_row_is_one_padded_row_per_epoch(packing):
     assert len(data) == 1
     for number in range(4):
         row = data.sample(number)
-        assert sorted(row.lengths[:2]) == [2, 3] and row.lengths[2] == 11
+        assert sorted(row.lengths[:2]) == [2, 3] and row.lengths[2:] == (3, 3, 3, 2)
+
+
+@given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.booleans(), st.integers(0, 3))
+def test_learned_tokens_are_counted_as_the_rows_show_them(lengths, row_length, packing, masked, seed):
+    data = dataset_of(lengths, row_length, packing, seed=seed, masked=masked)
+    assert data.num_learned == sum(int((data.sample(n).labels != -100).sum()) for n in range(len(data)))
+
+
+def test_tokens_that_count_are_counted_across_chunks_of_the_mask(monkeypatch):
+    monkeypatch.setattr("tawpipe.data.corpus.CHUNK_TOKENS", 16)
+    corpus = corpus_of([100, 29], masked=True)
+    begins, ends = np.triu_indices(130)
+    assert corpus.counted(begins, ends).tolist() == [
+        sum(n % 3 != 0 for n in range(a, b)) for a, b in zip(begins, ends, strict=True)
+    ]
 
 
 def test_fit_counts_what_it_cuts_off():

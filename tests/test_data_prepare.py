@@ -162,7 +162,7 @@ def test_a_folder_that_fails_half_way_is_not_there(tmp_path):
         (work / "part").write_text("x")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RunError, match="made could not be written: disk full; --cache-dir"):
         make_folder(tmp_path / "made", fill)
     assert list(tmp_path.iterdir()) == []
     assert make_folder(tmp_path / "made", lambda work: None)
@@ -217,6 +217,76 @@ def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
     lines = "\n".join(prepared.report.lines())
     assert "skipped 1 unreadable file, 2 bad rows, 1 empty document" in lines
     assert "03.txt" in lines and "a.jsonl, line 2" in lines and "a.jsonl, line 3" in lines
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_known_columns_are_skipped_and_only_nothing_else_is_an_error(tmp_path, settings_for, streaming):
+    other = json.dumps({"content": "x"})
+    rows = [json.dumps({"text": text(n)}) for n in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], other, *rows[9:]]))
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"]}), tmp_path / "b.parquet")
+    files = (tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    read = prepare_data(settings_for(*files, streaming=streaming), sequence_length=64, seed=0).report.read
+    assert (read.text, read.bad_rows, read.bad_files) == (20, 1, 1)
+    assert "a.jsonl, line 10: lacks the columns 'text' (--text-column)" in read.messages[0]
+    (tmp_path / "a.jsonl").write_text(f"{other}\n{other}\n")
+    with pytest.raises(UserError, match=r"--data.*skipped 1 unreadable file, 2 bad rows: .*this one has \['content'\]"):
+        prepare_data(settings_for(*files, streaming=streaming), sequence_length=64, seed=0)
+
+
+def chats(file: Path, lengths: Iterable[int]) -> Path:
+    """Chats with a question of so many words each."""
+    rows = (
+        [{"role": "user", "content": f"{n} " + "word " * n}, {"role": "assistant", "content": f"answer {n}"}]
+        for n in lengths
+    )
+    file.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", ["auto", "split"])
+def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, streaming, packing):
+    """Every answer lies behind a row's length; laid end to end, some row has one."""
+    file = chats(tmp_path / "a.jsonl", range(300, 310))
+    settings = settings_for(file, streaming=streaming, packing=packing, validation_fraction=0.0)
+    if packing == "split":
+        report = prepare_data(settings, sequence_length=64, seed=0).report
+        assert report.train.learned > 0
+        return
+    with pytest.raises(UserError, match=r"--data: .*first 64 tokens.*larger --sequence-length, or --packing split"):
+        prepare_data(settings, sequence_length=64, seed=0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, settings_for, streaming):
+    file = chats(tmp_path / "a.jsonl", [3, 300, 4, 301, 5])
+    settings = settings_for(file, streaming=streaming, validation_fraction=0.0)
+    prepared = prepare_data(settings, sequence_length=64, seed=0)
+    size = prepared.report.train
+    assert (size.documents, size.left_out) == (3, 2)
+    rows = [prepared.train.sample(n) for n in range(size.rows)]
+    assert all((row.labels != -100).any() for row in rows)
+    learned = sum(int((row.labels != -100).sum()) for row in rows)
+    assert size.learned == learned
+    share = f"{learned / (64 * size.rows):.1%} of them learned"
+    assert any(share in line and "2 left out" in line for line in prepared.report.lines())
+
+
+def test_validation_in_which_nothing_is_learned(tmp_path, settings_for):
+    file, other = chats(tmp_path / "a.jsonl", range(1, 9)), chats(tmp_path / "b.jsonl", [300, 301])
+    settings = settings_for(file, validation_data=[str(other)])
+    with pytest.raises(UserError, match=r"--validation-data: .*first 64 tokens"):
+        prepare_data(settings, sequence_length=64, seed=0)
+
+
+def test_the_longest_document_is_known(corpus, settings_for):
+    """So that rows may be longer than the positions that a model has."""
+    prepared = prepare_data(settings_for(corpus / "*.txt"), sequence_length=2048, seed=0)
+    assert isinstance(prepared.train, PackedDataset)
+    rows = [prepared.train.sample(n) for n in range(len(prepared.train))]
+    assert max(max(row.lengths) for row in rows) <= prepared.longest < 2048
+    assert prepare_data(settings_for(corpus / "*.txt"), sequence_length=32, seed=0).longest == 32
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -199,13 +199,13 @@ def test_the_columns_say_what_a_row_is(tmp_path, columns, rows, text_column, kin
 
 
 @pytest.mark.parametrize("rows", ["auto", "text", "chat", "instruction"])
-def test_rows_without_the_expected_columns_are_refused_and_theirs_are_named(tmp_path, rows):
+def test_rows_without_the_expected_columns_are_faults_and_their_columns_are_named(tmp_path, rows):
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
-    with pytest.raises(UserError, match=r"this one has \['content', 'id'\]"):
-        read(tmp_path / "a.jsonl", rows)
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"this one has \['content', 'id'\]"):
-        read(tmp_path / "a.parquet", rows)
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "b.parquet")
+    for file, kind in (("a.jsonl", "row"), ("b.parquet", "file")):
+        (fault,) = read(tmp_path / file, rows)
+        assert isinstance(fault, Fault) and fault.kind == kind
+        assert fault.why.endswith("this one has ['content', 'id']")
 
 
 def test_a_glob_that_matches_nothing_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,6 +56,9 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
 
     Returns:
         Whether it had to be made.
+
+    Raises:
+        RunError: it could not be written; nothing of it is left.
     """
     if is_complete(folder):
         return False
@@ -72,6 +76,9 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
             if not is_complete(folder):  # a damaged one is in the way
                 shutil.rmtree(folder)
                 work.rename(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"{folder} could not be written: {reason}; --cache-dir names another place") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return True
@@ -97,11 +104,10 @@ def leader_first(work: Callable[[], T], *, leader: bool, barrier: Callable[[], N
         note.unlink(missing_ok=True)
         try:
             return work()
-        except UserError as error:
-            note.write_text(json.dumps([error.setting, error.value, error.expected], default=str))
-            raise
         except BaseException as error:
-            note.write_text(json.dumps(repr(error)))
+            said = [error.setting, error.value, error.expected] if isinstance(error, UserError) else repr(error)
+            with contextlib.suppress(OSError):  # on a full disk the others find out by themselves
+                note.write_text(json.dumps(said, default=str))
             raise
         finally:
             barrier()

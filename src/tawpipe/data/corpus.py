@@ -23,6 +23,9 @@ from tawpipe.data.sources import RawRow
 
 TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
 
+CHUNK_TOKENS = 1 << 23
+"""Whose mask is unpacked at one time."""
+
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The smallest type that holds every token."""
@@ -59,6 +62,33 @@ class Corpus:
             return tokens, None
         bits = np.unpackbits(self.mask[begin // 8 : -(-end // 8)])
         return tokens, bits[begin % 8 : begin % 8 + length].astype(np.bool_)
+
+    def counted(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens count in each range of ``tokens``."""
+        if self.mask is None:
+            return ends - begins
+        places = np.unique(np.concatenate([begins, ends]))
+        before = np.zeros(len(places), np.int64)
+        total = 0
+        for start in range(0, 8 * len(self.mask), CHUNK_TOKENS):
+            first, last = np.searchsorted(places, [start, start + CHUNK_TOKENS])
+            if first == len(places):
+                break
+            bits = np.unpackbits(self.mask[start // 8 : (start + CHUNK_TOKENS) // 8])
+            sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(bits, dtype=np.int64)])
+            before[first:last] = total + sums[places[first:last] - start]
+            total += int(sums[-1])
+        before[places >= 8 * len(self.mask)] = total
+        return before[np.searchsorted(places, ends)] - before[np.searchsorted(places, begins)]
+
+    def learned(self, documents: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
+        """How many tokens of each document are learned if ``limit`` of them are shown in one piece; all by default.
+
+        Nothing predicts the first token of a piece.
+        """
+        begins, lengths = self.offsets[documents], self.lengths[documents]
+        shown = lengths if limit is None else np.minimum(lengths, limit)
+        return self.counted(begins + np.minimum(shown, 1), begins + shown)
 
     @classmethod
     def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:

@@ -60,6 +60,13 @@ class SplitPlan:
     def rows(self) -> int:
         return len(self._cuts)
 
+    def inner_cuts(self) -> tuple[Int64s, Int64s]:
+        """(document, token of it) wherever a row begins within a document."""
+        cuts = np.arange(1, self.rows, dtype=np.int64) * self._sequence_length
+        places = np.searchsorted(self._starts, cuts, side="right") - 1
+        tokens = cuts - self._starts[places]
+        return self._documents[places[tokens > 0]], tokens[tokens > 0]
+
     def segments(self, row: int) -> list[Segment]:
         begin = int(self._cuts[row]) * self._sequence_length
         end = min(begin + self._sequence_length, int(self._starts[-1]))

@@ -17,9 +17,9 @@ from tawpipe.data.corpus import Corpus, held_out, render_counted, split_document
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, Renderer
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
-from tawpipe.data.rows import PackedDataset
+from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import RowReader, SourceFile, find_files
+from tawpipe.data.sources import RowReader, SourceFile, find_files, name_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import (
     has_tokenizer,
@@ -48,6 +48,11 @@ class PreparedData:
     report: DataReport
     fingerprint: str
     """What sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or piece of one, in a row; when streaming, of what has been read so far."""
+        return max(self.train.longest, 0 if self.validation is None else self.validation.longest)
 
 
 def changed_parts(before: str, now: str) -> list[str]:
@@ -191,10 +196,10 @@ class _Preparation:
             if fraction > 0 and not len(validation_documents):
                 self.notes.append("no validation: the training files hold only one distinct document")
         train = self._packed(corpus, train_documents, packing)
-        validation = None
-        if len(validation_documents):
-            validation = self._packed(validation_corpus, validation_documents, packing)
-        content = content_hash(corpus.identities[train_documents].tobytes().hex())
+        if train is None:
+            raise nothing_learned("--data", self.files, self.sequence_length, packing)
+        validation = self._validation(validation_corpus, validation_documents, packing)
+        content = content_hash(corpus.identities[train.documents].tobytes().hex())
         return PreparedData(
             train,
             validation,
@@ -203,7 +208,7 @@ class _Preparation:
                 packing,
                 seconds=time.perf_counter() - begin,
                 reused=reused,
-                train=_size(train),
+                train=_size(train, len(train_documents)),
                 validation=validation,
                 read=corpus.counts,
                 validation_read=validation_read,
@@ -223,18 +228,19 @@ class _Preparation:
         validation_read: ReadCounts | None = None
         if self.validation_files:
             corpus, _ = self._corpus(self.validation_files, "--validation-data")
-            validation = self._packed(corpus, np.arange(len(corpus.identities)), packing)
+            validation = self._validation(corpus, np.arange(len(corpus.identities)), packing)
             validation_read = corpus.counts
         elif fraction > 0:
             out = held_out(np.array([document.identity for document in first], np.uint64), fraction, self.seed)
             documents = [document for document, is_out in zip(first, out, strict=True) if is_out]
             if documents:
                 corpus = Corpus.from_tokens(self.encoder.encode_all(documents), counts)
-                validation = self._packed(corpus, np.arange(len(documents)), packing)
-                self.notes.append(
-                    f"streaming: validation has the {len(documents)} held-out documents of the first {len(first):,}; "
-                    "give --validation-data for others"
-                )
+                validation = self._validation(corpus, np.arange(len(documents)), packing)
+                if validation is not None:
+                    self.notes.append(
+                        f"streaming: validation has {validation.num_documents} held-out documents of the first "
+                        f"{len(first):,}; give --validation-data for others"
+                    )
             else:
                 self.notes.append(f"streaming: none of the first {len(first):,} documents is held out; no validation")
         train = StreamedDataset(
@@ -250,6 +256,7 @@ class _Preparation:
             held_out_fraction=fraction,
             tell=self.leader,
         )
+        window = train.first_window()
         content = content_hash([[Path(file.path).name, file.size] for file in self.files])
         return PreparedData(
             train,
@@ -259,7 +266,7 @@ class _Preparation:
                 packing,
                 seconds=0.0,
                 reused=False,
-                train=None,
+                train=_size(window, window.num_documents + train.left_out),
                 validation=validation,
                 read=counts,
                 validation_read=validation_read,
@@ -272,15 +279,33 @@ class _Preparation:
             return "fit" if counts.masked else "split"
         return self.settings.packing
 
-    def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset:
-        return PackedDataset(
+    def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset | None:
+        """None if nothing of the documents would be learned."""
+        kept = learnable(corpus, documents, sequence_length=self.sequence_length, packing=packing)
+        if not len(kept):
+            return None
+        made = PackedDataset(
             corpus,
-            documents,
+            kept,
             sequence_length=self.sequence_length,
             seed=self.seed,
             packing=packing,
             pad_id=self.pad_id,
         )
+        return made if made.num_learned else None
+
+    def _validation(
+        self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]
+    ) -> PackedDataset | None:
+        """None, with a note, if nothing of the held-out documents would be learned."""
+        if not len(documents):
+            return None
+        made = self._packed(corpus, documents, packing)
+        if made is None and self.validation_files:
+            raise nothing_learned("--validation-data", self.validation_files, self.sequence_length, packing)
+        if made is None:
+            self.notes.append("no validation: of the held-out documents no token would be learned")
+        return made
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
         """What the model has learned to chat in belongs to the exported tokenizer."""
@@ -297,7 +322,7 @@ class _Preparation:
         *,
         seconds: float,
         reused: bool,
-        train: SetSize | None,
+        train: SetSize,
         validation: PackedDataset | None,
         read: ReadCounts,
         validation_read: ReadCounts | None,
@@ -313,6 +338,7 @@ class _Preparation:
             read=read,
             validation_read=validation_read,
             notes=tuple(self.notes),
+            streamed=self.settings.streaming,
         )
 
     def _fingerprint(self, documents: str, packing: str) -> str:
@@ -326,14 +352,21 @@ def _stamps(files: Sequence[SourceFile]) -> list[list[object]]:
     return [[file.path, file.size, file.mtime_ns] for file in files]
 
 
-def _size(dataset: PackedDataset) -> SetSize:
-    return SetSize(dataset.num_documents, dataset.num_tokens, len(dataset), dataset.num_truncated)
+def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
+    """``documents`` are those that there were to choose from."""
+    kept = dataset.num_documents
+    return SetSize(
+        documents=kept,
+        tokens=dataset.num_tokens,
+        rows=len(dataset),
+        learned=dataset.num_learned,
+        truncated=dataset.num_truncated,
+        left_out=(documents or kept) - kept,
+    )
 
 
 def _nothing_left(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:
     """No document is left; ``files`` are those that matched."""
-    shown = files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
     first = f": {counts.messages[0]}" if counts.messages else ""
-    return UserError(
-        setting, shown, f"at least one document to train on; skipped {counts.skipped() or 'nothing'}{first}"
-    )
+    expected = f"at least one document to train on; skipped {counts.skipped() or 'nothing'}{first}"
+    return UserError(setting, name_files(files), expected)

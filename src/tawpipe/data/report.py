@@ -87,13 +87,19 @@ class SetSize:
     tokens: int
     rows: int
     """Rows per epoch."""
+    learned: int
+    """Labels of an epoch that count."""
     truncated: int = 0
     """Documents longer than a row of which ``fit`` packing cuts off the end."""
+    left_out: int = 0
+    """Documents of which it would show nothing that is learned."""
 
     def text(self, sequence_length: int, packing: str) -> str:
-        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing})"
+        share = self.learned / (self.rows * sequence_length)
+        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {share:.1%} of them learned"
         cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}"
+        out = f", {self.left_out:,} left out as no answer begins before that" if self.left_out else ""
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}{out}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ class DataReport:
     seconds: float
     reused: bool
     """Whether the tokens were in the cache already."""
-    train: SetSize | None
-    """None when streaming: nobody has counted."""
+    train: SetSize
+    """When streaming, of the first window: nobody has counted the rest."""
     validation: SetSize | None
     read: ReadCounts
     """What reading the training files found; when streaming, of what has been read so far."""
@@ -116,15 +122,16 @@ class DataReport:
     """The same for the validation files, where they are others."""
     notes: tuple[str, ...] = ()
     """What was done otherwise than asked, and why."""
+    streamed: bool = False
 
     def lines(self) -> list[str]:
         """Lines for the console."""
         lines = [f"tokenizer: {self.tokenizer}"]
-        if self.train is None:
-            lines.append(f"training data: streamed from {self.read.files:,} files, rows of {self.sequence_length:,}")
+        size = self.train.text(self.sequence_length, self.packing)
+        if self.streamed:
+            lines.append(f"training data: streamed from {self.read.files:,} files; in the first window {size}")
         else:
             origin = "from the cache" if self.reused else f"tokenised in {self.seconds:.1f} s"
-            size = self.train.text(self.sequence_length, self.packing)
             lines.append(f"training data: {self.read.files:,} files, {size}, {origin}")
         if self.validation is not None:
             lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")

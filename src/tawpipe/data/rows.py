@@ -1,7 +1,8 @@
 """What a sample is, how it is cut out of a corpus, and the dataset of a tokenised corpus. Imports numpy.
 
 A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
-is a segment of its own. The first token of a segment has the label -100: nothing in the row predicts it.
+is in segments of its own, none longer than the longest document, so that no position is beyond what documents need. The
+first token of a segment has the label -100: nothing in the row predicts it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, Segment, SplitPlan, split_rows
+from tawpipe.data.sources import SourceFile, name_files
+from tawpipe.errors import UserError
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -33,7 +36,7 @@ class Row:
     position_ids: Int64s
     """[S]: from 0 in every segment."""
     lengths: tuple[int, ...]
-    """Tokens of each segment, padding included as the last; their sum is S."""
+    """Tokens of each segment, those of padding last; their sum is S."""
 
 
 class RowSource(Protocol):
@@ -55,12 +58,18 @@ class RowSource(Protocol):
 
 
 def cut_row(
-    corpus: Corpus, documents: Int64s | None, segments: Sequence[Segment], sequence_length: int, pad_id: int
+    corpus: Corpus,
+    documents: Int64s | None,
+    segments: Sequence[Segment],
+    sequence_length: int,
+    pad_id: int,
+    longest: int,
 ) -> Row:
     """Copy the segments' tokens into one row.
 
     Args:
         documents: the corpus's number of each document that the segments count; None where they count the corpus's own.
+        longest: tokens of a segment of padding at most.
     """
     input_ids = np.full(sequence_length, pad_id, np.int64)
     labels = np.full(sequence_length, IGNORED, np.int64)
@@ -76,13 +85,31 @@ def cut_row(
             labels[here][~counts] = IGNORED
         labels[at] = IGNORED
         at += segment.length
-    if padding := sequence_length - at:
-        lengths.append(padding)
+    while at < sequence_length:
+        lengths.append(min(sequence_length - at, longest))
+        at += lengths[-1]
     at = 0
     for length in lengths:
         position_ids[at : at + length] = np.arange(length)
         at += length
     return Row(input_ids, labels, position_ids, tuple(lengths))
+
+
+def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packing: Literal["split", "fit"]) -> Int64s:
+    """Those of the documents of which rows show a token that is learned; under ``split`` all, or none.
+
+    ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned.
+    """
+    learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
+    return documents[learned > 0] if packing == "fit" or not learned.any() else documents
+
+
+def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
+    """No token of the files would be learned."""
+    where = f"in the first {sequence_length:,} tokens of any document" if packing == "fit" else "in any row"
+    other = ", or --packing split" if packing == "fit" else ""
+    expected = f"tokens to learn, of which there are none {where}: a larger --sequence-length{other}"
+    return UserError(setting, name_files(files), expected)
 
 
 class PackedDataset:
@@ -109,20 +136,34 @@ class PackedDataset:
     ) -> None:
         assert len(documents), "a dataset has at least one document"
         self.sequence_length, self.packing, self.seed = sequence_length, packing, seed
-        self._corpus, self._documents, self._pad_id = corpus, documents, pad_id
+        self._corpus, self.documents, self._pad_id = corpus, documents, pad_id
         self._lengths = corpus.lengths[documents]
         self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
         self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
         self._plans: dict[int, EpochPlan] = {}
+        self.longest = min(int(self._lengths.max()), sequence_length)
+        """Tokens that a segment may have: of the longest document, or of a row."""
 
     @property
     def num_documents(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the documents, also those that ``fit`` cuts off."""
         return int(self._lengths.sum())
+
+    @property
+    def num_learned(self) -> int:
+        """Labels of the first epoch that count; of ``fit`` those of every epoch."""
+        if self._shape is not None:
+            return int(self._corpus.learned(self.documents, self.sequence_length).sum())
+        plan = self._plan(0)
+        assert isinstance(plan, SplitPlan)
+        documents, tokens = plan.inner_cuts()
+        places = self._corpus.offsets[self.documents[documents]] + tokens
+        lost = self._corpus.counted(places, places + 1).sum()  # nothing predicts the first token of a row
+        return int(self._corpus.learned(self.documents).sum() - lost)
 
     @property
     def num_truncated(self) -> int:
@@ -139,9 +180,8 @@ class PackedDataset:
     def sample(self, number: int) -> Row:
         """Row ``number % rows`` of epoch ``number // rows``."""
         epoch, row = divmod(number, self._rows)
-        return cut_row(
-            self._corpus, self._documents, self._plan(epoch).segments(row), self.sequence_length, self._pad_id
-        )
+        segments = self._plan(epoch).segments(row)
+        return cut_row(self._corpus, self.documents, segments, self.sequence_length, self._pad_id, self.longest)
 
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._plans.get(epoch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -81,6 +81,11 @@ def find_files(patterns: Iterable[str], setting: str = "--data") -> list[SourceF
     return sorted(found.values())
 
 
+def name_files(files: Sequence[SourceFile]) -> str:
+    """The first file, and how many more there are."""
+    return files[0].path + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+
+
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in root.rglob("*.py") if STDLIB_EXCLUDED.isdisjoint(p.relative_to(root).parts)]
@@ -97,12 +102,8 @@ def _source_file(path: Path) -> SourceFile:
     return SourceFile(str(path), stat.st_size, stat.st_mtime_ns)
 
 
-def row_kind(where: str, names: Collection[str], rows: Rows, text_column: str) -> RowKind:
-    """What a row with these columns is.
-
-    Raises:
-        UserError: it lacks the columns that ``rows`` asks for; the error says which there are.
-    """
+def row_kind(names: Collection[str], rows: Rows, text_column: str) -> RowKind | None:
+    """What a row with these columns is; None if it lacks those that ``rows`` asks for."""
     is_instruction = any(all(name in names for name in group) for group in INSTRUCTION_COLUMNS)
     is_chat = all(name in names for name in CHAT_COLUMNS)
     is_text = text_column in names
@@ -112,15 +113,20 @@ def row_kind(where: str, names: Collection[str], rows: Rows, text_column: str) -
         return "chat"
     if is_instruction and rows in ("auto", "instruction"):
         return "instruction"
-    if is_text and rows == "auto":
-        return "text"
+    return "text" if is_text and rows == "auto" else None
+
+
+def lacks_columns(
+    kind: Literal["file", "row"], where: str, names: Collection[str], rows: Rows, text_column: str
+) -> Fault:
+    """A row, or a file whose rows are alike, that is nothing in particular; says which columns there are."""
     wanted = {
         "text": [f"{text_column!r} (--text-column)"],
         "chat": ["'messages'"],
         "instruction": ["'prompt' and 'completion'", "'instruction' and 'output'"],
     }
     ways = [way for kind, options in wanted.items() if rows in ("auto", kind) for way in options]
-    raise UserError("--data", where, f"rows with the columns {', or '.join(ways)}; this one has {sorted(names)}")
+    return Fault(kind, where, f"lacks the columns {', or '.join(ways)}; this one has {sorted(names)}")
 
 
 def useful_columns(kind: RowKind, text_column: str) -> tuple[str, ...]:
@@ -151,9 +157,6 @@ class RowReader:
         Args:
             start: begin about this share of the file (0 to 1) further on, without reading what is before; of no
                 effect on formats that are read as a whole. Rows are then not numbered by their place in the file.
-
-        Raises:
-            UserError: a row lacks the expected columns.
         """
         try:
             match file.format:
@@ -207,7 +210,9 @@ class RowReader:
     def _row(self, where: str, item: object) -> RawRow | Fault:
         if not isinstance(item, dict):
             return Fault("row", where, f"is a JSON {type(item).__name__}, not an object")
-        kind = row_kind(where, item.keys(), self.rows, self.text_column)
+        kind = row_kind(item.keys(), self.rows, self.text_column)
+        if kind is None:
+            return lacks_columns("row", where, item.keys(), self.rows, self.text_column)
         names = useful_columns(kind, self.text_column)
         return RawRow(where, kind, {name: item[name] for name in names if name in item})
 
@@ -219,7 +224,10 @@ class RowReader:
         try:
             with pyarrow.parquet.ParquetFile(file.path) as table:
                 names = table.schema_arrow.names
-                kind = row_kind(file.path, names, self.rows, self.text_column)
+                kind = row_kind(names, self.rows, self.text_column)
+                if kind is None:
+                    yield lacks_columns("file", file.path, names, self.rows, self.text_column)
+                    return
                 wanted = [name for name in useful_columns(kind, self.text_column) if name in names]
                 groups = list(range(int(start * table.num_row_groups), table.num_row_groups))
                 for batch in table.iter_batches(PARQUET_BATCH, row_groups=groups, columns=wanted):

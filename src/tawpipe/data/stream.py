@@ -22,7 +22,7 @@ from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import Fault, ReadCounts
-from tawpipe.data.rows import PackedDataset, Row
+from tawpipe.data.rows import PackedDataset, Row, learnable, nothing_learned
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
 from tawpipe.errors import UserError
 
@@ -89,6 +89,8 @@ class StreamedDataset:
         """What has been read so far, what was read again after going back included."""
         self._files, self._reader, self._renderer, self._encoder = files, reader, renderer, encoder
         self._pad_id, self._window_size, self._held_out, self._tell = pad_id, window, held_out_fraction, tell
+        self.longest = self.left_out = 0
+        """Tokens of the longest segment so far; documents so far of which nothing would be learned."""
         self._lock = threading.Lock()
         self._states: deque[dict[str, Any]] = deque(maxlen=STATES_KEPT)
         self._start = BEGINNING
@@ -101,7 +103,7 @@ class StreamedDataset:
         """Reads on to the sample, or back from the last known place before it.
 
         Raises:
-            UserError: nothing in the files is a document.
+            UserError: nothing in the files is a document, or nothing of them is learned.
         """
         with self._lock:
             if number < self._first:
@@ -151,24 +153,46 @@ class StreamedDataset:
         self._first += self._rows
         self._window += 1
         last_epoch = self._epoch + 1
-        place, documents = self._place(), self._read_window()
-        while not documents:  # the window before was the last of its epoch
-            if self._epoch == last_epoch:
-                raise UserError("--data", self._files[0].path, f"documents to read; skipped {self.counts.skipped()}")
-            self._epoch += 1
-            self._open()
+        while True:
             place, documents = self._place(), self._read_window()
-        corpus = Corpus.from_tokens(self._encoder.encode_all(documents), self.counts)
+            if documents:
+                corpus = Corpus.from_tokens(self._encoder.encode_all(documents), self.counts)
+                every = np.arange(len(documents))
+                kept = learnable(corpus, every, sequence_length=self.sequence_length, packing=self.packing)
+                self.left_out += len(every) - len(kept)
+                if len(kept):
+                    break
+            elif self._epoch == last_epoch:
+                raise self._nothing_left()
+            else:  # the window before was the last of its epoch
+                self._epoch += 1
+                self._open()
         self._dataset = PackedDataset(
             corpus,
-            np.arange(len(documents)),
+            kept,
             sequence_length=self.sequence_length,
             seed=self.seed,
             packing=self.packing,
             pad_id=self._pad_id,
         )
         self._rows = len(self._dataset)
+        self.longest = max(self.longest, self._dataset.longest)
         self._states.append(place)
+
+    def _nothing_left(self) -> UserError:
+        if self.left_out:
+            return nothing_learned("--data", self._files, self.sequence_length, self.packing)
+        return UserError("--data", self._files[0].path, f"documents to read; skipped {self.counts.skipped()}")
+
+    def first_window(self) -> PackedDataset:
+        """The documents with which the first epoch begins.
+
+        Raises:
+            UserError: see ``sample``.
+        """
+        self.sample(0)
+        assert self._dataset is not None
+        return self._dataset
 
     def _read_window(self) -> list[Document]:
         """The next documents of the epoch; none at its end."""
