@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -186,7 +187,10 @@ def test_every_kind_of_end_has_its_exit_code(
     assert ends_with(UserError("--a", 1, "2")) == 2
     assert ends_with(RunError("the loss is not finite")) == 1
     assert ends_with(KeyboardInterrupt()) == 130
+    assert ends_with(OSError(errno.ENOSPC, "No space left on device")) == 1
     assert "Traceback" not in capsys.readouterr().err
+    assert ends_with(OSError(errno.ENOENT, "ours")) == 1
+    assert "Traceback" in capsys.readouterr().err
     assert ends_with(ValueError("ours")) == 1
     assert "Traceback" in capsys.readouterr().err
 

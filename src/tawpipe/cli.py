@@ -7,6 +7,7 @@ transformers) is imported where it is needed, so that help and complaints about 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import sys
@@ -141,6 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+        else:  # wherever it is met: nothing but the user can help
+            print_expected_error(error)
+        return 1
     except Exception:
         traceback.print_exc()
         return 1

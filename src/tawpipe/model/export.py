@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import is_adapter
 
@@ -52,13 +53,15 @@ def export_hugging_face(
         max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor.
         is_writer: whether this rank writes. The others only take part in ``get_parameter``.
         tokenizer: a transformers tokenizer to be saved beside the weights.
+
+    Raises:
+        RunError: it could not be written, on the writer when all have taken part; what was there before is untouched.
     """
     folder = Path(folder)
     adapter = getattr(chain.given, "peft_config", None) is not None
     tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
     if not is_writer:
-        for _ in tensors:
-            pass
+        _finish(tensors)
         return folder
 
     partial = folder.with_name(f"{folder.name}.incomplete")
@@ -67,25 +70,53 @@ def export_hugging_face(
         partial.mkdir(parents=True)
     except OSError as error:
         raise UserError("--output", str(folder), f"expected a writable place for the export ({error})") from error
-    writer = _ShardWriter(partial, "adapter_model" if adapter else "model", dtype, max_shard_bytes)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-    writer.finish()
-    if adapter:
-        _save_adapter_config(chain, partial)
-        logger.info("%s holds the adapter only; put it on the base model with peft.PeftModel.from_pretrained", folder)
-    else:
-        _save_config(chain, partial, dtype)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+    try:
+        writer = _ShardWriter(partial, "adapter_model" if adapter else "model", dtype, max_shard_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.finish()
+        if adapter:
+            _save_adapter_config(chain, partial)
+            logger.info("%s holds the adapter only; peft.PeftModel.from_pretrained puts it on the base model", folder)
+        else:
+            _save_config(chain, partial, dtype)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, partial)
+        _put(partial, folder)
+    except (OSError, SafetensorError) as error:  # a full disk above all
+        _finish(tensors)
+        raise RunError(f"the model could not be exported to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # its library raises bare ones for a full disk
+        raise OSError(str(error)) from error
+
+
+def _finish(tensors: Iterator[object]) -> None:
+    """Take part in what is left of the collective."""
+    for _ in tensors:
+        pass
+
+
+def _put(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name; what had it goes, unless that fails."""
     replaced = folder.with_name(f"{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
-    return folder
 
 
 class _ShardWriter:
