@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from model_families import FAMILIES, MORE_FAMILIES, family_config, meta_model, real_model
-from tawpipe.errors import UserError
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import RunError, UserError
 from tawpipe.model.build import PRESETS, build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
@@ -126,6 +131,35 @@ def test_an_unfinished_export_is_not_taken_for_one_and_the_next_replaces_it(tmp_
     for _ in range(2):
         export_hugging_face(chain, tmp_path / "out", values.__getitem__, dtype=torch.float32, is_writer=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("full_at", ["weights", "tokenizer"])
+def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_path: Path, full_at: str):
+    """All parameters have been asked for before it fails: other ranks take part in that."""
+    chain = Chain(meta_model(family_config("llama")))
+    values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
+    arguments = {"dtype": torch.float32, "is_writer": True, "max_shard_bytes": 20_000}
+    export_hugging_face(chain, tmp_path / "out", values.__getitem__, **arguments)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    asked: list[str] = []
+
+    def get(name: str) -> torch.Tensor:
+        asked.append(name)
+        return values[name]
+
+    room = 4096 if full_at == "weights" else 50_000
+    tokenizer = train_tokenizer(["a b c"], 300)
+    tokenizer.add_tokens([f"token {n}" for n in range(2000)])
+    before_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before_limit[1]))
+    try:
+        with pytest.raises(RunError, match=f"could not be exported to {tmp_path / 'out'}: .*too large"):
+            export_hugging_face(chain, tmp_path / "out", get, tokenizer=tokenizer, **arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before_limit)
+    assert set(asked) == set(values)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
@@ -246,8 +280,70 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path):
     LlamaConfig(vocab_size=50, max_position_embeddings=32).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"--tokenizer.*vocabulary of 50"):
         build_model(str(tmp_path), vocab_size=51, max_positions=16)
-    with pytest.raises(UserError, match=r"--sequence-length.*at most 32"):
-        build_model(str(tmp_path), max_positions=33)
+    with pytest.raises(UserError, match=r"--sequence-length: got 40; at most 32 .*longest document in a row has 33"):
+        build_model(str(tmp_path), max_positions=40, longest=33)
+    assert build_model(str(tmp_path), max_positions=40, longest=32).model.config.max_position_embeddings == 32
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(UserError, match="decoder-only causal language model; a t5 model is none"):
         build_model(str(tmp_path), max_positions=16)
+
+
+PICKLED = "pytorch_model.bin"
+
+
+@pytest.mark.parametrize(
+    ("files", "way"),
+    [
+        ([PICKLED], "AutoModelForCausalLM.from_pretrained("),
+        (
+            ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"],
+            "and 1 more files; convert them: python",
+        ),
+        (["tf_model.h5"], "from_tf=True"),
+        (["flax_model.msgpack"], "from_flax=True"),
+        (["tiny.gguf"], 'gguf_file="tiny.gguf"'),
+        (["consolidated.00.pth"], "save_pretrained"),
+        (["consolidated.safetensors"], "save_pretrained"),
+        (["model-00001-of-00002.safetensors"], "save_pretrained"),
+    ],
+)
+def test_weights_in_another_form_are_not_passed_over_for_random_ones(tmp_path: Path, files: list[str], way: str):
+    family_config("llama").save_pretrained(tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"--model.*weights as model\.safetensors.*config\.json alone") as caught:
+        build_model(str(tmp_path), max_positions=16)
+    assert sorted(files)[0] in str(caught.value) and way in str(caught.value)
+
+
+def test_what_a_trainer_leaves_beside_a_config_is_no_model(tmp_path: Path):
+    family_config("llama").save_pretrained(tmp_path)
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state.pth"):
+        (tmp_path / name).touch()
+    assert build_model(str(tmp_path), max_positions=16).origin(seed=3) == "random (seed 3)"
+
+
+def test_the_command_that_is_recommended_converts(tmp_path: Path):
+    config = family_config("llama")
+    model = real_model(config, torch.float32)
+    config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / PICKLED)
+    with pytest.raises(UserError) as caught:
+        build_model(str(tmp_path), max_positions=16)
+    command = shlex.split(str(caught.value).split("convert them: ")[1].split("; or config.json")[0])
+    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
+    built = build_model(str(tmp_path), max_positions=16)
+    assert built.origin(seed=0) == f"{tmp_path}, 1 safetensors file"
+    chain = Chain(built.model)
+    assert_same(named(chain, SafetensorsSource(chain, tmp_path)), dict(model.named_parameters()))
+
+
+def test_a_model_on_the_hub_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    family_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"'some/one'; a model on the Hub with safetensors.*AutoTokenizer") as caught:
+        build_model("some/one", max_positions=16)
+    assert 'save_pretrained("one")' in str(caught.value)
+    real_model(family_config("llama"), torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
+    origin = build_model("some/one", max_positions=16).origin(seed=0)
+    assert origin == f"{tmp_path}, {len(list(tmp_path.glob('*.safetensors')))} safetensors files"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, T5Config
 
 from small import WORDS, make_small
 from tawpipe.cli import main
@@ -67,6 +68,7 @@ def trained(home) -> Path:
     assert "4 processes = 2 nodes x 2" in done.stdout
     assert "link of a node" in done.stdout and "sample" in done.stdout
     assert "plan: measured and chosen in" in done.stdout
+    assert "\nweights: random (seed 0)\n" in done.stdout
     return home
 
 
@@ -129,7 +131,8 @@ def test_resume_goes_on_with_the_identical_losses(trained):
     shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
     done = run(trained, "again", "--resume", "auto", "--plan", "auto")
     assert done.returncode == 0, done.stderr
-    assert "step 2, 12 samples consumed" in done.stdout
+    assert "weights: resumed from" in done.stdout and "step 2, 12 samples consumed" in done.stdout
+    assert "weights: random" not in done.stdout
     before, after = rows(trained, "first"), rows(trained, "again")
     assert [row["loss"] for row in after] == [row["loss"] for row in before]
 
@@ -222,6 +225,59 @@ def test_refusals_that_only_workers_can_find(home):
     small.save_pretrained(home / "small")
     expect_refusal(run(home, "r3", "--model", str(home / "small"), "--nproc", "1"), "--tokenizer", "300")
     assert not any(path.is_file() for name in ("r1", "r2", "r3") for path in (home / name).rglob("*")), "left behind"
+
+
+def alone(home: Path, output: str, *words: str) -> int:
+    """A run of one process, in this one."""
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--checkpoint.every", "0")
+    return main([*command(home, output, *quiet, *words)[2:]])
+
+
+def test_the_console_says_where_weights_come_from(home, capsys):
+    config = LlamaConfig.from_pretrained(home / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(home / "with-weights", max_shard_size="50KB")
+    files = len(list((home / "with-weights").glob("*.safetensors")))
+    words = ("--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
+    assert alone(home, "weighted", "--model", str(home / "with-weights"), *words) == 0
+    assert f"\nweights: {home / 'with-weights'}, {files} safetensors files\n" in capsys.readouterr().out and files > 1
+    (home / "with-weights" / "model.safetensors.index.json").rename(home / "with-weights" / "pytorch_model.bin")
+    assert alone(home, "pickled", "--model", str(home / "with-weights"), *words) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, capsys):
+    chat = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
+    (home / "cut.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    assert alone(home, "cut", "--data", str(home / "cut.jsonl")) == 2
+    said = capsys.readouterr()
+    assert "--data" in said.err and "--sequence-length" in said.err and "step" not in said.out
+    assert not (home / "cut" / "model").exists()
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, streaming):
+    """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
+    GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=160).save_pretrained(home / "table")
+    words = ("--model", str(home / "table"), "--streaming", streaming, "--packing", "fit", "--sequence-length", "400")
+    sample = ("--sample.tokens", "3", "--sample.prompt", "def " * 200)
+    assert alone(home, f"long-{streaming}", *words, "--steps", "2", *sample) == 0, capsys.readouterr().err
+    short = (home / "corpus" / "0.txt").read_text()
+    (home / "later.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [short] * 6 + ["a b " * 900]))
+    later = ("--data", str(home / "later.jsonl"), "--stream-window", "2", "--validation-fraction", "0")
+    assert alone(home, f"later-{streaming}", *words, "--steps", "3", *later) == 2
+    said = capsys.readouterr().err
+    assert "--sequence-length: got 400; at most 160 for" in said and "longest document in a row has 400" in said
+
+
+def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert alone(home, "roomless", "--steps", "1") == 1
+    said = capsys.readouterr().err
+    assert "could not be exported" in said and "No space left on device" in said and "Traceback" not in said
+    assert not list((home / "roomless").glob("model*"))
 
 
 def test_a_folder_that_cannot_be_written(home):

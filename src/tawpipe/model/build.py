@@ -6,6 +6,7 @@ Imports torch, transformers and, for names on the Hub, huggingface_hub.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import SafetensorsSource, has_weights
+from tawpipe.model.pretrained import SafetensorsSource, check_weights, conversion, count_files, has_weights
 from tawpipe.model.refuse import SETTING
 from tawpipe.model.weights import InitSource, WeightSource
 
@@ -81,9 +82,21 @@ class BuiltModel:
             return InitSource(chain, seed)
         return SafetensorsSource(chain, self.folder, seed=seed)
 
+    def origin(self, *, seed: int) -> str:
+        """Where its values come from, in words."""
+        if self.folder is None:
+            return f"random (seed {seed})"
+        files = count_files(self.folder)
+        return f"{self.folder}, {files} safetensors file{'s' if files > 1 else ''}"
+
 
 def build_model(
-    spec: str, *, vocab_size: int | None = None, max_positions: int, trust_remote_code: bool = False
+    spec: str,
+    *,
+    vocab_size: int | None = None,
+    max_positions: int,
+    longest: int | None = None,
+    trust_remote_code: bool = False,
 ) -> BuiltModel:
     """Build the model that ``spec`` names, without memory for its weights.
 
@@ -92,7 +105,8 @@ def build_model(
             Hub.
         vocab_size: tokens that the tokenizer can give. A preset takes it as its vocabulary, any other model must have
             at least as many.
-        max_positions: the longest document. A preset takes it, any other model must allow as many.
+        max_positions: tokens in a row, which a preset is made for.
+        longest: tokens of the longest document in a row, whose positions any other model must have; a row's by default.
         trust_remote_code: run model code that comes with the folder or from the Hub.
 
     Raises:
@@ -111,7 +125,7 @@ def build_model(
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(SETTING, spec, f"its config.json cannot be used ({_first_line(error)})") from error
-        _check_fit(spec, config, vocab_size, max_positions)
+        _check_fit(spec, config, vocab_size, max_positions, max_positions if longest is None else longest)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -128,7 +142,8 @@ def resolve_model(spec: str) -> Path | None:
     """The local folder of a model, None for a preset; files from the Hub are fetched into its cache.
 
     Raises:
-        UserError: ``spec`` is no preset, no folder with a config.json and no model on the Hub that can be had.
+        UserError: ``spec`` is no preset, no folder with a config.json and no model on the Hub that can be had; or its
+            weights are in a form that is not read.
     """
     if spec in PRESETS:
         return None
@@ -136,6 +151,7 @@ def resolve_model(spec: str) -> Path | None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(SETTING, spec, "the folder must hold a config.json")
+        check_weights(path)
         return path
     expected = f"expected a folder with config.json, a name owner/model on the Hub, or one of {', '.join(PRESETS)}"
     if path.exists() or not _HUB_NAME.fullmatch(spec):
@@ -143,12 +159,17 @@ def resolve_model(spec: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"]))
+        found = snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"])
     except Exception as error:  # its errors have no common base: network, names, access
         raise UserError(SETTING, spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
+    if not has_weights(Path(found)):
+        own = spec.rpartition("/")[2]
+        way = f"if it has them in another form, {conversion(spec, own)} writes them to {own}"
+        raise UserError(SETTING, spec, f"a model on the Hub with safetensors, which this has not; {way}")
+    return Path(found)
 
 
-def _check_fit(spec: str, config: Any, vocab_size: int | None, max_positions: int) -> None:
+def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest: int) -> None:
     text = config.get_text_config()
     if vocab_size is not None and vocab_size > text.vocab_size:
         raise UserError(
@@ -156,12 +177,26 @@ def _check_fit(spec: str, config: Any, vocab_size: int | None, max_positions: in
             f"{vocab_size} tokens",
             f"the model {spec} has a vocabulary of {text.vocab_size}; use the tokenizer that belongs to it",
         )
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and max_positions > limit:
+    check_longest(spec, config, row, longest)
+
+
+def longest_allowed(config: Any) -> int:
+    """Tokens of a document for which a model of this config has positions."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def check_longest(spec: str, config: Any, row: int, longest: int) -> None:
+    """A model whose positions are a table would read behind its end, any other compute what it was not trained for.
+
+    Raises:
+        UserError: the longest document in a row of ``row`` tokens has more than the model's positions.
+    """
+    if longest > (limit := longest_allowed(config)):
         raise UserError(
             "--sequence-length",
-            max_positions,
-            f"at most {limit} for {spec} (max_position_embeddings in its config.json)",
+            row,
+            f"at most {limit} for {spec} (max_position_embeddings in its config.json), as the longest document in a "
+            f"row has {longest} tokens; or shorter documents",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.refuse import SETTING
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import InitSource, flatten, is_adapter
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+_WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
+_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
+"""What a trainer leaves beside a model and what is no model."""
 
 
 def base_name(name: str) -> str:
@@ -178,7 +185,7 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     from safetensors import SafetensorError, safe_open
 
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     try:
         if index.is_file():
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -191,9 +198,49 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
                 return dict.fromkeys(file.keys(), single)
     except (SafetensorError, ValueError, KeyError, OSError) as error:
         raise UserError(SETTING, str(folder), f"its safetensors cannot be read ({error})") from error
-    raise UserError(SETTING, str(folder), "expected model.safetensors or model.safetensors.index.json in the folder")
+    raise UserError(SETTING, str(folder), f"expected {SINGLE} or {INDEX} in the folder")
 
 
 def has_weights(folder: Path) -> bool:
     """Whether a model folder brings weights of its own."""
-    return (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file()
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def count_files(folder: Path) -> int:
+    """How many safetensors files hold a folder's weights."""
+    return len(set(_files_by_key(folder).values()))
+
+
+def check_weights(folder: Path) -> None:
+    """A folder without safetensors has no weights at all.
+
+    Raises:
+        UserError: it has some in another form, which would be passed over for random ones.
+    """
+    if has_weights(folder):
+        return
+    others = sorted(path.name for path in folder.iterdir() if _WEIGHTS.search(path.name))
+    others = [name for name in others if not _TRAINING_STATE.match(name)]
+    if not others:
+        return
+    found, more = others[0], f" and {len(others) - 1} more files" if len(others) > 1 else ""
+    if found.startswith("pytorch_model"):
+        way = f"convert them: {conversion(str(folder), str(folder))}"
+    elif found.endswith(".gguf"):
+        way = f"convert them: {conversion(str(folder), str(folder), gguf_file=found)}"
+    elif found.startswith(("tf_model", "flax_model")):
+        framework = {"from_tf" if found.startswith("tf") else "from_flax": True}
+        way = f"convert them with transformers before 5: {conversion(str(folder), str(folder), **framework)}"
+    else:
+        way = "convert them to what save_pretrained of transformers writes"
+    expected = f"weights as {SINGLE} or {INDEX}, not {found}{more}; {way}; or config.json alone for random weights"
+    raise UserError(SETTING, str(folder), expected)
+
+
+def conversion(source: str, folder: str, **how: object) -> str:
+    """The command that writes a model as safetensors into a folder; into another folder with its tokenizer."""
+    given = "".join(f", {name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in how.items())
+    kinds = ["AutoModelForCausalLM"] + ["AutoTokenizer"] * (source != folder)
+    parts = [f"from transformers import {', '.join(kinds)}"]
+    parts += [f"{k}.from_pretrained({json.dumps(source)}{given}).save_pretrained({json.dumps(folder)})" for k in kinds]
+    return f"python -c {shlex.quote('; '.join(parts))}"

@@ -25,6 +25,7 @@ from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
 from tawpipe.flops import chain_flops, mfu, peak_flops
+from tawpipe.model.build import check_longest
 from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
@@ -318,6 +319,9 @@ class Training:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
         shares = self.pipeline.shares(rows)
         parts = [collate([source.sample(begin + row) for row in share.rows], share.index) for share in shares]
+        if self.data.report.streamed:  # what else there is was looked at before the run
+            longest = max((length for part in parts for length in part.lengths), default=0)
+            check_longest(self.config.model, self.pipeline.chain.config, self.config.sequence_length, longest)
         if self.world.device.type == "cuda":
             parts = [part.pin_memory() for part in parts]
         return LocalBatch(rows, self.config.sequence_length, parts)

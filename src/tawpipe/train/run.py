@@ -22,7 +22,7 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.errors import RunError, UserError
 from tawpipe.faults import Injector, parse_faults, restart_count
 from tawpipe.launch import started_by_local_launcher
-from tawpipe.model.build import build_model, resolve_model
+from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
 from tawpipe.pipeline import Pipeline
 from tawpipe.plan.record import PLACEMENTS
 from tawpipe.runtime.optimizer import adamw
@@ -94,12 +94,21 @@ def run(config: TrainConfig) -> int:
     given, config, plan = config, followed.config, followed.text
     if followed.line:
         console.line(followed.line)
-    pipeline = _make_pipeline(config, world, data, injector)
+    built = build_model(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.sequence_length,
+        longest=data.longest,
+        trust_remote_code=config.trust_remote_code,
+    )
+    pipeline = _make_pipeline(config, world, data, built, injector)
     check_model(plan, pipeline.spec)
     if earlier is not None:
         _resume(config, console, pipeline, start, copies, data)
-    elif config.resume == "auto" or restarts:
-        console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
+    else:
+        if config.resume == "auto" or restarts:
+            console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
+        console.line(f"weights: {built.origin(seed=config.seed)}")
     if world.rank == 0:
         write_mark(config.output_path, start.mark)
         _save_settings(given, plan, console)
@@ -251,13 +260,9 @@ def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
     return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
 
 
-def _make_pipeline(config: TrainConfig, world: World, data: PreparedData, injector: Injector | None) -> Pipeline:
-    built = build_model(
-        config.model,
-        vocab_size=vocabulary_size(data.tokenizer),
-        max_positions=config.sequence_length,
-        trust_remote_code=config.trust_remote_code,
-    )
+def _make_pipeline(
+    config: TrainConfig, world: World, data: PreparedData, built: BuiltModel, injector: Injector | None
+) -> Pipeline:
     check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
     chosen, dtype = config.schedule, DTYPES[config.dtype]
     settings = config.optimizer
@@ -319,7 +324,7 @@ def _resume(
     else:
         assert copies is not None and start.copy is not None
         pipeline.load_copy(copies, start.copy)
-    console.notice(f"resumed from {place}: step {state.step}, {state.samples} samples consumed")
+    console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")
     if state.data_state and not changed:
@@ -373,7 +378,7 @@ def _sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
         pipeline,
         prompt,
         tokens=config.sample.tokens,
-        window=config.sequence_length,
+        window=min(config.sequence_length, longest_allowed(pipeline.chain.config)),
         seed=config.seed,
         stop=stop if isinstance(stop, int) else None,
     )
