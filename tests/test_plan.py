@@ -10,6 +10,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config
 
 from schedules import llama
 from tawpipe.cli import main
@@ -255,13 +256,14 @@ def test_a_broken_plan_is_named(tmp_path, content):
 # the command
 
 WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
-WORDS += ["--topology", "2x2@1gbit", "--dtype", "float32", "--device", "cpu"]
+WORDS += ["--topology", "2x2@1gbit", "--dtype", "float32", "--device", "cpu", "--device-name", "cpu"]
 
 
 def test_the_command(tmp_path, capsys):
     assert main([*WORDS, "--save", str(tmp_path / "plan.yaml"), "--explain", "tawpipe-spread"]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
+    assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
     assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
     assert main([*WORDS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] in STRATEGIES
@@ -290,6 +292,45 @@ def test_the_command(tmp_path, capsys):
 def test_complaints(words, reason, capsys):
     assert main([*WORDS, *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", ["auto", "estimate", "measure"])
+@pytest.mark.parametrize("file", ["", "device: {memory_gib: 80}"])
+def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, capsys, file, profile):
+    """A large model is not measured on the processors of a machine that only plans."""
+    monkeypatch.setattr("tawpipe.plan.ask.build_model", lambda *_, **__: pytest.fail("went on"))
+    (tmp_path / "two.yaml").write_text(f"format: 1\nnodes: [1, 1]\nbetween: {{gbit_per_s: 1}}\n{file}\n")
+    topology = str(tmp_path / "two.yaml") if file else "3x8@10gbit"
+    words = ["plan", "--model", "llama-8b", "--topology", topology, "--sequence-length", "64", "--global-batch", "8"]
+    assert main([*words, "--device", "cpu", "--profile", profile]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tawpipe: error: --device-name: got 'nothing'") and "H100, " in said and "CPU" in said
+
+
+def test_an_estimate_without_a_known_peak_names_the_device(capsys):
+    assert main([*WORDS, "--profile", "estimate"]) == 2
+    assert "--device-name: got 'CPU'; a device whose peak is known: GB200" in capsys.readouterr().err
+
+
+def test_a_long_measurement_says_what_it_is_at(monkeypatch):
+    monkeypatch.setattr("tawpipe.plan.profile.QUIET_S", 0.0)
+    said: list[str] = []
+    measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=16, tell=said.append)
+    for words in (
+        "block 0 (embedding), 16 tokens",
+        "block 1 (layer), 16 tokens",
+        "(head)",
+        "the optimizer, run 4 of 4",
+    ):
+        assert any(words in line for line in said), words
+
+
+def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp_path, capsys):
+    GPT2Config(vocab_size=500, n_embd=32, n_layer=2, n_head=2, n_positions=40).save_pretrained(tmp_path)
+    words = [*WORDS, "--model", str(tmp_path)]
+    assert main([*words, "--lengths", "30,34"]) == 0
+    assert main(words) == 2
+    assert "--sequence-length: got 64; at most 40" in capsys.readouterr().err
 
 
 def test_what_fits_nowhere_ends_with_1(capsys):

@@ -79,6 +79,8 @@ def test_topologies_in_short(tmp_path):
     with pytest.raises(UserError, match="--topology"):
         machine_of(str(tmp_path / "nothing.yaml"), device=Device())
     (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "unnamed.yaml").write_text("format: 1\nnodes: [1]\n")
+    assert machine_of(str(tmp_path / "unnamed.yaml"), device=Device()).device.name == ""
     with pytest.raises(UserError, match="YAML"):
         machine_of(str(tmp_path / "broken.yaml"), device=Device())
 

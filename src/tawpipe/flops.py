@@ -37,6 +37,10 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
+KNOWN_DEVICES = tuple(name for name, _ in _PEAKS)
+"""Names of which the peak is known."""
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense FLOP/s that a device could reach in ``dtype``, None where that is not known (CPUs, other types).
 
@@ -45,8 +49,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """
     if dtype != "bfloat16":
         return None
-    words = device_name.replace("-", " ").split()
-    return next((peak for known, peak in _PEAKS if all(word in words for word in known.split())), None)
+    words = device_name.upper().replace("-", " ").split()
+    return next((peak for known, peak in _PEAKS if all(word in words for word in known.upper().split())), None)
 
 
 def training_flops(

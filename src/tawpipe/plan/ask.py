@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import torch
 
 from tawpipe.costs import Widths
 from tawpipe.errors import UserError
-from tawpipe.flops import chain_flops, peak_flops
-from tawpipe.model.build import build_model
+from tawpipe.flops import KNOWN_DEVICES, chain_flops, peak_flops
+from tawpipe.model.build import build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
@@ -74,6 +74,7 @@ def question_of(
     chunk_tokens: int = 1024,
     trust_remote_code: bool = False,
     here: torch.device | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Question:
     """The question.
 
@@ -84,6 +85,7 @@ def question_of(
         memory_bytes: of a device, instead of what the machine says.
         chunk_tokens: whose logits exist at one time.
         here: this process's device.
+        tell: is given what is measured, before it is and while it takes time.
 
     Raises:
         UserError: a model, a machine or a number that cannot work.
@@ -103,7 +105,11 @@ def question_of(
 
     def chain() -> Chain:
         built = build_model(
-            model, vocab_size=vocab_size, max_positions=sequence_length, trust_remote_code=trust_remote_code
+            model,
+            vocab_size=vocab_size,
+            max_positions=sequence_length,
+            longest=max(documents),
+            trust_remote_code=trust_remote_code,
         )
         return Chain(built.model)
 
@@ -114,7 +120,7 @@ def question_of(
     return Question(
         model=model_spec(made),
         profile=_profile(
-            made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu")
+            made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu"), tell
         ),
         machine=machine,
         global_batch=global_batch,
@@ -143,17 +149,16 @@ def _profile(
     chunk_tokens: int,
     peak: float | None,
     here: torch.device,
+    tell: Callable[[str], None],
 ) -> Profile:
     if how not in ("auto", "measure", "estimate"):
         raise UserError("--profile", how, "auto, measure or estimate")
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
-        most = MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"]
-        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most), chunk_tokens=chunk_tokens)
+        most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
+        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most), chunk_tokens=chunk_tokens, tell=tell)
     if peak is None:
-        raise UserError(
-            SETTING,
-            machine.device.name,
-            "a device whose peak is known, or one with `device: {flops: ...}` in the file, or --profile measure",
-        )
+        known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
+        expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
+        raise UserError("--device-name", machine.device.name, expected)
     return estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk_tokens)

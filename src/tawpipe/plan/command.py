@@ -28,6 +28,7 @@ def plan(argv: Sequence[str]) -> int:
     _check(arguments)
     import torch
 
+    from tawpipe.flops import KNOWN_DEVICES
     from tawpipe.plan.answer import Answer, crossing, json_text
     from tawpipe.plan.ask import device_name, machine_of, question_of
     from tawpipe.plan.machine import Device
@@ -40,11 +41,18 @@ def plan(argv: Sequence[str]) -> int:
         if probed is None:
             return 0  # rank 0 plans
     here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
-    memory = int(torch.cuda.get_device_properties(here).total_memory) if here.type == "cuda" else 0
-    device = Device(arguments.device_name or device_name(here), 0 if arguments.device_name else memory)
+    name = "CPU" if (arguments.device_name or "").upper() == "CPU" else arguments.device_name
+    device = Device(name or "")
+    if here.type == "cuda" and not device.name:  # clusters are planned on one of their machines
+        device = Device(device_name(here), int(torch.cuda.get_device_properties(here).total_memory))
+    machine = probed or machine_of(arguments.topology, device=device, name=name)
+    if not machine.device.name and not machine.device.flops:
+        known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
+        raise UserError("--device-name", "nothing", f"what {arguments.topology} computes with: {known}")
+    tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
     question = question_of(
         arguments.model,
-        probed or machine_of(arguments.topology, device=device, name=arguments.device_name),
+        machine,
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
@@ -57,11 +65,12 @@ def plan(argv: Sequence[str]) -> int:
         clip=not arguments.no_clip,
         trust_remote_code=arguments.trust_remote_code,
         here=here,
+        tell=tell,
     )
     talk = not arguments.json
     if talk:
         print(f"{question.machine.topology}; {question.profile.source}")
-    answer = Answer.of(question, search(question, tell=lambda line: print(f"  {line}", file=sys.stderr)))
+    answer = Answer.of(question, search(question, tell=tell))
     if arguments.json:
         print(json_text(answer))
     else:
@@ -183,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
-        "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, ..."
+        "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")

@@ -34,7 +34,7 @@ class Device:
     """What every process computes with.
 
     Args:
-        name: as the driver calls it; ``CPU`` for none.
+        name: as the driver calls it; ``CPU`` for none; empty where a file does not say it.
         memory_bytes: that a process may use; 0 if that is not known.
         flops: per second in the dtype of the run, where a user knows better than the table of device peaks.
     """
@@ -170,7 +170,7 @@ def _device(values: Any, where: str) -> Device:
             raise UserError(f"{where}: {name}", value, "a number, 0 or more")
     if memory > MOST_GIB:
         raise UserError(f"{where}: memory_gib", memory, f"at most {MOST_GIB:.0e}")
-    return Device(str(values.get("name", "CPU")), int(memory * 2**30), flops)
+    return Device(str(values.get("name") or ""), int(memory * 2**30), flops)
 
 
 MOST_GIB = 1e9

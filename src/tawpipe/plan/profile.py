@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tawpipe.console import duration
 from tawpipe.flops import attention_width
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
@@ -28,6 +29,8 @@ UPDATE_BYTES = 28
 ESTIMATED_BYTES_PER_S = 1e12
 """Of a device's memory where nothing was measured."""
 REPEATS = 3
+QUIET_S = 2.0
+"""For so long nothing is said of what goes on."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,24 @@ def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float]) -> Seconds:
 
 
 def measure(
-    chain: Chain, *, dtype: torch.dtype, device: torch.device, tokens: int, chunk_tokens: int = 1024
+    chain: Chain,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    chunk_tokens: int = 1024,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``.
 
     Args:
         chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
+        tell: is given what is measured, before it is and while it takes time.
     """
     chain.prepare(device, dtype)
-    bench = _Bench(chain, device, dtype, chunk_tokens)
+    bench = _Bench(chain, device, dtype, chunk_tokens, tell)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+    tell(f"measuring {len({bench.kind(b.index) for b in chain.blocks})} kinds of blocks on {where}, {tokens:,} tokens")
     half = max(1, tokens // 2)
     shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
     sizes = [size_of(shape) for shape in shapes]
@@ -108,7 +120,7 @@ def measure(
         _hidden(chain) * dtype.itemsize,
         kept["graph"],
         chunk_tokens * chain.config.get_text_config().vocab_size * (4 + 4 + dtype.itemsize),
-        f"measured on {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'this CPU'}, {tokens} tokens",
+        f"measured on {where}, {tokens} tokens",
     )
 
 
@@ -149,8 +161,17 @@ def _hidden(chain: Chain) -> int:
 class _Bench:
     """Runs single blocks with random weights."""
 
-    def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        device: torch.device,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.chain, self.device, self.dtype, self.chunk = chain, device, dtype, chunk_tokens
+        self._tell, self._doing = tell, ""
+        self._began = self._told = time.perf_counter()
 
     def kind(self, block: int) -> tuple:
         """Blocks of one kind cost the same."""
@@ -164,6 +185,7 @@ class _Bench:
         in both.
         """
         spec, chain = self.chain.blocks[block], self.chain
+        self._doing = f"block {block} ({spec.kind}), {sum(lengths):,} tokens"
         trainable = [unit for unit in spec.units if chain.units[unit].trainable]
         flats = {u: torch.randn(chain.units[u].numel, dtype=self.dtype, device=self.device) * 0.02 for u in spec.units}
         sums = {u: torch.zeros(chain.units[u].numel, dtype=torch.float32, device=self.device) for u in trainable}
@@ -250,7 +272,15 @@ class _Bench:
                 run()
                 self._wait()
                 taken.append(time.perf_counter() - begin)
+                self._say(taken)
         return statistics.median(taken[1:])
+
+    def _say(self, taken: Sequence[float]) -> None:
+        now = time.perf_counter()
+        if now - self._told > QUIET_S:
+            self._told = now
+            run = f"run {len(taken)} of {REPEATS + 1} took {taken[-1]:.1f} s"
+            self._tell(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -260,5 +290,6 @@ class _Bench:
         """Of AdamW, for one element."""
         value = torch.nn.Parameter(torch.zeros(elements, device=self.device))
         value.grad = torch.ones_like(value)
+        self._doing = "the optimizer"
         optimizer = torch.optim.AdamW([value], fused=True)
         return self._time(lambda: optimizer.step(), grad=False) / elements

@@ -218,6 +218,7 @@ def _make(
             chunk_tokens=config.schedule.loss_chunk_tokens,
             trust_remote_code=config.trust_remote_code,
             here=world.device,
+            tell=tell,
         )
     except Exception as error:  # what is wrong with the model comes again, by name, when it is made
         logger.debug("measuring", exc_info=True)
