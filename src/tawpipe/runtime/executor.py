@@ -15,12 +15,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from tawpipe.errors import RunError
 from tawpipe.faults import Injector
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
+from tawpipe.runtime.norm import sum_of_squares
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
@@ -273,7 +273,7 @@ class Executor:
         gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if gradients:
-            sums[0] = get_total_norm(gradients, foreach=True).double().square()
+            sums[0] = sum_of_squares(gradients)
         losses = self.compute.losses(action)
         if losses:
             sums[1] = torch.stack(losses).sum()

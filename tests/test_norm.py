@@ -1,0 +1,41 @@
+"""The gradient's norm: exact, and the same however gradients are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tawpipe
+from cases import llama
+from tawpipe.runtime.norm import sum_of_squares
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+
+
+def test_the_norm_does_not_depend_on_how_numbers_are_cut():
+    values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    norms = [float(sum_of_squares(values.chunk(count)).sqrt()) for count in (1, 2, 6, 1000)]
+    exact = float(torch.dot(values.double(), values.double()).sqrt())
+    assert all(abs(norm / exact - 1) < 1e-12 for norm in norms)
+    assert sum_of_squares([torch.tensor([1.0, float("inf")])]).isinf()
+    assert sum_of_squares([torch.tensor([1.0, float("nan")])]).isnan()
+
+
+def test_the_norm_of_a_large_gradient_is_exact():
+    """An embedding of 4 M elements, whose gradient torch's own fp32 norm would get wrong by 1e-4."""
+    config = llama(torch.float32).config
+    config.vocab_size, config.num_hidden_layers = 80_000, 1
+    config.hidden_size, config.tie_word_embeddings = 48, True
+    pipeline = tawpipe.Pipeline(
+        type(llama(torch.float32))(config),
+        optimizer=tawpipe.adamw(0.0),
+        world=World(Topology.grid(1, 1), 0, torch.device("cpu"), None),
+        clip_norm=None,
+        loss=lambda logits, labels: (logits.sin() * 1e-2).sum(),
+    )
+    ids = torch.arange(12).view(2, 6)
+    norm = pipeline.step({"input_ids": ids, "labels": ids}).grad_norm
+    pipeline.drain()
+    gradients = [pipeline.gradient(name).double() for name in pipeline.parameter_names]  # type: ignore[union-attr]
+    assert norm == pytest.approx(float(torch.stack([gradient.norm() for gradient in gradients]).norm()), rel=1e-6)
+    pipeline.close()
