@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -569,3 +570,135 @@ def failing_compute(world: World) -> tuple[str, float]:
     except RuntimeError as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])]), time.perf_counter() - begin
     return "", 0.0
+
+
+def load_with_fault(world: World, *, folder: str, fault: str, copied: bool) -> tuple[str, bool, bool, bool]:
+    """A load of which rank 1 cannot read a file: before anything has changed, or afterwards.
+
+    Returns:
+        what is raised, whether weights are as before, whether a step raises then, and whether a load that succeeds goes
+        on as if nothing had been.
+    """
+    from tawpipe.runtime import loading, second_copy
+
+    pipeline, expected = (_checkpointed(world, dtype="float32") for _ in range(2))
+    given = batches(5, 4)
+    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
+    expected.step(given[0])
+    expected.save(Path(folder) / "one")
+    expected.start_copy(copies)
+    copies.wait()
+    found = copies.find()
+    assert found is not None
+    load = partial(pipeline.load_copy, copies, found) if copied else partial(pipeline.load, Path(folder) / "one")
+    for batch in given[2:]:
+        pipeline.step(batch)
+    pipeline.drain()
+    before = {unit: master.clone() for unit, master in pipeline.storage.master.items()}
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no such disk")
+
+    class Breaks:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def get_slice(self, name: str) -> Any:
+            piece = self.file.get_slice(name)
+            return type("Slice", (), {"get_shape": lambda _: piece.get_shape(), "__getitem__": fail})()
+
+    real, real_load = loading.open_file, second_copy.load_bytes
+    if world.rank == 1 and fault == "refused":
+        loading.open_file = second_copy.open_file = fail
+    elif world.rank == 1:
+        second_copy.load_bytes = fail
+        if not copied:
+            loading.open_file = lambda *where: Breaks(real(*where))
+    message, stopped = "nothing was raised", False
+    try:
+        load()
+    except (UserError, RunError) as error:
+        message = f"{type(error).__name__} {error}"
+    loading.open_file = second_copy.open_file = real
+    second_copy.load_bytes = real_load
+    same = all(torch.equal(before[unit], master) for unit, master in pipeline.storage.master.items())
+    if fault == "broken":
+        try:
+            pipeline.step(given[1])
+        except RunError:
+            stopped = True
+    load()
+    losses = [[one.step(batch).loss for batch in given[1:]] for one in (pipeline, expected)]
+    pipeline.close()
+    expected.close()
+    world.barrier()
+    copies.remove()
+    return message, same, stopped, losses[0] == losses[1]
+
+
+def frozen_values(world: World, *, folder: str, **knobs: Any) -> set[str]:
+    """A bf16 run over a frozen model whose fp32 values bf16 would round, and one over a model whose values are exact.
+
+    Returns:
+        ``exact`` if collecting, saving, loading and copies give the values that came in; ``host`` if the cost of that
+        in the host's memory is stated as it is; ``narrow`` if nothing is kept where nothing is rounded.
+    """
+
+    def make(*, exact: bool) -> Any:
+        model = llama(torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+            if exact:
+                parameter.data = parameter.data.bfloat16().float() * 2
+        given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        pipeline = Pipeline(model, optimizer=adamw(1e-2), dtype=torch.bfloat16, world=world, strict=True, **knobs)
+        return pipeline, given
+
+    def holds(pipeline: Pipeline, given: Mapping[str, Tensor]) -> bool:
+        pipeline.drain()
+        pipeline.check_copies()
+        found = {name: pipeline.parameter(name) for name in given if "q_proj" not in name}
+        return all(value is None or torch.equal(value, given[name]) for name, value in found.items())
+
+    (rounded, values), (narrow, others) = make(exact=False), make(exact=True)
+    batch, checks = batches(5, 1)[0], []
+    for pipeline, given in ((rounded, values), (narrow, others)):
+        pipeline.step(batch)
+        checks.append(holds(pipeline, given))
+    storage = rounded.storage
+    held = sum(m.nbytes for m in storage.master.values() if m.dtype == torch.float32) - sum(
+        gradient.nbytes for gradient in storage.gradient.values()
+    )
+    said = rounded.costs(5, LENGTH).host_bytes
+    kept = narrow.storage.exact
+    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
+    rounded.save(Path(folder) / "rounded")
+    narrow.save(Path(folder) / "narrow")
+    losses = [rounded.step(batch).loss]
+    rounded.load(Path(folder) / "narrow")
+    checks.append(holds(rounded, others) and not rounded.storage.exact)
+    narrow.load(Path(folder) / "rounded")
+    checks.append(holds(narrow, values))
+    losses.append(narrow.step(batch).loss)
+    narrow.start_copy(copies)
+    copies.wait()
+    assert not copies.problem, copies.problem
+    found = copies.find()
+    assert found is not None
+    rounded.load_copy(copies, found)
+    checks.append(holds(rounded, values))
+    rounded.close()
+    narrow.close()
+    world.barrier()
+    copies.remove()
+    results = {"exact"} if all(checks) and losses[0] == losses[1] else {f"not exact: {checks} {losses}"}
+    return (
+        results
+        | ({"host"} if max(world.gather_numbers(held)) == said > 0 else {f"{held} held, {said} said"})
+        | ({"narrow"} if not kept else {f"kept {kept}"})
+    )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+import tawpipe
+from cases import batches, llama
 from tawpipe.errors import UserError
 from tawpipe.runtime.lanes import CpuLane, Failure
 from tawpipe.runtime.optimizer import adamw, check_elementwise
+from tawpipe.runtime.storage import Piece
 from tawpipe.runtime.transport import needed_groups
+from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.topology import Topology
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
 
@@ -98,10 +104,10 @@ class RowNormalised(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("factory", "name"),
     [
-        (lambda pieces: torch.optim.Adafactor([p.value for p in pieces]), "Adafactor"),
-        (lambda pieces: torch.optim.Muon([p.value for p in pieces]), "2D"),
-        (lambda pieces: torch.optim.LBFGS([p.value for p in pieces]), "LBFGS"),
-        (lambda pieces: RowNormalised([p.value for p in pieces]), "RowNormalised"),
+        (lambda parameters: torch.optim.Adafactor(parameters), "Adafactor"),
+        (lambda parameters: torch.optim.Muon(parameters), "2D"),
+        (lambda parameters: torch.optim.LBFGS(parameters), "LBFGS"),
+        (lambda parameters: RowNormalised(parameters), "RowNormalised"),
     ],
 )
 def test_optimizers_that_are_not_element_wise_are_refused_by_name(factory, name):
@@ -113,13 +119,70 @@ def test_optimizers_that_are_not_element_wise_are_refused_by_name(factory, name)
     "factory",
     [
         adamw(),
-        lambda pieces: torch.optim.SGD([p.value for p in pieces], lr=0.1, momentum=0.9),
-        lambda pieces: torch.optim.RMSprop([p.value for p in pieces]),
-        lambda pieces: torch.optim.NAdam([p.value for p in pieces]),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.RMSprop(parameters),
+        lambda parameters: torch.optim.NAdam(parameters),
     ],
 )
 def test_element_wise_optimizers_pass(factory):
-    assert check_elementwise(factory) >= 1
+    assert check_elementwise(factory)[1] >= 1
+
+
+def by_dimensions(parameters: Any):
+    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    return torch.optim.SGD([{"params": matrices}, {"params": vectors, "weight_decay": 0.5}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (by_dimensions, r"tawpipe.piece_of\(p\).shape"),
+        (lambda parameters: torch.optim.SGD([p for p in parameters if p.ndim >= 2]), r"tawpipe.piece_of\(p\).shape"),
+        (lambda parameters: torch.optim.SGD([p.value for p in parameters]), "list of nn.Parameter"),
+        (
+            lambda parameters: torch.optim.SGD([{"params": parameters, "lr": tawpipe.piece_of(torch.ones(2))}]),
+            "piece_of",
+        ),
+        (lambda parameters: torch.optim.SGD(parameters[:1]), "leaves out lm_head.weight"),
+        (lambda parameters: torch.optim.SGD([*parameters, torch.zeros(2)]), "no others"),
+        (lambda parameters: parameters, "torch.optim.Optimizer"),
+        (torch.optim.SGD([torch.zeros(2)]), "a factory"),
+    ],
+)
+def test_a_factory_that_misunderstands_its_pieces_is_told(factory, words):
+    pieces = [Piece("model.norm.weight", (1000,), 0), Piece("lm_head.weight", (1000, 3000), 0)]
+    with pytest.raises(UserError, match=words):
+        check_elementwise(factory, pieces)
+
+
+def test_the_natural_factory_works_and_may_ask_for_whole_shapes():
+    """As a plain loop with the same groups does."""
+
+    def make(parameters, shape):
+        decayed, others = [p for p in parameters if len(shape(p)) > 1], [p for p in parameters if len(shape(p)) < 2]
+        return torch.optim.SGD(
+            [g for g in ({"params": decayed, "weight_decay": 0.5}, {"params": others}) if g["params"]]
+        )
+
+    batch = batches(2, 1)[0]
+    world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+    for factory, shape in (
+        (lambda parameters: torch.optim.SGD(parameters, lr=1.0), None),
+        (lambda parameters: make(parameters, lambda p: tawpipe.piece_of(p).shape), lambda p: p.shape),
+    ):
+        plain = llama(torch.float64)
+        pipeline = tawpipe.Pipeline(
+            llama(torch.float64), optimizer=factory, dtype=torch.float64, world=world, clip_norm=None
+        )
+        pipeline.step(batch)
+        optimizer = make(list(plain.parameters()), shape) if shape else torch.optim.SGD(plain.parameters(), lr=1.0)
+        logits = plain(batch["input_ids"]).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+        optimizer.step()
+        pipeline.drain()
+        for name, expected in plain.named_parameters():
+            assert torch.allclose(pipeline.parameter(name), expected, rtol=1e-10, atol=1e-12)  # type: ignore[arg-type]
+        pipeline.close()
 
 
 def test_every_lane_has_groups_of_its_own():

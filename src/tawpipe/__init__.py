@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tawpipe.pipeline import Pipeline
     from tawpipe.runtime.executor import StepResult
     from tawpipe.runtime.optimizer import adamw
+    from tawpipe.runtime.storage import piece_of
     from tawpipe.runtime.world import World, connect
     from tawpipe.topology import Topology
 
@@ -38,6 +39,7 @@ _HOMES = {
     "World": "tawpipe.runtime.world",
     "adamw": "tawpipe.runtime.optimizer",
     "connect": "tawpipe.runtime.world",
+    "piece_of": "tawpipe.runtime.storage",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "World",
     "adamw",
     "connect",
+    "piece_of",
 ]
 
 

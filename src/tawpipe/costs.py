@@ -47,7 +47,8 @@ class Costs:
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
         buffer_bytes: pools of units and slices on their way, messages in 8 bits included.
         activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
-        host_bytes: activations that wait in the host's memory.
+        host_bytes: activations that wait in the host's memory, and, of a pipeline, which alone knows them, exact values
+            of frozen units that the compute dtype rounds.
     """
 
     parameters: int

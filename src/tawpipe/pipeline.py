@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from math import ceil, isfinite, log2
@@ -38,12 +39,13 @@ from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.flight import write_record
+from tawpipe.runtime.loading import load_state
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.saving import Saved, Saving, stage
 from tawpipe.runtime.second_copy import Copy, SecondCopies
-from tawpipe.runtime.state import StatePiece, load_state, state_pieces
+from tawpipe.runtime.state import StatePiece, state_pieces
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
@@ -67,7 +69,9 @@ class Pipeline:
             device. Its parameters are emptied: the values live here from now on, and the model refuses to be used.
         weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
             default the model's own values, or for a model on meta a fresh initialisation.
-        optimizer: a factory that is given the pieces of parameters that live on this process, see ``adamw``.
+        optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
+            one-dimensional pieces of the model's parameters; ``tawpipe.piece_of(parameter)`` has name and shape of the
+            whole one. ``adamw`` by default.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
         micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes
@@ -193,6 +197,7 @@ class Pipeline:
         self._saving: Saving | None = None
         self.step_number = 0
         self._training: bool | None = None
+        self._whole = True
         self._generation = 0  # changes whenever weights may have
         self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
         """(unit, gradient or not, generation) and the whole unit that ``parameter`` has brought last."""
@@ -216,8 +221,7 @@ class Pipeline:
         if compile_layers:
             self.chain.compile_layers()
         del source
-        trainable = {u: pieces for u, pieces in self.storage.pieces.items() if self.chain.units[u].trainable}
-        self.optimizers = UnitOptimizers(trainable, optimizer or adamw())
+        self.optimizers = UnitOptimizers(self.storage, optimizer or adamw())
         evaluation = self._build(self.world.size, training=False)
         self.transport = Transport(
             self.world.topology,
@@ -396,6 +400,7 @@ class Pipeline:
     def _play(
         self, local: LocalBatch, *, training: bool, rate: float, recording: Recording | None = None
     ) -> StepResult:
+        self._require_whole()
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
             self._deal.numbered(local),
@@ -445,7 +450,7 @@ class Pipeline:
             Path(folder),
             pieces,
             shapes=shapes,
-            record={"step": self.step_number, "run": dict(run or {})},
+            record=self._record(run),
             world=self._world_of_saves,
             staged_s=time.perf_counter() - begin,
             before_write=self.injector.before_save if self.injector else None,
@@ -458,36 +463,60 @@ class Pipeline:
     def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:
         """Like ``start_saving``, into the memory of this node and the next one; one at a time."""
         pieces, shapes = self._stage()
-        copies.start(pieces, step=self.step_number, shapes=shapes, run=dict(run or {}))
+        copies.start(pieces, shapes=shapes, record=self._record(run))
 
     def load_copy(self, copies: SecondCopies, copy: Copy) -> dict[str, Any]:
         """Like ``load``, from the memory of the nodes."""
-        self.executor.drain()
-        self._recent.clear()
-        copies.load(copy, self.storage, self.optimizers)
-        return self._goes_on_from(copy.record)
+
+        def load() -> Mapping[str, Any]:
+            copies.load(copy, self.storage, self.optimizers)
+            return copy.record
+
+        return self._go_on_from(load)
 
     def _stage(self) -> tuple[list[StatePiece], dict[str, list[int]]]:
         """The state here, copied with nothing under way, and the shapes of all parameters."""
+        self._require_whole()
         self.drain()
         pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
         return pieces, {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots}
 
-    def _goes_on_from(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _record(self, run: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint says besides its tensors."""
+        return {"step": self.step_number, "run": dict(run or {}), "optimizer": self.optimizers.name}
+
+    def _go_on_from(self, load: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Replace the state by what ``load`` brings, which raises UserError if it has changed nothing."""
+        self.executor.drain()
+        whole, self._whole = self._whole, False
+        try:
+            record = load()
+        except UserError:
+            self._whole = whole
+            raise
+        finally:
+            self._generation += 1
+        self._whole = True
+        self._recent.clear()  # of the state that is replaced
+        self.skipped = 0
         self.step_number = record["step"]
-        self._generation += 1
         self.executor.forgive()
         return record["run"]
+
+    def _require_whole(self) -> None:
+        """Raises RunError where a load broke off in the middle."""
+        if not self._whole:
+            raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.
 
         Raises:
-            UserError: no complete state, or one of another model or optimizer.
+            UserError: no complete state, or one of another model or optimizer; nothing here has changed.
+            RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
+                exports raise until a load succeeds.
         """
-        self.executor.drain()
-        self._recent.clear()  # of the state that is replaced
-        return self._goes_on_from(load_state(Path(folder), self.storage, self.optimizers, self.world))
+        return self._go_on_from(lambda: load_state(Path(folder), self.storage, self.optimizers, self.world))
 
     def export(
         self,
@@ -500,6 +529,7 @@ class Pipeline:
         """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
         ranks.
         """
+        self._require_whole()
         self.drain()
         return export_hugging_face(
             self.chain,
@@ -524,7 +554,8 @@ class Pipeline:
         boundary = tokens * hidden * self.dtype.itemsize
         sizes = {"x": boundary, "dx": boundary, "host": boundary, "slot": boundary}
         sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
-        return costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
+        found = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
+        return replace(found, host_bytes=found.host_bytes + self.storage.exact_bytes)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, and what travels of it with its

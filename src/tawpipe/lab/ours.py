@@ -191,7 +191,7 @@ class OurContender:
             compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, self.sleeper),
             storage=storage,
             transport=transport,
-            optimizers=UnitOptimizers(storage.pieces, adamw()) if workload.optimizer else _NoOptimizer(),
+            optimizers=UnitOptimizers(storage, adamw()) if workload.optimizer else _NoOptimizer(),
             reduce_dtype=torch.float32,
         )
         self._executor.adopt(self.schedule)

@@ -27,7 +27,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.state import FORMAT, MARKER, PARTIAL, StatePiece, checksum, file_name, sealed
+from tawpipe.runtime.state import (
+    FORMAT,
+    MARKER,
+    PARTIAL,
+    StatePiece,
+    checksum,
+    chunks_of,
+    file_name,
+    first,
+    sealed,
+    tensors_of,
+)
 from tawpipe.runtime.world import World
 
 
@@ -146,7 +157,7 @@ class Saving:
             if not problem and self._spoil is not None:
                 self._spoil(self.folder)
             if not problem:
-                left = _first(self._world.gather_texts(self._look_after()))
+                left = first(self._world.gather_texts(self._look_after()))
         except BaseException as error:
             self._error = error
             return
@@ -163,14 +174,14 @@ class Saving:
     def _write(self) -> str:
         partial, world = self.folder.with_name(self.folder.name + PARTIAL), self._world
         problem = self._attempt(lambda: _make_empty(partial)) if world.rank == 0 else ""
-        if found := _first(world.gather_texts(problem)):
+        if found := first(world.gather_texts(problem)):
             return found
-        if found := _first(world.gather_texts(self._attempt(lambda: self._write_own(partial)))):
+        if found := first(world.gather_texts(self._attempt(lambda: self._write_own(partial)))):
             if world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             return found
         problem = self._attempt(lambda: self._complete(partial)) if world.rank == 0 else ""
-        found = _first(world.gather_texts(problem))
+        found = first(world.gather_texts(problem))
         if found and world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         return found
@@ -197,20 +208,16 @@ class Saving:
         except Exception as error:  # safetensors has its own errors for what the system says
             raise OSError(f"{path.name}: {error}") from error
         _sync(path)
-        chunks = [[piece.name, piece.numel, piece.start, piece.value.numel()] for piece in self._pieces]
-        note = {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks}
+        note = {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks_of(self._pieces)}
         _write_text(path.with_suffix(".json"), json.dumps(note))
 
     def _complete(self, partial: Path) -> None:
         """Rank 0, when all files are there."""
-        files, tensors = [], {}
-        notes = [(partial / file_name(number)).with_suffix(".json") for number in range(self._world.size)]
-        for number, path in enumerate(notes):
-            note = json.loads(path.read_text(encoding="utf-8"))
-            files.append({"bytes": note["bytes"], "sha256": note["sha256"]})
-            for name, numel, start, count in note["chunks"]:
-                tensors.setdefault(name, {"numel": numel, "chunks": []})["chunks"].append([start, count, number])
-        for path in notes:
+        paths = [(partial / file_name(number)).with_suffix(".json") for number in range(self._world.size)]
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        files = [{"bytes": note["bytes"], "sha256": note["sha256"]} for note in notes]
+        tensors = tensors_of([note["chunks"] for note in notes])
+        for path in paths:
             path.unlink()
         content = {"format": FORMAT, "parameters": self._shapes, "tensors": tensors, "files": files, **self._record}
         _write_text(partial / MARKER, json.dumps(sealed(content), indent=1))
@@ -246,7 +253,3 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def _first(problems: Sequence[str]) -> str:
-    return next((one for one in problems if one), "")

@@ -35,18 +35,21 @@ from safetensors.torch import save as save_bytes
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.runtime.loading import Incoming, open_file, parts_of
 from tawpipe.runtime.optimizer import UnitOptimizers
 from tawpipe.runtime.state import (
     FORMAT,
     MARKER,
     PARTIAL,
     StatePiece,
-    check_same_model,
     checksum,
+    chunks_of,
     file_name,
+    first,
     read_record,
+    saved_dtype,
     sealed,
-    state_pieces,
+    tensors_of,
 )
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
@@ -96,12 +99,14 @@ class SecondCopies:
 
     # making one
 
-    def start(
-        self, pieces: Sequence[StatePiece], *, step: int, shapes: Mapping[str, Any], run: Mapping[str, Any]
-    ) -> None:
-        """Make a copy of staged pieces in a thread; call on all ranks, when the one before it has ended."""
+    def start(self, pieces: Sequence[StatePiece], *, shapes: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Make a copy of staged pieces in a thread; call on all ranks, when the one before it has ended.
+
+        Args:
+            record: goes into ``tawpipe.json``, as for ``Saving``.
+        """
         self.wait()
-        content = {"format": FORMAT, "parameters": shapes, "step": step, "run": dict(run), "history": self.history}
+        content = {"format": FORMAT, "parameters": shapes, "history": self.history, **record}
         self._thread = threading.Thread(target=self._run, args=(list(pieces), content), name="second copy", daemon=True)
         self._thread.start()
 
@@ -138,9 +143,7 @@ class SecondCopies:
         theirs = self._swap(mine, world)
         note: dict[str, Any] = {"problem": "", "bytes": len(mine), "sha256": hashlib.sha256(mine).hexdigest()}
         note["content"] = content if world.rank == 0 else None
-        note["chunks"] = [
-            [piece.name, piece.numel, str(piece.value.dtype), piece.start, piece.value.numel()] for piece in pieces
-        ]
+        note["chunks"] = chunks_of(pieces)
         try:
             own_folder(self.folder)
             partial.mkdir(parents=True, exist_ok=True)
@@ -150,14 +153,10 @@ class SecondCopies:
         except Exception as error:  # whatever it is, this rank goes on to tell the others
             note = {"problem": f"rank {world.rank}: {error} ({self.folder})"}
         notes = [json.loads(text) for text in world.gather_texts(json.dumps(note))]
-        problem = next((one["problem"] for one in notes if one["problem"]), "")
+        problem = first([one["problem"] for one in notes])
         if not problem and self._leads:
             files = [{"bytes": one["bytes"], "sha256": one["sha256"]} for one in notes]
-            tensors: dict[str, Any] = {}
-            for number, one in enumerate(notes):
-                for tensor, numel, dtype, start, count in one["chunks"]:
-                    entry = tensors.setdefault(tensor, {"numel": numel, "dtype": dtype, "chunks": []})
-                    entry["chunks"].append([start, count, number])
+            tensors = tensors_of([one["chunks"] for one in notes])
             text = json.dumps(sealed({**notes[0]["content"], "tensors": tensors, "files": files}))
             try:
                 (partial / MARKER).write_text(text, encoding="utf-8")
@@ -166,7 +165,7 @@ class SecondCopies:
             except OSError as error:
                 problem = f"rank {world.rank}: {error.strerror or error} ({self.folder})"
         older = [path for path in self.folder.glob("node-*/step-*") if path.name != name]  # before others may go on
-        problem = next(filter(None, world.gather_texts(problem)), "")
+        problem = first(world.gather_texts(problem))
         if self._leads:
             for path in [partial, *([] if problem else older)]:  # every node has the new one now
                 shutil.rmtree(path, ignore_errors=True)
@@ -254,33 +253,41 @@ class SecondCopies:
         """Bring homes and optimizer state to what a copy holds; call on all ranks.
 
         Raises:
-            UserError: it is of another model or type.
+            UserError: it is of another model, optimizer or type; on all ranks, and nothing has changed.
+            RunError: a file could not be read after all; on all ranks, which hold half of a state.
         """
         world = self._world
-        own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-        check_same_model(self.folder, copy.record["parameters"], own)
-        optimizers.create_state()
-        pieces = list(state_pieces(storage, optimizers, saving=False))
-        wanted = [[piece.name, piece.start, piece.value.numel()] for piece in pieces]
+        problem, incoming = "", None
+        try:
+            incoming = Incoming.of(str(self.folder), copy.record, storage, optimizers)
+            self._check(copy, incoming)
+        except UserError as error:
+            problem = error.expected
+        except Exception as error:  # whatever it is, this rank goes on to tell the others
+            expected = "a copy of this model and optimizer, or none: remove that folder on all nodes"
+            problem = f"{expected} ({type(error).__name__}: {error})"
+        if found := first(world.gather_texts(problem)):
+            raise UserError("--resume", str(self.folder), found)
+        assert incoming is not None
+        wanted = [[piece.name, piece.start, piece.value.numel()] for piece in incoming.pieces]
         everyone = [json.loads(text) for text in world.gather_texts(json.dumps(wanted))]
         needs: dict[str, list[tuple[int, int, int]]] = {}
         for rank, ranges in enumerate(everyone):
             for name, start, count in ranges:
                 needs.setdefault(name, []).append((rank, start, start + count))
-        if missing := sorted(needs.keys() - copy.record["tensors"].keys()):
-            raise UserError("--resume", str(self.folder), f"a copy of this model and optimizer; it has no {missing[0]}")
-        for piece in pieces:
-            copied = copy.record["tensors"][piece.name]
-            if (copied["numel"], copied["dtype"]) != (piece.numel, str(piece.value.dtype)):
-                has = f"{copied['numel']} numbers of {copied['dtype']}"
-                expected = f"a copy with {piece.name} as it is here; it has {has}; or remove that folder on all nodes"
-                raise UserError("--resume", str(self.folder), expected)
         mine: dict[str, list[StatePiece]] = {}
-        for piece in pieces:
+        for piece in incoming.begin():
             mine.setdefault(piece.name, []).append(piece)
         for number, (holder, folder) in enumerate(copy.holders):
-            held = load_bytes((Path(folder) / file_name(number)).read_bytes()) if holder == world.rank else {}
-            for name, start, rank, begin, end in _parts(copy.record, number, needs):
+            held: dict[str, Tensor] = {}
+            try:
+                if holder == world.rank:
+                    held = load_bytes((Path(folder) / file_name(number)).read_bytes())
+            except Exception as error:
+                problem = f"rank {world.rank}: {type(error).__name__}: {error}"
+            if found := first(world.gather_texts(problem)):
+                raise RunError(f"the copy in memory could not be read to its end ({found})")
+            for name, start, rank, begin, end in _transfers(copy.record, number, needs):
                 if holder == world.rank:
                     part = held[f"{name}@{start}"][begin - start : end - start]
                     if rank == world.rank:
@@ -288,12 +295,31 @@ class SecondCopies:
                     else:
                         dist.send(part.contiguous(), rank, group=world.group)
                 elif rank == world.rank:
-                    dtype = mine[name][0].value.dtype
-                    part = torch.empty(end - begin, dtype=dtype)
+                    part = torch.empty(end - begin, dtype=saved_dtype(copy.record, name, torch.float32))
                     dist.recv(part, holder, group=world.group)
                     _place(mine[name], begin, part)
-        for unit in storage.master:
-            storage.refresh(unit)
+        incoming.end(world)
+
+    def _check(self, copy: Copy, incoming: Incoming) -> None:
+        """Raises OSError or RunError for what cannot be read here, or is of another type."""
+        frozen = {slot.name for unit in incoming.storage.units if not unit.trainable for slot in unit.slots}
+        for piece in incoming.pieces:
+            dtype = copy.record["tensors"][piece.name]["dtype"]
+            if dtype != str(piece.value.dtype) and piece.name.removeprefix("model.") not in frozen:
+                raise RunError(f"{piece.name} is {dtype} in it, {piece.value.dtype} here")
+            for _ in parts_of(copy.record, piece):
+                pass
+        for number, (holder, folder) in enumerate(copy.holders):
+            if holder == self._world.rank:
+                with open_file(Path(folder), copy.record, number) as file:
+                    missing = {
+                        f"{name}@{start}"
+                        for name, tensor in copy.record["tensors"].items()
+                        for start, _, file_of in tensor["chunks"]
+                        if file_of == number
+                    } - set(file.keys())
+                if missing:
+                    raise RunError(f"{file_name(number)} has no {min(missing)}")
 
 
 def _neighbour(nodes: Topology, rank: int) -> int | None:
@@ -327,7 +353,7 @@ def _is_sound(folder: str, number: int, expected: str) -> bool:
         return False
 
 
-def _parts(
+def _transfers(
     record: Mapping[str, Any], number: int, needs: Mapping[str, Sequence[tuple[int, int, int]]]
 ) -> Iterator[tuple[str, int, int, int, int]]:
     """What of a file goes where, in an order that all ranks agree on: name, start of the chunk, rank, begin, end."""

@@ -1,37 +1,37 @@
 """State on disk: weights and optimizer state under parameter names, readable by any number of processes.
 
-Imports runtime (storage, optimizer, world) and safetensors. A stripe of a matrix is no rectangle of it, so every
+Imports runtime (storage, optimizer). A stripe of a matrix is no rectangle of it, so every
 parameter and every state of it is kept as one-dimensional chunks; shapes stand beside them. A folder holds
 
 * ``state-00003.safetensors``: the chunks of rank 3, called ``NAME@START``. Nothing in it can run code.
 * ``tawpipe.json``: shapes, which chunk is in which file, size and SHA-256 of every file, what the caller adds, and the
   SHA-256 of all that.
 
-It is complete when it has its final name and holds ``tawpipe.json``, which is written last (see ``saving``).
+It is complete when it has its final name and holds ``tawpipe.json``, which is written last (see ``saving``). What goes
+on from one is ``loading``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.optimizer import UnitOptimizers
+from tawpipe.runtime.optimizer import States, UnitOptimizers
 from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.world import World
 
 FORMAT = 2
 MARKER = "tawpipe.json"
 PARTIAL = ".incomplete"
+STATE = "optimizer."
+"""Before the names of the optimizer's state: ``optimizer.KEY.PARAMETER``."""
 SEAL = "sha256"
 """Name of a record's own checksum in it."""
 
@@ -51,23 +51,25 @@ class StatePiece:
         return f"{self.name}@{self.start}"
 
 
-def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) -> Iterator[StatePiece]:
+def state_pieces(
+    storage: Storage, optimizers: UnitOptimizers, *, saving: bool, states: States | None = None
+) -> Iterator[StatePiece]:
     """Everything on this rank that a checkpoint holds, as views.
 
     Args:
         saving: leave out what another rank saves: further copies of a home, and the one-element states (the step count)
             of a parameter but where its first element lives.
+        states: instead of those that the optimizers hold.
     """
+    if states is None:
+        states = optimizers.states()
     for unit, pieces in storage.pieces.items():
         if saving and not storage.is_first_copy(unit):
             continue
-        optimizer = optimizers.optimizers.get(unit)
-        for piece in pieces:
+        for piece, state in zip(pieces, states.get(unit) or [{}] * len(pieces), strict=True):
             yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
-            if optimizer is None:
-                continue
-            for key, value in optimizer.state[piece.value].items():
-                name = f"optimizer.{key}.{piece.name}"
+            for key, value in state.items():
+                name = f"{STATE}{key}.{piece.name}"
                 if not isinstance(value, Tensor):
                     raise RunError(
                         f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved"
@@ -79,6 +81,27 @@ def state_pieces(storage: Storage, optimizers: UnitOptimizers, *, saving: bool) 
                         yield StatePiece(name, 1, 0, value.view(1))
                 else:
                     raise RunError(f"the optimizer's state {key!r} of {piece.name} has the shape {tuple(value.shape)}")
+
+
+def chunks_of(pieces: Sequence[StatePiece]) -> list[list[Any]]:
+    """What a rank tells of the chunks in its file."""
+    return [[one.name, one.numel, str(one.value.dtype), one.start, one.value.numel()] for one in pieces]
+
+
+def tensors_of(files: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    """The record's tensors, from what is told of every file."""
+    tensors: dict[str, Any] = {}
+    for number, chunks in enumerate(files):
+        for name, numel, dtype, start, count in chunks:
+            tensor = tensors.setdefault(name, {"numel": numel, "dtype": dtype, "chunks": []})
+            tensor["chunks"].append([start, count, number])
+    return tensors
+
+
+def saved_dtype(record: Mapping[str, Any], name: str, otherwise: torch.dtype) -> torch.dtype:
+    """Of a tensor in a record; ``otherwise`` in one of an earlier version, which did not say."""
+    found = getattr(torch, str(record["tensors"][name].get("dtype")).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else otherwise
 
 
 def file_name(number: int) -> str:
@@ -179,60 +202,6 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_state(folder: Path, storage: Storage, optimizers: UnitOptimizers, world: World) -> dict[str, Any]:
-    """Bring homes and optimizer state to what a folder holds, and return its record; call on all ranks.
-
-    Raises:
-        UserError: it is of another model or optimizer, or damaged; on all ranks.
-    """
-    record = read_record(folder)
-    own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-    check_same_model(folder, record["parameters"], own)
-    optimizers.create_state()
-    problem = ""
-    try:
-        _read(folder, record, list(state_pieces(storage, optimizers, saving=False)))
-    except (OSError, SafetensorError, RunError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    found = [one for one in world.gather_texts(problem) if one]
-    if found:
-        raise UserError("--resume", str(folder), f"a readable checkpoint of this model and optimizer ({found[0]})")
-    for unit in storage.master:
-        storage.refresh(unit)
-    return record
-
-
-def _read(folder: Path, record: Mapping[str, Any], pieces: Sequence[StatePiece]) -> None:
-    """Fill the pieces from the chunks that they overlap."""
-    with ExitStack() as stack:
-        files: dict[int, Any] = {}
-        for piece in pieces:
-            saved = record["tensors"].get(piece.name)
-            if saved is None:
-                raise RunError(f"{piece.name} is not in it")
-            if saved["numel"] != piece.numel:
-                raise RunError(f"{piece.name} has {saved['numel']} elements in it and {piece.numel} here")
-            chunks = sorted(saved["chunks"])
-            at, end = piece.start, piece.start + piece.value.numel()
-            while at < end:
-                place = bisect_right([chunk[0] for chunk in chunks], at) - 1
-                start, count, number = chunks[place] if place >= 0 else (0, 0, 0)
-                if not start <= at < start + count:
-                    raise RunError(f"{piece.name} lacks its element {at}")
-                if number not in files:
-                    path = str(folder / file_name(number))
-                    files[number] = stack.enter_context(safe_open(path, framework="pt"))
-                stop = min(end, start + count)
-                part = files[number].get_slice(f"{piece.name}@{start}")[at - start : stop - start]
-                piece.value[at - piece.start : stop - piece.start].copy_(part)
-                at = stop
-
-
-def check_same_model(folder: Path, saved: Mapping[str, list[int]], own: Mapping[str, list[int]]) -> None:
-    """Raises UserError naming the first parameter in which two models differ."""
-    for name in sorted(saved.keys() | own.keys()):
-        if saved.get(name) != own.get(name):
-            has = f"has {name} of shape {saved[name]}" if name in saved else f"has no {name}"
-            wants = f"of shape {own[name]}" if name in own else "not there"
-            expected = f"a checkpoint of this model; it {has}, which is {wants} in --model"
-            raise UserError("--resume", str(folder), expected)
+def first(problems: Sequence[str]) -> str:
+    """The first that is not empty, if any."""
+    return next((one for one in problems if one), "")

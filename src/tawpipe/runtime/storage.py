@@ -4,6 +4,9 @@ torch.
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
 trainable, and the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer
 parameters are views of the master stripe, one per model parameter that the stripe touches.
+
+A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
+host's memory, for exports and checkpoints.
 """
 
 from __future__ import annotations
@@ -11,37 +14,68 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tawpipe.errors import UserError
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.schedule.placement import Home
 
 
 @dataclass(frozen=True)
-class HomePiece:
-    """The part of one model parameter that lives on this rank.
+class Piece:
+    """Which part of a model parameter a one-dimensional piece of it is.
 
     Args:
         name: of the model parameter.
         shape: of the whole model parameter.
         start: first element of the piece in the flattened parameter.
-        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the
-            unit is frozen, a plain tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
-    value: Tensor
 
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return torch.Size(self.shape).numel()
+
+    def mark(self, value: Tensor) -> nn.Parameter:
+        """A Parameter of ``value``'s elements which ``piece_of`` knows."""
+        parameter: Any = nn.Parameter(value)
+        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start)
+        return parameter
+
+
+def piece_of(parameter: Tensor) -> Piece:
+    """What a parameter that a factory of optimizers is given is a piece of: ``name``, ``shape`` (of the whole model
+    parameter) and ``start``.
+
+    Raises:
+        UserError: it is no such parameter.
+    """
+    found = getattr(parameter, "_tawpipe_piece", None)
+    if found is None:
+        given = f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
+        raise UserError("piece_of", given, "one of the parameters that a factory of optimizers is given")
+    return found
+
+
+@dataclass(frozen=True)
+class HomePiece(Piece):
+    """The part of one model parameter that lives on this rank.
+
+    Args:
+        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the
+            unit is frozen, a plain tensor.
+    """
+
+    value: Tensor
 
     @property
     def gradient(self) -> Tensor:
@@ -75,6 +109,8 @@ class Storage:
         self.gradient: dict[int, Tensor] = {}
         self.wire: dict[int, Tensor] = {}
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
+        self.exact: frozenset[int] = frozenset()
+        """Frozen units, of all ranks, whose exact values are in the host's memory."""
         for unit, home in zip(units, homes, strict=True):
             index = home.index(rank)
             if index is None:
@@ -87,20 +123,60 @@ class Storage:
             self.wire[unit.index] = (
                 self.master[unit.index] if same else torch.zeros(home.stripe, dtype=compute_dtype, device=device)
             )
-            self.pieces[unit.index] = tuple(self._cut(unit, index * home.stripe, home.stripe))
+            self.pieces[unit.index] = tuple(self._cut(unit))
 
-    def _cut(self, unit: Unit, begin: int, length: int) -> Iterator[HomePiece]:
-        """The pieces of a unit's parameters in elements begin..begin+length of its flat layout."""
+    def _cut(self, unit: Unit) -> Iterator[HomePiece]:
+        """The pieces of a unit's parameters in the stripe here."""
+        home = self.homes[unit.index]
+        index, length = home.index(self.rank), home.stripe
+        assert index is not None
+        begin = index * length
         for slot in unit.slots:
             first, last = max(slot.offset, begin), min(slot.offset + slot.numel, begin + length)
             if first >= last:
                 continue
             cut = slice(first - begin, last - begin)
-            value = self.master[unit.index][cut]
+            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset)
             if unit.trainable:
-                value = nn.Parameter(value)
+                value = piece.mark(value)
                 value.grad = self.gradient[unit.index][cut]
-            yield HomePiece(slot.name, slot.shape, first - slot.offset, value)
+            yield HomePiece(piece.name, piece.shape, piece.start, value)
+
+    def widen(self, unit: int) -> None:
+        """Keep a frozen unit's values in the host's memory in the master dtype, if they are not."""
+        if self.wire[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
+            self.master[unit] = self.wire[unit].to("cpu", self.master_dtype)
+            self.pieces[unit] = tuple(self._cut(self.units[unit]))
+
+    def _narrow(self, unit: int) -> None:
+        self.master[unit] = self.wire[unit]
+        self.pieces[unit] = tuple(self._cut(self.units[unit]))
+
+    def settle(self, world: dist.ProcessGroup | None) -> None:
+        """Agree on which frozen units the compute dtype would round, and keep the exact values of those and no others;
+        call on all ranks, when values have been filled in.
+        """
+        rounded = torch.zeros(len(self.units), dtype=torch.int32)
+        for unit, master in self.master.items():
+            if not self.units[unit].trainable and self.wire[unit] is not master:
+                rounded[unit] = not torch.equal(master.to(self.compute_dtype).to(master.dtype), master)
+        if world is not None:
+            dist.all_reduce(rounded, dist.ReduceOp.MAX, group=world)
+        self.exact = frozenset(rounded.nonzero().flatten().tolist())
+        for unit in self.master:
+            if unit in self.exact:
+                self.widen(unit)
+            elif not self.units[unit].trainable:
+                self._narrow(unit)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Host memory for exact values of frozen units, on the rank that has most of them."""
+        held: dict[int, int] = {}
+        for unit in self.exact:
+            for rank in {rank for ranks in self.homes[unit].copies for rank in ranks}:
+                held[rank] = held.get(rank, 0) + self.homes[unit].stripe * self.master_dtype.itemsize
+        return max(held.values(), default=0)
 
     def is_first_copy(self, unit: int) -> bool:
         """Whether the stripe here is saved: of several copies only the first is."""
@@ -115,7 +191,7 @@ class Storage:
     def checksums(self) -> Iterator[tuple[int, str]]:
         """Of every home here: the unit, and a checksum of its master, or ``stale`` if what travels is not the same."""
         for unit, master in self.master.items():
-            if self.wire[unit] is not master and not torch.equal(self.wire[unit], master.to(self.wire[unit].dtype)):
+            if self.wire[unit] is not master and not torch.equal(self.wire[unit], master.to(self.wire[unit])):
                 yield unit, "stale"
             else:
                 yield unit, f"{zlib.crc32(master.cpu().contiguous().view(torch.uint8).numpy().data):08x}"
@@ -140,7 +216,7 @@ class Storage:
                 for ranks in home.copies:
                     for stripe, rank in zip(flat.view(-1, home.stripe), ranks, strict=True):
                         if rank == self.rank:
-                            self.master[unit.index].copy_(stripe)
+                            self._put(unit.index, stripe)
                         else:
                             works.append(dist.isend(stripe, rank, group=world))
                 for work in works:
@@ -149,9 +225,15 @@ class Storage:
             elif index is not None:
                 stripe = torch.empty(home.stripe, dtype=self.master_dtype)
                 dist.recv(stripe, root, group=world)
-                self.master[unit.index].copy_(stripe)
-            if index is not None:
-                self.refresh(unit.index)
+                self._put(unit.index, stripe)
+        self.settle(world)
+
+    def _put(self, unit: int, stripe: Tensor) -> None:
+        """Fill a home from its stripe in the master dtype."""
+        if not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
+            self.widen(unit)
+        self.master[unit].copy_(stripe)
+        self.refresh(unit)
 
     @torch.no_grad()
     def collect(
