@@ -64,8 +64,8 @@ class Numbers:
     change: dict[str, Tensor]
 
 
-def sgd(pieces: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([piece.value for piece in pieces], lr=1.0)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 def slow(lane: str) -> Callable[[], float]:

@@ -134,7 +134,7 @@ def samples(model: Any) -> bool:
 def our_step(model: Any, rows: tuple[tuple[int, ...], ...]) -> tuple[float, dict[str, Tensor]]:
     """The same by a pipeline, which takes the model's values away."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    sgd = lambda pieces: torch.optim.SGD([piece.value for piece in pieces], lr=1.0)  # noqa: E731
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
     pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd)
     try:
         loss = pipeline.step(global_batch(rows)).loss

@@ -347,7 +347,7 @@ def test_9_a_mask_of_four_dimensions_is_refused():
 
 def test_9_more_tokens_than_positions_are_refused():
     with pytest.raises(UserError, match=r"position|sequence"):
-        piped_numbers(lambda: real_model(family_config("gpt2", n_positions=8)), rows_of())
+        piped_numbers(lambda: real_model(family_config("gpt2", max_position_embeddings=8)), rows_of())
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.float32])

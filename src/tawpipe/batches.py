@@ -96,6 +96,8 @@ class Deal:
         known = (*REQUIRED, *OPTIONAL)
         if unknown := set(batch).difference(known):
             raise UserError("batch", sorted(unknown), f"{', '.join(known)} and nothing else")
+        if strange := {name: type(value).__name__ for name, value in batch.items() if not isinstance(value, Tensor)}:
+            raise UserError("batch", strange, "tensors")
         shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
         if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
             raise UserError("batch", shapes, "tensors of one shape [rows, tokens]")

@@ -61,8 +61,11 @@ def is_tested(model: nn.Module, loss: Loss | None) -> bool:
         return False
     if not transformers.__version__.startswith(TESTED_TRANSFORMERS + "."):
         return False
-    if any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return False
+    for module in model.modules():
+        if not type(module).__module__.startswith(("transformers.", "torch.")):
+            return False
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            return False
     return getattr(model.config, "model_type", None) in TESTED_FAMILIES
 
 

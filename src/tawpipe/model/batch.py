@@ -58,22 +58,35 @@ class MicroBatch:
         Args:
             input_ids: [b, S] token ids.
             labels: [b, S], not shifted: the same positions as the inputs, -100 for what must not be learned.
-            position_ids: [b, S], given to the model as they are; a new document starts wherever they do not go on by
-                one, as transformers has it. Without them every row is one document.
+            position_ids: [b, S], given to the model as they are; a new document starts where they fall. Without them
+                every row is one document.
             attention_mask: [b, S], 1 for tokens, 0 for padding on the right. Padding becomes a document of its own.
             index: global number of the micro-batch in its step.
 
         Labels are shifted by one, and a target in another document than its input is dropped.
 
         Raises:
-            UserError: an attention mask of something else than ones and then zeros, or negative positions.
+            UserError: an attention mask of something else than ones and then zeros, or positions that are negative or
+                leave some out.
         """
         starts = torch.zeros(input_ids.shape, dtype=torch.bool)
         starts[:, 0] = True
         if position_ids is not None:
             if bool((position_ids < 0).any()):
                 raise UserError("position_ids", int(position_ids.min()), "0 or more")
-            starts[:, 1:] |= position_ids.diff(dim=1) != 1
+            step = position_ids.diff(dim=1)
+            starts[:, 1:] |= step <= 0
+            # The same position twice can only be two documents of which the first is one token.
+            unclear = (step > 1) | ((step == 0) & ~starts[:, :-1])
+            if attention_mask is not None:
+                unclear &= attention_mask[:, 1:].bool()
+            if bool(unclear.any()):
+                row, at = unclear.nonzero()[0].tolist()
+                raise UserError(
+                    "position_ids",
+                    position_ids[row, max(0, at - 1) : at + 3].tolist(),
+                    "positions that go on by one inside a document and start anew with the next one",
+                )
         if attention_mask is not None:
             real = attention_mask.bool()
             if bool((attention_mask != real).any()):

@@ -26,6 +26,15 @@ def owners(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers that belong to a model's weights on disk."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+
+
 def poison(tensor: Tensor) -> Tensor:
     """Fill with a value that no initialisation leaves behind."""
     if tensor.is_floating_point():

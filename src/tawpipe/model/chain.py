@@ -46,6 +46,12 @@ class _Collection:
     arrived: set[int] = field(default_factory=set)
 
 
+NEED_WEIGHTS = (
+    *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
+    *("merge_and_unload", "merge_adapter", "unload"),  # of peft
+)
+
+
 def _ends(path: str) -> Iterator[int]:
     """Where the prefixes of a dotted path end that name the modules above it."""
     yield 0
@@ -184,7 +190,7 @@ class Chain:
         """From now on the model as it was given says where its weights are, instead of working without them."""
         inside = [self.model.get_submodule(self.path[:end]) for end in _ends(self.path)]
         for model in {id(one): one for one in (self.given, *inside)}.values():
-            for method in ("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"):
+            for method in NEED_WEIGHTS:
                 if hasattr(model, method):
                     model.__dict__[method] = _Gone(type(model).__name__, method)
 
@@ -324,8 +330,8 @@ class Chain:
         self._head_is_local = True
         hidden = like.new_ones(3, 3, like.shape[-1])
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
-        if not whole.isfinite().all():
-            return  # weights that are no numbers: the loss will tell
+        if not whole.isfinite().all() or not torch.equal(whole, self.logits(hidden.clone())):
+            return  # weights that are no numbers: the loss will tell; or a head that draws, whose results differ
         hidden[range(3), range(3)] = float("nan")
         spoiled = self.logits(hidden).isnan().any(dim=-1)
         alone = torch.equal(spoiled, torch.eye(3, dtype=torch.bool, device=spoiled.device))
@@ -336,8 +342,8 @@ class Chain:
             raise UserError(
                 SETTING,
                 self.name,
-                "after its last layer the model mixes the tokens of a row (or counts them), but logits are computed for a few positions "
-                "at a time; such heads are not supported",
+                "after its last layer the model mixes the tokens of a row (or counts them), but logits are computed "
+                "for a few positions at a time; such heads are not supported",
             )
 
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:

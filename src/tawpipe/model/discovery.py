@@ -25,6 +25,7 @@ from tawpipe.model.refuse import SETTING
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
 
 SAMPLE_TOKENS = 7  # no likely size of anything else in a model
+UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
 @dataclass(frozen=True)
@@ -331,14 +332,20 @@ def _try_layers(name: str, layers: tuple[nn.Module, ...], calls: list[LayerCall]
         if kind in tried:
             continue
         tried.add(kind)
-        before = random.getstate()
+        before, seeds = random.getstate(), False
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(UNLIKELY_SEED)
                 first_call(layer, call, hidden.detach(), f"layer {index} of {name}")
+                seeds = torch.initial_seed() != UNLIKELY_SEED
         except UserError:
             raise
         except Exception:
             continue
+        if seeds:
+            raise UserError(
+                SETTING, f"layer {index} of {name}", "it seeds torch's random numbers, which belong to the caller"
+            )
         if random.getstate() != before:
             random.setstate(before)
             raise UserError(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import is_adapter
 
@@ -197,7 +198,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
     for name, canonical in _aliases(chain).items():
         if name not in declared and canonical not in declared:  # tied by hand: opening the folder would not tie it
             yield apply_renamings(name, renamings), get_parameter(canonical)
-    persistent = type(chain.model).state_dict(chain.model).keys()  # the instance's own refuses, see Chain.hand_over
+    persistent = persistent_buffers(chain.model)
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
     for name, buffer in chain.model.named_buffers():
         if name in persistent and name not in parameters:

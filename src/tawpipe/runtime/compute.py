@@ -79,12 +79,13 @@ class Compute:
         """
         block, m = self.spec.blocks[action.block], action.micro_batch
         self._bind(action, buffers)
+        before = self._sums_when_new(action)
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
                 hidden, context = self._drawing(action, given, lambda: self.chain.embed(batch))
-            self._check_repeatable(action, given, hidden, lambda: self.chain.embed(batch)[0])
+            self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
             entry = _Entry(batch, context, get_gradient_edge(hidden) if keep else None)
             self._held[f"ctx.{m}"] = entry
             self._held[f"x.{m}.1"] = hidden.detach()
@@ -93,7 +94,7 @@ class Compute:
             if block.kind == "layer":
                 output = self._layer_forward(action, hidden, entry.context, given)
                 again = partial(self.chain.layer, action.block, hidden, entry.context)
-                self._check_repeatable(action, given, output, again)
+                self._check_new(action, given, before, output, again)
                 self._held[f"x.{m}.{action.block + 1}"] = output
             else:
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
@@ -159,20 +160,45 @@ class Compute:
             self.chain.finish_collect(unit)
         self._release(action)
 
+    def _sums_when_new(self, action: Action) -> list[Tensor] | None:
+        """Sums over the bits of a block's weights, if it runs for the first time."""
+        if self._state(action) in self._repeated:
+            return None
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        flats = [self._bound[unit] for unit in self.spec.blocks[action.block].units]
+        return [flat.view(integers[flat.itemsize]).sum() for flat in flats]
+
     @torch.no_grad()
-    def _check_repeatable(self, action: Action, given: StepInput, first: Tensor, forward: Callable[[], Tensor]) -> None:
-        """Run a block once more when it is new: what it gives may depend on nothing but what it is given."""
-        state = self._state(action)
-        if state in self._repeated:
+    def _check_new(
+        self,
+        action: Action,
+        given: StepInput,
+        before: list[Tensor] | None,
+        first: Tensor,
+        forward: Callable[[], Tensor],
+    ) -> None:
+        """Run a block once more when it is new: what it gives may depend on nothing but what it is given.
+
+        Args:
+            before: the block's ``_sums_when_new``.
+            first: what it has given.
+        """
+        if before is None:
             return
-        self._repeated.add(state)
         second = self._drawing(action, given, forward)
+        name = f"{self.chain.block_name(action.block)} of {self.chain.name}"
+        if any(old != new for old, new in zip(before, self._sums_when_new(action) or (), strict=True)):
+            raise UserError(
+                "--model", name, "its forward pass changes weights in place, which only the optimizer may do"
+            )
+        self._repeated.add(self._state(action))
         # Some kernels of GPUs add in any order.
         limit = torch.finfo(first.dtype).eps if first.is_cuda else 0.0
-        if not torch.allclose(first, second, rtol=limit, atol=limit * float(first.abs().max()), equal_nan=True):
+        reach = limit * float(first.abs().nan_to_num().max())
+        if not torch.allclose(first, second, rtol=limit, atol=reach, equal_nan=True):
             raise UserError(
                 "--model",
-                f"{self.chain.block_name(action.block)} of {self.chain.name}",
+                name,
                 "run twice on the same input it gives two results, so its gradients would belong to neither: it keeps "
                 "state from call to call, or draws random numbers elsewhere than from torch's default generators",
             )

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.randomness import draws
@@ -124,8 +125,12 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
             return saved
 
         leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
-            output = chain.layer(block, leaf, context)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
+                output = chain.layer(block, leaf, context)
+        except RuntimeError as error:
+            expected = f"full: {chain.block_name(block)} cannot be tried while it has no weights ({error})"
+            raise UserError("schedule.recompute", "selective or none", expected) from error
         stored[output.untyped_storage().data_ptr()] = output
         total = sum(saved.untyped_storage().nbytes() for saved in stored.values())
         most["graph"] = max(most["graph"], total // PROBED_TOKENS)
