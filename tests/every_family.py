@@ -28,7 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import tawpipe
 from family_configs import ORDINARY_TOKENS, REMARKS, families, tiny_config
 from model_families import keep_fp64
+from tawpipe.batches import LocalBatch
 from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
 
 PACKED = ((11, 6, 7), (13, 11))
 """Lengths of the documents in the two rows of a step, each row a micro-batch."""
@@ -82,13 +84,11 @@ def random_model(family: str) -> Any:
     return model.double().train()
 
 
-def global_batch(rows: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
-    """Random tokens in rows of documents with these lengths."""
+def tokens(rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Random tokens [rows, S] for documents with these lengths."""
     generator = torch.Generator().manual_seed(1)
     shape = (len(rows), sum(rows[0]))
-    ids = torch.randint(ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop, shape, generator=generator)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+    return torch.randint(ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop, shape, generator=generator)
 
 
 def plain_step(
@@ -97,7 +97,7 @@ def plain_step(
     """Loss per target and gradients of the model as it is, every document a row of its own."""
     model.zero_grad()
     targets, total = sum(length - 1 for row in rows for length in row), 0.0
-    for index, (ids, lengths) in enumerate(zip(global_batch(rows)["input_ids"], rows, strict=True)):
+    for index, (ids, lengths) in enumerate(zip(tokens(rows), rows, strict=True)):
         hooks = seed_layers(model, index) if seeded else []
         for document in ids.split(lengths):
             logits = model(input_ids=document[None], use_cache=False).logits
@@ -125,7 +125,7 @@ def seed_layers(model: Any, micro_batch: int) -> list[Any]:
 
 def samples(model: Any) -> bool:
     """Whether the model draws random numbers in training although all its dropout is 0."""
-    ids = global_batch(PACKED)["input_ids"]
+    ids = tokens(PACKED)
     with torch.no_grad(), torch.random.fork_rng():
         first, second = (torch.manual_seed(seed) and model(input_ids=ids, use_cache=False).logits for seed in (1, 2))
     return not torch.equal(first, second)
@@ -135,9 +135,11 @@ def our_step(model: Any, rows: tuple[tuple[int, ...], ...]) -> tuple[float, dict
     """The same by a pipeline, which takes the model's values away."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
-    pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd)
+    pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never")
+    ids = tokens(rows)
+    parts = [MicroBatch.of_documents(ids[i : i + 1], ids[i : i + 1], row, index=i) for i, row in enumerate(rows)]
     try:
-        loss = pipeline.step(global_batch(rows)).loss
+        loss = pipeline.step(LocalBatch(*ids.shape, parts)).loss
         pipeline.drain()
         gradients = {name: pipeline.gradient(name) for name in trainable}
         return loss, {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}

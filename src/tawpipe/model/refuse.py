@@ -109,6 +109,12 @@ def refuse_adapters(given: nn.Module) -> None:
         )
     if any(config.is_prompt_learning for config in configs.values()):
         raise UserError(SETTING, names, f"virtual tokens in front of a document are not supported; {advice}")
+    if any(getattr(config, "target_parameters", None) for config in configs.values()):
+        raise UserError(
+            SETTING,
+            "target_parameters",
+            "adapters of single parameters change weights while they compute; name layers in target_modules instead",
+        )
     from peft.tuners.tuners_utils import BaseTuner
 
     if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
