@@ -130,6 +130,15 @@ class Deal:
         if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
             expected = f"below {limit}: the model looks positions up in a table of that size; give shorter documents"
             raise UserError("batch", f"position {last}", expected)
+        if (edge := self.positions.scaled_from) is not None:
+            learned = zip(batch.lengths, batch.labels.flatten().split(batch.lengths), strict=True)
+            lengths = [length for length, labels in learned if bool((labels != IGNORE).any())]
+            if lengths and min(lengths) <= edge < max(lengths):
+                raise UserError(
+                    "batch",
+                    f"documents of {min(lengths)} and {max(lengths)} tokens in one micro-batch",
+                    f"all of them above {edge} tokens or none: longrope would scale them all by the longest",
+                )
         return batch
 
     def numbered(self, local: LocalBatch) -> dict[int, MicroBatch]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -28,8 +29,6 @@ from tawpipe.model.stubs import HIDDEN
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
 from tawpipe.runtime.randomness import OwnGenerator
-
-logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "always", "never")
 DOCUMENTS = (9, 14)
@@ -92,18 +91,31 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     batch = _batch(_inner(copy).config.get_text_config().vocab_size)
     _silence(copy)
     try:
-        with OwnGenerator(torch.Generator().manual_seed(0)) as random:
+        with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(deepcopy(copy), chain, batch, loss)
     except Exception as error:  # it may need what only its own devices have
         return f"{name} was not checked: by itself it ends with {type(error).__name__} ({error})"
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
-    ours = run(copy, batch, dtype)
+    with _quiet():
+        ours = run(copy, batch, dtype)
     largest = _compare(name, plain, ours, limit)
     return (
         f"{name}: {layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
         f"difference {largest:.0e} in {str(dtype).removeprefix('torch.')} ({time.perf_counter() - begin:.1f} s)"
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what a copy in another dtype would warn of."""
+    top = logging.getLogger("tawpipe")
+    level = top.level
+    top.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        top.setLevel(level)
 
 
 def _layers_wanted(chain: Chain) -> int:

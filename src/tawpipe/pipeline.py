@@ -189,6 +189,8 @@ class Pipeline:
             source = weights(self.chain)
         else:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
+        self.checked = ""
+        """What the check of the model found, in a sentence on rank 0; empty where it was left out."""
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
             self._check_model(source, loss)
         self.spec = model_spec(self.chain)
@@ -269,7 +271,7 @@ class Pipeline:
         words = ["", "", ""]
         if self.world.rank == 0:
             try:
-                logger.info("%s", check_model(self.chain, source, loss=loss, run=run))
+                self.checked = check_model(self.chain, source, loss=loss, run=run)
             except UserError as error:
                 problem, words = error, [error.setting, str(error.value), error.expected]
         setting, value, expected = json.loads(self.world.broadcast_text(json.dumps(words)))

@@ -36,10 +36,13 @@ class Positions:
         first: the position of a document's first token where the caller gives none; 0 but for RoBERTa's kin, which
             count tokens from the padding token's number + 1 on.
         limit: positions given by a caller must be below, because they index a table; None where nothing does.
+        scaled_from: longer documents than that are rotated by other angles (longrope), and with them all that share a
+            micro-batch; None where lengths do not matter.
     """
 
     first: int = 0
     limit: int | None = None
+    scaled_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,13 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
+    for module in (model, *(model.get_submodule(path[:end]) for end, letter in enumerate(path) if letter == ".")):
+        if "forward" in vars(module):
+            raise UserError(
+                SETTING,
+                f"{type(module).__name__}.forward",
+                "the method was replaced on the object, where it would call the object's own layers; make a subclass",
+            )
     watch = _Watch(model)
     before = {name: (tensor, tensor._version) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     tape, reads_weights = _follow_embedding(model, path, layers, watch, returns_tuple=returns_tuple)
@@ -363,13 +373,16 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
 
 
 def _positions(model: nn.Module, watch: _Watch) -> Positions:
+    text = model.config.get_text_config()  # type: ignore[union-attr]
     if not watch.tables:
-        return Positions()
+        rope = getattr(text, "rope_parameters", None) or {}
+        scales = rope.get("rope_type") == "longrope"
+        return Positions(scaled_from=rope.get("original_max_position_embeddings") if scales else None)
     rows = min(rows for rows, _ in watch.tables)
     paddings = {padding for _, padding in watch.tables if padding is not None}
     if paddings:
         return Positions(first=max(paddings) + 1, limit=rows)
-    configured = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
+    configured = getattr(text, "max_position_embeddings", None)
     return Positions(limit=rows if configured is None else min(rows, configured))
 
 

@@ -6,15 +6,12 @@ refused by ``discovery``.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import nn
 
 from tawpipe.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 SETTING = "--model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -86,8 +83,6 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise UserError(
             SETTING, kind, "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
         )
-    if "longrope" in rope_types:
-        logger.warning("%s: longrope scales all documents of a micro-batch by its longest, as transformers does", kind)
 
 
 def refuse_adapters(given: nn.Module) -> None:

@@ -228,6 +228,9 @@ class TrainConfig(DataSettings):
     """Faults on purpose, for tests: rank=2,step=7,at=push:3,kind=kill; several with semicolons between them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
+    check: Literal["auto", "always", "never"] = "auto"
+    """Whether a few layers of the model are compared with its own forward pass before the first step: auto does so for
+    models that the project's tests do not cover (docs/models.md). Takes seconds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto takes GPUs if there are any."""
     compile: bool = False

@@ -102,6 +102,8 @@ def run(config: TrainConfig) -> int:
         trust_remote_code=config.trust_remote_code,
     )
     pipeline = _make_pipeline(config, world, data, built, injector)
+    if pipeline.checked:
+        console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
     if earlier is not None:
         _resume(config, console, pipeline, start, copies, data)
@@ -295,6 +297,7 @@ def _make_pipeline(
         compile_layers=config.compile,
         chunk_tokens=chosen.loss_chunk_tokens,
         seed=config.seed,
+        check=config.check,
         world=world,
         strict=config.strict,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
