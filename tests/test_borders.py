@@ -55,7 +55,7 @@ def gpt2() -> Any:
 
 @pytest.mark.parametrize("make", [llama(), gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["full", "selective", "none"])
-def test_0_a_model_without_faults_is_right(make, recompute):
+def test_a_model_without_faults_is_right(make, recompute):
     assert right_or_refused(make, rows_of(), recompute=recompute) == "right"
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
     assert right_or_refused(make, batch, documents=documents, recompute=recompute) == "right"
@@ -65,7 +65,7 @@ def test_0_a_model_without_faults_is_right(make, recompute):
 
 
 @pytest.mark.parametrize("delay", [None, slow], ids=["quick", "slow"])
-def test_1_weights_right_after_the_loss_are_the_updated_ones(delay):
+def test_weights_right_after_the_loss_are_the_updated_ones(delay):
     """In 30 steps, each time of other parameters, beside a pipeline that waits for everything."""
     reading, waiting = (piped(llama(), delay=d, optimizer=None, chunk_tokens=64) for d in (delay, None))
     names, stale = reading.parameter_names, []
@@ -82,7 +82,7 @@ def test_1_weights_right_after_the_loss_are_the_updated_ones(delay):
     assert not stale
 
 
-def test_1_a_value_that_was_read_early_is_not_kept(tmp_path):
+def test_a_value_that_was_read_early_is_not_kept(tmp_path):
     """It is read again after ``drain``, after more steps and after ``load``."""
     pipeline, name = piped(llama(), delay=slow), "model.norm.weight"
     pipeline.save(tmp_path / "state")
@@ -129,7 +129,7 @@ AFTERWARDS = {
 
 
 @pytest.mark.parametrize("what", AFTERWARDS)
-def test_2_the_model_says_that_its_weights_are_elsewhere(what, tmp_path):
+def test_the_model_says_that_its_weights_are_elsewhere(what, tmp_path):
     model = llama()()
     pipeline = piped(model)
     pipeline.step(rows_of())
@@ -153,7 +153,7 @@ def assert_same_as_two_steps(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     "use", [lambda m: m.eval(), lambda m: m.train(), lambda m: m.zero_grad()], ids=["eval", "train", "zero_grad"]
 )
-def test_2_what_scripts_do_between_steps_changes_nothing(use):
+def test_what_scripts_do_between_steps_changes_nothing(use):
     """Dropout goes on although the script says ``eval`` for a while."""
     losses = []
     for disturbed in (False, True):
@@ -167,7 +167,7 @@ def test_2_what_scripts_do_between_steps_changes_nothing(use):
     assert losses[0] == losses[1]
 
 
-def test_2_peft_models_say_so_too(tmp_path):
+def test_peft_models_say_so_too(tmp_path):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama()(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     pipeline = piped(model.double())
@@ -192,7 +192,7 @@ def _overwrite(tensors: Any) -> None:
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("delay", [None, slow], ids=["quick", "slow"])
-def test_3_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
+def test_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
     def batch():
         return packed([0], [[5, 9, 2], [16], [8, 8]])[0] | {"attention_mask": mask}
 
@@ -204,7 +204,7 @@ def test_3_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
-def test_3_so_may_the_tensors_of_a_local_batch(name):
+def test_so_may_the_tensors_of_a_local_batch(name):
     def local():
         parts = [MicroBatch.from_rows(**{k: t[i : i + 1] for k, t in rows_of().items()}) for i in range(ROWS)]
         return LocalBatch(
@@ -218,7 +218,7 @@ def test_3_so_may_the_tensors_of_a_local_batch(name):
     assert_same(mine, piped_numbers(llama(), local()), 0.0)
 
 
-def test_3_one_batch_may_be_filled_again_for_every_step():
+def test_one_batch_may_be_filled_again_for_every_step():
     """As loaders with pinned buffers do."""
     pipeline, waiting = piped(llama(), delay=slow), piped(llama())
     place, losses = rows_of(0), []
@@ -256,11 +256,11 @@ def opt(**config: Any) -> Any:
     return real_model(OPTConfig(**sizes, **given, **config))
 
 
-def test_9_positions_that_begin_behind_the_padding_token():
+def test_positions_that_begin_behind_the_padding_token():
     right_or_refused(roberta, rows_of(), refused="position")
 
 
-def test_9_positions_that_begin_behind_the_padding_token_in_packed_rows():
+def test_positions_that_begin_behind_the_padding_token_in_packed_rows():
     """Without position_ids of the user the documents come from an attention mask."""
     lengths = [[5, 9, 2], [16], [8, 8]]
     right_or_refused(
@@ -270,19 +270,19 @@ def test_9_positions_that_begin_behind_the_padding_token_in_packed_rows():
 
 @pytest.mark.parametrize("make", [roberta, opt, llama(), gpt2], ids=["roberta", "opt", "llama", "gpt2"])
 @pytest.mark.parametrize("padding", [0, 1])
-def test_9_the_padding_token_in_a_text(make, padding):
+def test_the_padding_token_in_a_text(make, padding):
     batch = rows_of()
     batch["input_ids"][:, 3::5] = padding
     right_or_refused(make, batch, refused="position|pad")
 
 
-def test_9_opt_gives_its_own_offset():
+def test_opt_gives_its_own_offset():
     assert right_or_refused(opt, rows_of()) == "right"
 
 
 @pytest.mark.parametrize("make", [gpt2, llama(), opt], ids=["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("first", [7, 1])
-def test_9_positions_that_begin_elsewhere(make, first):
+def test_positions_that_begin_elsewhere(make, first):
     batch, documents = packed([first], [[LENGTH]] * ROWS)
     # Rotations are computed in fp32, so that a distance between larger positions is another number.
     limit = 1e-5 if first and "rope" in str(base_config(make)) else 1e-9
@@ -290,13 +290,13 @@ def test_9_positions_that_begin_elsewhere(make, first):
 
 
 @pytest.mark.parametrize("firsts", [[1], [2, 5, 0], [7]], ids=str)
-def test_9_positions_that_begin_elsewhere_in_every_document(firsts):
+def test_positions_that_begin_elsewhere_in_every_document(firsts):
     batch, documents = packed(firsts, [[5, 9, 2], [16], [8, 8]])
     right_or_refused(gpt2, batch, documents=documents, refused="position_ids")
 
 
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_9_positions_that_leave_some_out_or_stand_still(make):
+def test_positions_that_leave_some_out_or_stand_still(make):
     """Gaps do not begin a document, and there is no telling what the same position twice means."""
     batch, documents = packed([0], [[LENGTH]] * ROWS)
     batch["position_ids"] = batch["position_ids"] * 2
@@ -315,14 +315,14 @@ def numbered(lengths: Any, padding: tuple[int, ...] = ()) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_9_a_mask_of_document_numbers(make):
+def test_a_mask_of_document_numbers(make):
     lengths = [[5, 8, 3], [16], [8, 8]]
     batch = rows_of() | {"attention_mask": numbered(lengths, padding=(3, 0, 0))}
     right_or_refused(make, batch, documents=spans_of([[5, 8], [16], [8, 8]]), refused="attention_mask")
 
 
 @pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float32, torch.int32])
-def test_9_padding_on_the_right_in_any_dtype(kind):
+def test_padding_on_the_right_in_any_dtype(kind):
     mask = numbered([[16]] * ROWS, padding=(3, 0, 5)).to(kind)
     documents = [(0, 0, 13), (1, 0, 16), (2, 0, 11)]
     right_or_refused(llama(), rows_of() | {"attention_mask": mask}, documents=documents, refused="attention_mask")
@@ -330,7 +330,7 @@ def test_9_padding_on_the_right_in_any_dtype(kind):
 
 @pytest.mark.parametrize("where", ["left", "middle"])
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_9_padding_on_the_left_or_in_the_middle(make, where):
+def test_padding_on_the_left_or_in_the_middle(make, where):
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, :4] = 0
     if where == "middle":
@@ -339,26 +339,26 @@ def test_9_padding_on_the_left_or_in_the_middle(make, where):
         piped_numbers(make, rows_of() | {"attention_mask": mask})
 
 
-def test_9_a_mask_of_four_dimensions_is_refused():
+def test_a_mask_of_four_dimensions_is_refused():
     mask = torch.ones(ROWS, 1, LENGTH, LENGTH).tril()
     with pytest.raises(UserError, match="attention_mask"):
         piped_numbers(llama(), rows_of() | {"attention_mask": mask})
 
 
-def test_9_more_tokens_than_positions_are_refused():
+def test_more_tokens_than_positions_are_refused():
     with pytest.raises(UserError, match=r"position|sequence"):
         piped_numbers(lambda: real_model(family_config("gpt2", max_position_embeddings=8)), rows_of())
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.float32])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_9_ids_and_labels_of_other_dtypes(name, kind):
+def test_ids_and_labels_of_other_dtypes(name, kind):
     batch = rows_of()
     right_or_refused(llama(), batch | {name: batch[name].to(kind)}, refused=name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("input_ids", VOCABULARY), ("labels", VOCABULARY), ("labels", -1)])
-def test_9_ids_and_labels_outside_of_the_vocabulary_are_refused(name, value):
+def test_ids_and_labels_outside_of_the_vocabulary_are_refused(name, value):
     batch = rows_of()
     batch[name][0, 5] = value
     with pytest.raises(UserError, match=name):
@@ -366,7 +366,7 @@ def test_9_ids_and_labels_outside_of_the_vocabulary_are_refused(name, value):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.Tensor.tolist], ids=["array", "list"])
-def test_9_numbers_that_are_no_tensors_are_refused(convert):
+def test_numbers_that_are_no_tensors_are_refused(convert):
     with pytest.raises(UserError, match=r"batch.*tensor"):
         piped_numbers(llama(), {name: convert(tensor) for name, tensor in rows_of().items()})
 
@@ -379,7 +379,7 @@ def narrow(kind: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
-def test_11_a_loss_in_few_bits_keeps_the_gradients(kind):
+def test_a_loss_in_few_bits_keeps_the_gradients(kind):
     """What it returns is rounded; the scale by which its gradient is multiplied must not be."""
     right_or_refused(
         llama(), rows_of(), loss=narrow(kind), plain_loss=token_sum, loss_limit=1e-2, refused="loss.*(float|fp)32"
@@ -387,7 +387,7 @@ def test_11_a_loss_in_few_bits_keeps_the_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_11_a_loss_in_few_bits_of_many_tokens(kind):
+def test_a_loss_in_few_bits_of_many_tokens(kind):
     """A scale of 1 / tokens is below the normal numbers of fp16, and a sum may be above the largest."""
     batch = rows_of(rows=2, length=120)
     right_or_refused(
@@ -412,7 +412,7 @@ def hugging_face(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", [mean, hugging_face])
 @pytest.mark.parametrize("chunk", [6, 1024])
-def test_11_a_loss_that_returns_the_mean_is_refused(loss, chunk):
+def test_a_loss_that_returns_the_mean_is_refused(loss, chunk):
     with pytest.raises(UserError, match=r"loss.*(sum|mean)"):
         piped_numbers(llama(), rows_of(), loss=loss, chunk_tokens=chunk)
 
@@ -429,12 +429,12 @@ def test_11_a_loss_that_returns_the_mean_is_refused(loss, chunk):
     ],
     ids=["vector", "one in a vector", "tuple", "float", "detached", "nothing"],
 )
-def test_11_a_loss_that_returns_something_else_is_refused(loss):
+def test_a_loss_that_returns_something_else_is_refused(loss):
     with pytest.raises(UserError, match="loss"):
         piped_numbers(llama(), rows_of(), loss=loss)
 
 
-def test_11_a_loss_that_is_nan_where_no_label_counts():
+def test_a_loss_that_is_nan_where_no_label_counts():
     """A mean times a count, as one writes it for a whole row."""
     right_or_refused(
         llama(),
@@ -445,7 +445,7 @@ def test_11_a_loss_that_is_nan_where_no_label_counts():
     )
 
 
-def test_11_a_loss_with_parameters_of_its_own_is_refused():
+def test_a_loss_with_parameters_of_its_own_is_refused():
     class Tempered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -458,7 +458,7 @@ def test_11_a_loss_with_parameters_of_its_own_is_refused():
         piped_numbers(llama(), rows_of(), loss=Tempered())
 
 
-def test_11_a_loss_that_changes_the_logits_in_place():
+def test_a_loss_that_changes_the_logits_in_place():
     def loss(logits, labels):
         return token_sum(logits.mul_(0.5), labels)
 
@@ -466,7 +466,7 @@ def test_11_a_loss_that_changes_the_logits_in_place():
     right_or_refused(llama(), rows_of(), loss=loss, refused="loss", chunk_tokens=1024)
 
 
-def test_11_a_loss_that_changes_the_labels_in_place():
+def test_a_loss_that_changes_the_labels_in_place():
     """Then labels that do not count count as 0, and must not in a second pass over them."""
 
     def loss(logits, labels):

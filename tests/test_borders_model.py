@@ -99,7 +99,7 @@ SHARING = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("share", SHARING)
-def test_4_layers_that_share(share, recompute):
+def test_layers_that_share(share, recompute):
     right_or_refused(
         llama(prepare=share),
         rows_of(),
@@ -128,12 +128,12 @@ def _shorter(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_copied_layers, _longer, _longer_than_the_config_says, _shorter])
-def test_4_layers_that_were_copied_or_left_out(change):
+def test_layers_that_were_copied_or_left_out(change):
     right_or_refused(llama(prepare=change), rows_of(), refused="layers|attention|config")
 
 
 @pytest.mark.parametrize("frozen", ["layers.0.", "layers.2.", ""])
-def test_4_sharing_with_frozen_parameters(frozen):
+def test_sharing_with_frozen_parameters(frozen):
     def prepare(model: Any) -> None:
         _same_layer(model)
         _same_parameter(model)
@@ -143,7 +143,7 @@ def test_4_sharing_with_frozen_parameters(frozen):
     right_or_refused(llama(prepare=prepare), rows_of(), refused="same|share|twice")
 
 
-def test_4_parameters_that_overlap_are_refused():
+def test_parameters_that_overlap_are_refused():
     """Plain training changes both at once. The model is not converted to fp64 here, which would part them."""
 
     def make() -> Any:
@@ -173,7 +173,7 @@ def _scaled_leaf(self: Any, embedded: Tensor, ids: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("before", [_scaled, _shifted, _scaled_leaf])
-def test_5_embeddings_changed_in_place(before, recompute):
+def test_embeddings_changed_in_place(before, recompute):
     right_or_refused(llama(body=body(before=before)), rows_of(), refused="in place", recompute=recompute)
 
 
@@ -182,7 +182,7 @@ def ctrl() -> Any:
     return real_model(CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0))
 
 
-def test_5_ctrl_scales_its_embeddings_in_place():
+def test_ctrl_scales_its_embeddings_in_place():
     right_or_refused(ctrl, rows_of(), refused="in place|mask|attention")
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
     right_or_refused(ctrl, batch, documents=documents, refused="in place|mask|attention")
@@ -200,7 +200,7 @@ def _ids_first_and_weights_in_backward(self: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("embed", [_ids_first, _ids_first_and_weights_in_backward])
-def test_5_ids_changed_in_place(embed):
+def test_ids_changed_in_place(embed):
     """The caller's batch stays as it is, and a second pass over the same micro-batch sees what the first one saw."""
     batch = rows_of()
     refused = "input_ids.*in place|in place.*input_ids"
@@ -255,12 +255,12 @@ IN_PLACE = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layer", IN_PLACE)
-def test_5_a_layer_changes_what_it_is_given(layer, recompute):
+def test_a_layer_changes_what_it_is_given(layer, recompute):
     right_or_refused(llama(layer), rows_of(), refused="in place", recompute=recompute)
 
 
 @pytest.mark.parametrize("layer", [_adds_first, _rotary_first])
-def test_5_a_layer_changes_what_it_is_given_while_inputs_are_offloaded(layer):
+def test_a_layer_changes_what_it_is_given_while_inputs_are_offloaded(layer):
     right_or_refused(llama(layer), rows_of(), refused="in place", offloaded_layers=3, micro_batches_per_visit=3)
 
 
@@ -275,7 +275,7 @@ def _mask_read(layer: Any, hidden: Tensor, call: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", [_mask_in_place, _mask_read])
-def test_5_a_layer_that_works_on_the_mask_is_refused(layer):
+def test_a_layer_that_works_on_the_mask_is_refused(layer):
     """There is no mask of numbers, and the message says so."""
     with pytest.raises(UserError, match="mask"):
         piped_numbers(llama(layer), rows_of())
@@ -336,7 +336,7 @@ STATEFUL = {
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("what", STATEFUL)
-def test_5_a_layer_with_a_state(what, recompute):
+def test_a_layer_with_a_state(what, recompute):
     layer, prepare = STATEFUL[what]
     given = (lambda each, hidden, call: own(each, hidden, **call)) if layer is own else layer
     right_or_refused(
@@ -345,7 +345,7 @@ def test_5_a_layer_with_a_state(what, recompute):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_5_running_statistics_count_every_micro_batch_once(recompute):
+def test_running_statistics_count_every_micro_batch_once(recompute):
     """BatchNorm in training: the gradients do not depend on the statistics, what is exported does."""
     make = llama(_batch_norm, prepare=add_to_layers("norm", lambda: nn.BatchNorm1d(32)))
     if right_or_refused(make, rows_of(), refused="in place|buffer|statistics", recompute=recompute) == "right":
@@ -369,7 +369,7 @@ def _by_frequency(model: Any) -> None:
 
 
 @pytest.mark.parametrize("option", [_largest_rows, _sparse, _by_frequency])
-def test_5_options_of_an_embedding(option):
+def test_options_of_an_embedding(option):
     """One renormalises its weight in place, one has sparse gradients, one looks at all ids of a call."""
     batch, documents = packed([0], [[16]] * ROWS)
     refused = "max_norm|in place|parameter|sparse|scale_grad_by_freq"
@@ -390,7 +390,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("what", PLACES)
-def test_4_and_5_on_two_processes(pool, what):
+def test_on_two_processes(pool, what):
     """Where weights are not at home when they are used, a change to them is lost or hits a copy."""
     outcome = pool.run("borders:like_plain", 2, 1, what=what)[0]
     assert outcome == "right" or (
@@ -452,7 +452,7 @@ HEADS = {
 
 @pytest.mark.parametrize("chunk", [6, 1024])
 @pytest.mark.parametrize("what", HEADS)
-def test_6_a_head_that_needs_more_than_one_token(what, chunk):
+def test_a_head_that_needs_more_than_one_token(what, chunk):
     right_or_refused(
         llama(body=body(**HEADS[what])),
         rows_of(),
@@ -469,7 +469,7 @@ def test_6_a_head_that_needs_more_than_one_token(what, chunk):
     )
 
 
-def test_6_a_head_that_scales_by_a_constant_is_right():
+def test_a_head_that_scales_by_a_constant_is_right():
     """What looks at one token at a time is no fault."""
     assert (
         right_or_refused(llama(body=body(after=lambda s, hidden, e, p: torch.tanh(hidden) * 2)), rows_of()) == "right"
@@ -522,22 +522,22 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_6_something_between_layers(what):
+def test_something_between_layers(what):
     right_or_refused(llama(body=body(**BETWEEN[what])), rows_of(), refused="between (two )?layers|hidden states|head")
 
 
-def test_6_something_behind_the_last_layer_is_the_heads():
+def test_something_behind_the_last_layer_is_the_heads():
     assert right_or_refused(llama(body=body(between=_scaled_after_last)), rows_of()) == "right"
 
 
-def test_6_hidden_states_of_one_layer_handed_to_all():
+def test_hidden_states_of_one_layer_handed_to_all():
     make = llama(_uses_what_is_handed_on, body=body(besides=_handed_on))
     right_or_refused(make, rows_of(), refused="besides the hidden states|between|hidden states")
 
 
 @pytest.mark.parametrize("per_visit", [1, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_6_state_that_layers_hand_on_through_the_model(recompute, per_visit):
+def test_state_that_layers_hand_on_through_the_model(recompute, per_visit):
     """A layer leaves something where the next one looks for it."""
     shared: dict[str, Tensor] = {}
 
@@ -603,11 +603,11 @@ HOOKS = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_6_hooks_and_the_like(hook, recompute):
+def test_hooks_and_the_like(hook, recompute):
     right_or_refused(llama(prepare=hook), rows_of(), refused="hook|checkpointing", recompute=recompute)
 
 
-def test_6_a_forward_of_one_object_is_refused_or_right():
+def test_a_forward_of_one_object_is_refused_or_right():
     """As ``accelerate`` and others put it there."""
 
     def prepare(model: Any) -> None:
@@ -712,7 +712,7 @@ def _or_refused(check: Any) -> None:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("what", RANDOM)
-def test_7_gradients_belong_to_a_forward_pass(what, recompute):
+def test_gradients_belong_to_a_forward_pass(what, recompute):
     """The slope of the loss of the same step, drawn with the same seed, is the gradient."""
     if what == "config" and recompute == "selective":
         pytest.skip("attention with dropout is no kernel on the CPU")
@@ -726,7 +726,7 @@ def test_7_gradients_belong_to_a_forward_pass(what, recompute):
 
 
 @pytest.mark.parametrize("what", RANDOM)
-def test_7_random_numbers_depend_on_the_seed_alone(what):
+def test_random_numbers_depend_on_the_seed_alone(what):
     """Not on what is recomputed, nor on what else has been drawn; another seed gives others."""
 
     def check() -> None:
@@ -744,7 +744,7 @@ def test_7_random_numbers_depend_on_the_seed_alone(what):
 
 
 @pytest.mark.parametrize("dropout", [0.3, 0.0])
-def test_7_the_scripts_own_random_numbers_are_left_alone(dropout):
+def test_the_scripts_own_random_numbers_are_left_alone(dropout):
     """Those of torch, numpy and python, by the making of a pipeline, by steps, evaluation and ``drain``."""
 
     def draw(disturb: Any) -> list[Any]:
@@ -771,7 +771,7 @@ def _three_steps(model: Any = None, **knobs: Any) -> tuple[list[float], dict[str
     return losses, found
 
 
-def test_7_a_thread_that_draws_all_the_time_changes_nothing():
+def test_a_thread_that_draws_all_the_time_changes_nothing():
     expected, end = _three_steps(), threading.Event()
     model = llama(attention_dropout=0.3)()  # its first values are drawn from the generator that all share
 
@@ -790,7 +790,7 @@ def test_7_a_thread_that_draws_all_the_time_changes_nothing():
     assert all(torch.equal(found[name], value) for name, value in expected[1].items())
 
 
-def test_7_two_pipelines_at_once_are_as_each_alone():
+def test_two_pipelines_at_once_are_as_each_alone():
     expected = [_three_steps(seed=seed) for seed in (1, 2)]
     both = [piped(llama(attention_dropout=0.3), seed=seed) for seed in (1, 2)]
     results = [[pipeline.step(rows_of(step)) for pipeline in both] for step in range(3)]
@@ -801,7 +801,7 @@ def test_7_two_pipelines_at_once_are_as_each_alone():
         pipeline.close()
 
 
-def test_7_a_seed_that_the_model_sets_itself_is_right_or_refused():
+def test_a_seed_that_the_model_sets_itself_is_right_or_refused():
     """A layer that seeds torch in its forward pass draws what it would draw by itself."""
 
     def layer(each: Any, hidden: Tensor, call: Any) -> Tensor:
@@ -812,7 +812,7 @@ def test_7_a_seed_that_the_model_sets_itself_is_right_or_refused():
         right_or_refused(llama(layer), rows_of(), refused=REFUSED_RANDOM, recompute=recompute)
 
 
-def test_7_a_generator_of_the_models_own_is_right_or_refused():
+def test_a_generator_of_the_models_own_is_right_or_refused():
     """Its state goes on from call to call, and recomputation must not draw again from it."""
     generators: dict[int, torch.Generator] = {}
 
@@ -832,7 +832,7 @@ def test_7_a_generator_of_the_models_own_is_right_or_refused():
 
 
 @pytest.mark.parametrize("how", ["float", "to"])
-def test_8_an_embedding_norm_in_fp32_of_a_bf16_checkpoint(pool, how):
+def test_an_embedding_norm_in_fp32_of_a_bf16_checkpoint(pool, how):
     """Whether its backward pass reads weights is seen in the dtype that computes, not in that of the checkpoint."""
     errors = pool.run("borders:wide_norm", 2, 1, how=how)[0]
     assert max(errors.values()) < 1e-4, {name: f"{error:.0e}" for name, error in errors.items() if error >= 1e-4}
@@ -859,7 +859,7 @@ def _sink_error(lengths: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("length", [8, 16])
-def test_12_the_gradient_of_sinks_does_not_get_worse_with_documents(length):
+def test_the_gradient_of_sinks_does_not_get_worse_with_documents(length):
     one, many = _sink_error((64 * length,)), _sink_error((length,) * 64)
     assert one < 1e-2
     assert many < 1e-2
@@ -867,7 +867,7 @@ def test_12_the_gradient_of_sinks_does_not_get_worse_with_documents(length):
 
 
 @pytest.mark.parametrize("documents", [1, 4, 32])
-def test_12_the_sinks_of_gpt_oss_in_bf16_are_as_good_as_those_of_a_plain_process(documents):
+def test_the_sinks_of_gpt_oss_in_bf16_are_as_good_as_those_of_a_plain_process(documents):
     def make(dtype: torch.dtype) -> Any:
         return real_model(family_config("gpt_oss"), torch.bfloat16).to(dtype)
 

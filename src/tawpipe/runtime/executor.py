@@ -62,7 +62,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean over all tokens of the step, on all ranks, that count."""
+        """Mean over all tokens of the step, on all ranks, that count; not a number if none does."""
         return self._read(0)
 
     @property
@@ -281,7 +281,7 @@ class Executor:
         self.transport.all_reduce(action, sums)
         tokens = sums[2].clamp(min=1)
         mean = 1 / (step.given.scale * tokens)
-        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / tokens
+        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / sums[2]
         clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
