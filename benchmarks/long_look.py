@@ -259,8 +259,8 @@ def table(steps: int, rows: dict[str, Any]) -> list[str]:
     if full:
         lines += [
             "",
-            "| row | precision | processes | validation loss at the end | training loss, last tenth | s/step |",
-            "| --- | --- | ---: | ---: | ---: | ---: |",
+            "| row | precision | processes | validation loss at the end | training loss, last tenth |",
+            "| --- | --- | ---: | ---: | ---: |",
         ]
     places: dict[str, list[str]] = {}
     for name, row in full.items():
@@ -269,7 +269,7 @@ def table(steps: int, rows: dict[str, Any]) -> list[str]:
         places.setdefault(f"{where['date']}, {where['machine']}, {versions}", []).append(ROWS[name].text)
         lines.append(
             f"| {ROWS[name].text} | {ROWS[name].dtype} | {ROWS[name].processes} | {row['validation_losses'][-1]:.4f} "
-            f"| {np.mean(last):.4f} | {row['seconds'] / steps:.2f} |"
+            f"| {np.mean(last):.4f} |"
         )
     for place, texts in places.items():
         lines += ["", place + (f": {'; '.join(texts)}" if len(places) > 1 else "")]
