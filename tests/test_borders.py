@@ -61,7 +61,7 @@ def test_a_model_without_faults_is_right(make, recompute):
     assert right_or_refused(make, batch, documents=documents, recompute=recompute) == "right"
 
 
-# 1. Weights read without `drain`
+# Weights read without `drain`
 
 
 @pytest.mark.parametrize("delay", [None, slow], ids=["quick", "slow"])
@@ -104,7 +104,7 @@ def test_a_value_that_was_read_early_is_not_kept(tmp_path):
     pipeline.close()
 
 
-# 2. The user's model after a pipeline took its weights
+# The user's model after a pipeline took its weights
 
 
 def _torch_save(model: Any, folder: Any) -> None:
@@ -182,7 +182,7 @@ def test_peft_models_say_so_too(tmp_path):
     pipeline.close()
 
 
-# 3. A batch that the caller overwrites
+# A batch that the caller overwrites
 
 
 def _overwrite(tensors: Any) -> None:
@@ -232,7 +232,7 @@ def test_one_batch_may_be_filled_again_for_every_step():
     waiting.close()
 
 
-# 9. Positions and masks
+# Positions and masks
 
 
 def base_config(make: Any) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def test_numbers_that_are_no_tensors_are_refused(convert):
         piped_numbers(llama(), {name: convert(tensor) for name, tensor in rows_of().items()})
 
 
-# 11. A loss of the user's own
+# A loss of the user's own
 
 
 def narrow(kind: torch.dtype) -> Any:

@@ -48,7 +48,7 @@ def _lora(**given: Any) -> Any:
     return peft.LoraConfig(r=3, target_modules=PROJECTIONS, task_type="CAUSAL_LM", **given)
 
 
-# 10. Adapters that must be right
+# Adapters that must be right
 
 RIGHT = {
     "lora": lambda: _lora(),
@@ -82,7 +82,7 @@ def test_adapters_of_a_tied_model(what):
     assert right_or_refused(adapted(RIGHT[what](), base), rows_of(), refused=refused) in ("right", "refused")
 
 
-# 10. Adapters that may be right or refused
+# Adapters that may be right or refused
 
 OTHERS = {
     "loha": (lambda: peft.LoHaConfig(r=2, target_modules=PROJECTIONS), "loha"),
@@ -162,7 +162,7 @@ def test_lora_dropout_draws_the_same_again():
         assert_same(each, losses[0], 1e-12)
 
 
-# 10. What must be refused: a loss of its own, or parameters that are not those of layers
+# What must be refused: a loss of its own, or parameters that are not those of layers
 
 REFUSED = {
     "adalora": (
@@ -192,7 +192,7 @@ def test_adapters_with_a_loss_or_inputs_of_their_own_are_refused_by_name(what):
         piped(model).close()
 
 
-# 10. Without a model of peft's around
+# Without a model of peft's around
 
 
 def test_adapters_by_transformers_own_integration():
@@ -242,7 +242,7 @@ def test_export_of_transformers_own_integration_is_an_adapter_or_refused(tmp_pat
     pipeline.close()
 
 
-# 10. Layers that are left out now and then
+# Layers that are left out now and then
 
 
 def test_opt_with_layerdrop_is_right_or_refused():

@@ -235,7 +235,7 @@ def _by_itself(
         # Shifted back: the model shifts by itself.
         unshifted = torch.cat([torch.tensor([IGNORE]), targets[:-1]])[None]
         count = int((targets != IGNORE).sum())
-        output = given(input_ids=document[None], labels=unshifted, use_cache=False)
+        output = given(input_ids=document[None].clone(), labels=unshifted, use_cache=False)
         value = output.loss * count if loss is None else sum_of_loss(loss, output.logits, targets[None])
         (value / tokens).backward()
         total += float(value.detach()) / tokens
