@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -350,22 +351,29 @@ def wide_norm(world: World, *, how: str) -> dict[str, float]:
 
 
 def like_plain(world: World, *, what: str) -> str:
-    """What comes of one of the models of ``test_borders_model``: right, refused, or wrong, and how (rank 0)."""
-    from test_borders_model import PLACES
+    """What comes of one of the models of ``test_borders_layers``: right, refused, or wrong, and how (rank 0)."""
+    from test_borders_layers import PLACES
 
-    class Patch:
-        """What ``keep_fp64`` needs of pytest's monkeypatch; what this process runs later is in fp32 or minds not."""
-
-        setattr = staticmethod(setattr)
-
-    keep_fp64(Patch)
     batch = rows_of(rows=2 * world.size)
-    try:
-        mine = piped_numbers(PLACES[what](), batch, world=world)
-        if world.rank == 0:
-            assert_same(mine, plain_numbers(PLACES[what](), batch))
-    except UserError as error:
-        return f"refused: {error}"
-    except AssertionError as error:
-        return f"wrong: {error}"
+    with pytest.MonkeyPatch.context() as patch:
+        keep_fp64(patch)
+        try:
+            mine = piped_numbers(PLACES[what](), batch, world=world)
+            if world.rank == 0:
+                assert_same(mine, plain_numbers(PLACES[what](), batch))
+        except UserError as error:
+            return f"refused: {error}"
+        except AssertionError as error:
+            return f"wrong: {error}"
     return "right"
+
+
+def different_batches(world: World) -> str:
+    """What comes of a step for which every rank has rows of its own."""
+    pipeline = Pipeline(llama()(), dtype=torch.float64, world=world, strict=True)
+    try:
+        pipeline.step(rows_of(world.rank, rows=2))
+        pipeline.drain()
+    except UserError as error:
+        return str(error)
+    return "not refused"

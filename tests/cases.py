@@ -262,54 +262,50 @@ def packed_rows(world: World) -> list[int]:
 
 def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
     """Packed documents of every family through the runtime: the worst relative difference of a loss or gradient."""
+    import pytest
+
     import model_families
     from model_families import family_config, keep_fp64, packed_batch, plain_loss_and_gradients, real_model
 
-    class Patch:
-        """What ``keep_fp64`` needs of pytest's monkeypatch; this process runs nothing else afterwards that minds."""
-
-        @staticmethod
-        def setattr(target: Any, name: str, value: Any) -> None:
-            setattr(target, name, value)
-
-    keep_fp64(Patch)
-    worst = {}
-    lengths = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
-    parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
-    for name in names:
-        config = family_config(name, tied=tied)
-        pipeline = Pipeline(
-            real_model(config),
-            optimizer=adamw(0.0),
-            dtype=torch.float64,
-            world=world,
-            strict=True,
-            clip_norm=None,
-            chunk_tokens=6,
-            placement="striped",
-        )
-        mine = [parts[share.index] for share in pipeline.shares(len(parts))]
-        result = pipeline.step(LocalBatch(len(parts), 16, mine))
-        pipeline.drain()
-        found = {n: pipeline.gradient(n) for n in pipeline.parameter_names}
-        difference = 0.0
-        if world.rank == 0:
-            plain = model_families.real_model(family_config(name, tied=tied))
-            tokens = sum(part.tokens for part in parts)
-            losses, gradients = [], {}
-            for part in parts:
-                loss, some = plain_loss_and_gradients(plain, part)
-                losses.append(float(loss))
-                for key, gradient in some.items():
-                    gradients[key] = gradients.get(key, 0) + gradient / tokens
-            difference = abs(result.loss - sum(losses) / tokens)
-            for key, gradient in gradients.items():
-                mine_too = found[key]
-                assert mine_too is not None
-                if gradient.norm() > 0:
-                    difference = max(difference, relative(mine_too, gradient))
-        worst[name] = difference
-        pipeline.close()
+    with pytest.MonkeyPatch.context() as patch:  # what runs later in this process minds
+        keep_fp64(patch)
+        worst = {}
+        lengths = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
+        parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
+        for name in names:
+            config = family_config(name, tied=tied)
+            pipeline = Pipeline(
+                real_model(config),
+                optimizer=adamw(0.0),
+                dtype=torch.float64,
+                world=world,
+                strict=True,
+                clip_norm=None,
+                chunk_tokens=6,
+                placement="striped",
+            )
+            mine = [parts[share.index] for share in pipeline.shares(len(parts))]
+            result = pipeline.step(LocalBatch(len(parts), 16, mine))
+            pipeline.drain()
+            found = {n: pipeline.gradient(n) for n in pipeline.parameter_names}
+            difference = 0.0
+            if world.rank == 0:
+                plain = model_families.real_model(family_config(name, tied=tied))
+                tokens = sum(part.tokens for part in parts)
+                losses, gradients = [], {}
+                for part in parts:
+                    loss, some = plain_loss_and_gradients(plain, part)
+                    losses.append(float(loss))
+                    for key, gradient in some.items():
+                        gradients[key] = gradients.get(key, 0) + gradient / tokens
+                difference = abs(result.loss - sum(losses) / tokens)
+                for key, gradient in gradients.items():
+                    mine_too = found[key]
+                    assert mine_too is not None
+                    if gradient.norm() > 0:
+                        difference = max(difference, relative(mine_too, gradient))
+            worst[name] = difference
+            pipeline.close()
     return worst
 
 

@@ -42,6 +42,9 @@ REFUSALS = {
     r"carry a state across the documents": "state spaces, linear attention, convolutions and sparse attention",
     r"does not use transformers' attention interface": "older code, whose masks are its own",
     r"called one after the other with hidden states only": "layers that are called several times or share results",
+    r"counts positions along the row by itself": "decoders of encoder-decoder models, which take no position_ids",
+    r"computes with its attention mask": "masks that depend on the tokens",
+    r"config must say num_hidden_layers": "several stacks of layers",
     r"mask must be causal or a sliding causal window": "prefix masks, or cross-attention beside positions of their own",
 }
 """What a message of a refusal may say, and what is behind it."""

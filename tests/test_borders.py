@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig, RobertaConfig
+from transformers import AutoModelForCausalLM, OPTConfig, Phi3Config, RobertaConfig
 
 from borders import (
     LENGTH,
@@ -489,3 +489,64 @@ def test_a_loss_that_changes_the_labels_in_place():
 def test_the_helper_itself_sees_a_wrong_gradient():
     with pytest.raises(AssertionError, match="changes are wrong"):
         assert_same(plain_numbers(llama(), rows_of()), plain_numbers(llama(), rows_of(4)), loss_limit=1.0)
+
+
+# What a script does around a step
+
+
+def test_a_parameter_frozen_after_the_pipeline_is_made_is_refused():
+    model = llama()()
+    pipeline = piped(model)
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(UserError, match="before the Pipeline is made"):
+        pipeline.step(rows_of())
+
+
+def test_a_step_without_gradient_mode_or_under_autocast():
+    expected = piped_numbers(llama(), rows_of())
+    with torch.no_grad():
+        assert_same(piped_numbers(llama(), rows_of()), expected)
+    pipeline = piped(llama())
+    with torch.autocast("cpu"), pytest.raises(UserError, match="autocast"):
+        pipeline.step(rows_of())
+
+
+def test_tensors_of_another_default_device_are_no_harm():
+    expected = piped_numbers(llama(), rows_of())
+    batch, pipeline = rows_of(), piped(llama())
+    with torch.device("meta"):
+        assert pipeline.step(batch).loss == expected.loss
+
+
+def test_modules_in_evaluation_mode_stay_there():
+    """Dropout of a layer that the caller has put into evaluation mode stays off."""
+
+    def make():
+        model = llama(attention_dropout=0.5)()
+        for layer in model.model.layers:
+            layer.eval()
+        return model
+
+    assert_same(piped_numbers(make, rows_of()), piped_numbers(llama(), rows_of()))
+
+
+def test_ranks_with_different_batches_are_refused(pool):
+    """As a script for DDP gives them, of whose batches only a part would be used."""
+    messages = pool.run("borders:different_batches", 2, 1)
+    assert all("the same global batch" in message for message in messages)
+
+
+@pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
+def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config = Phi3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors},
+    )  # fmt: skip
+    batch, documents = packed([0], [lengths])
+    if right:
+        right_or_refused(lambda: real_model(config), batch, documents=documents)
+    else:
+        with pytest.raises(UserError, match="longrope"):
+            piped_numbers(lambda: real_model(config), batch)

@@ -249,3 +249,19 @@ def test_a_generator_of_the_models_own_is_right_or_refused():
     assert not generators
     for recompute in WAYS:
         right_or_refused(llama(layer, prepare=prepare), rows_of(), refused="[Gg]enerator", recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_gradient_checkpointing_of_the_models_own_draws_nothing_else(recompute):
+    """It is switched off: a layer is computed again anyway, with the numbers that it drew."""
+
+    def make(checkpointed: bool):
+        model = llama(attention_dropout=0.3)()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        return model
+
+    assert_same(
+        piped_numbers(lambda: make(True), rows_of(), recompute=recompute),
+        piped_numbers(lambda: make(False), rows_of(), recompute=recompute),
+    )

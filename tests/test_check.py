@@ -10,6 +10,7 @@ from borders import llama, rows_of
 from model_families import family_config, meta_model, real_model
 from tawpipe import check
 from tawpipe.errors import UserError
+from tawpipe.model import cut
 from tawpipe.pipeline import Pipeline
 
 
@@ -86,8 +87,8 @@ def test_another_transformers_means_another_check(monkeypatch):
 
 def test_a_large_vocabulary_is_cut_for_the_check(monkeypatch):
     """Neither the model that is trained nor its result notices."""
-    monkeypatch.setattr(check, "SMALL_VOCABULARY", 16)
-    monkeypatch.setattr(check, "LARGE_TABLE", 1000)
+    monkeypatch.setattr(cut, "SMALL_VOCABULARY", 16)
+    monkeypatch.setattr(cut, "LARGE_TABLE", 1000)
     losses = []
     for choice in ("always", "never"):
         pipeline = Pipeline(llama()(), check=choice, dtype=torch.float64)

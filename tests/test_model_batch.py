@@ -32,7 +32,7 @@ def test_padding_is_a_document_of_its_own_that_does_not_count():
     batch = MicroBatch.from_rows(ids, ids, attention_mask=mask)
     assert batch.lengths == (3, 2, 5, 5)
     assert batch.labels[0].tolist() == [2, 3, -100, -100, -100]
-    assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 0]
     assert batch.tokens == 6
     packed = MicroBatch.from_rows(ids[:1], ids[:1], torch.tensor([[0, 0, 1, 0, 0]]), mask[:1])
     assert packed.lengths == (1, 2, 2) and packed.tokens == 1

@@ -5,6 +5,7 @@ Imports torch, model.batch and schedule.spec.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,11 +38,13 @@ class LocalBatch:
         rows: of the whole global batch.
         sequence_length: tokens in a row.
         micro_batches: this rank's, in the order of their shares; may be empty.
+        digest: of the global batch, which must be the same on all ranks; None where a rank knows its own part only.
     """
 
     rows: int
     sequence_length: int
     micro_batches: Sequence[MicroBatch]
+    digest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Deal:
                 out of the model's vocabulary or table of positions.
         """
         if isinstance(batch, LocalBatch):
-            parts = [self._checked(one.copy()) for one in batch.micro_batches]
+            parts = [self._scaled_alike(self._checked(one.copy())) for one in batch.micro_batches]
             return LocalBatch(batch.rows, batch.sequence_length, parts)
         for name in REQUIRED:
             if name not in batch:
@@ -106,12 +109,18 @@ class Deal:
             if not whole or (tensor.dtype == torch.bool and name != "attention_mask"):
                 raise UserError("batch", f"{name} of {tensor.dtype}", "whole numbers, for example torch.int64")
         rows, length = shapes["input_ids"]
+        if not rows or not length:
+            raise UserError("batch", f"{rows} rows of {length} tokens", "at least one row and one token")
+        tensors = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
+        self._checked(MicroBatch.from_rows(**tensors))  # all of it, so that no rank waits for one that refuses its part
         parts = []
         for share in self.shares(rows):
-            cut = slice(share.rows.start, share.rows.stop)
-            tensors = {name: tensor[cut].to("cpu", torch.int64) for name, tensor in batch.items()}
-            parts.append(self._checked(MicroBatch.from_rows(**tensors, index=share.index)))
-        return LocalBatch(rows, length, parts)
+            own = {name: tensor[share.rows.start : share.rows.stop] for name, tensor in tensors.items()}
+            parts.append(self._scaled_alike(MicroBatch.from_rows(**own, index=share.index)))
+        digest = 0
+        for name in sorted(tensors):
+            digest = zlib.crc32(tensors[name].contiguous().numpy().data, digest)
+        return LocalBatch(rows, length, parts, digest)
 
     def _checked(self, batch: MicroBatch) -> MicroBatch:
         if self.vocabulary is not None:
@@ -130,13 +139,21 @@ class Deal:
         if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
             expected = f"below {limit}: the model looks positions up in a table of that size; give shorter documents"
             raise UserError("batch", f"position {last}", expected)
-        if (edge := self.positions.scaled_from) is not None:
-            learned = zip(batch.lengths, batch.labels.flatten().split(batch.lengths), strict=True)
-            lengths = [length for length, labels in learned if bool((labels != IGNORE).any())]
-            if lengths and min(lengths) <= edge < max(lengths):
+        return batch
+
+    def _scaled_alike(self, batch: MicroBatch) -> MicroBatch:
+        """Refuse a micro-batch of which transformers would rotate some documents otherwise than each alone."""
+        if (edge := self.positions.scaled_from) is None:
+            return batch
+        longest = int(batch.position_ids.max()) + 1
+        positions = batch.position_ids.flatten().split(batch.lengths)
+        labels = batch.labels.flatten().split(batch.lengths)
+        for own, learned in zip(positions, labels, strict=True):
+            length = int(own.max()) + 1
+            if bool((learned != IGNORE).any()) and (length > edge) != (longest > edge):
                 raise UserError(
                     "batch",
-                    f"documents of {min(lengths)} and {max(lengths)} tokens in one micro-batch",
+                    f"documents of {length} and {longest} tokens in one micro-batch",
                     f"all of them above {edge} tokens or none: longrope would scale them all by the longest",
                 )
         return batch

@@ -3,8 +3,7 @@
 What is known of a model from following its forward pass (``model.discovery``) is its structure. Whether its blocks, run
 one by one on packed rows, give the numbers of the model on every document alone is seen here: a copy of the model with
 its first layers takes one short step both ways, on one process, and the hidden states after every block, the loss and
-all gradients are compared. The copy has the model's own values, each a little disturbed, because zeros (an adapter's)
-and ones (a norm's) would hide much.
+all gradients are compared.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.chain import Chain
-from tawpipe.model.discovery import kind_of
+from tawpipe.model.cut import inner_model, plan_cut, small_copy
 from tawpipe.model.loss import Loss, sum_of_loss
 from tawpipe.model.stubs import HIDDEN
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
@@ -33,13 +31,9 @@ from tawpipe.runtime.randomness import OwnGenerator
 CHOICES = ("auto", "always", "never")
 DOCUMENTS = (9, 14)
 """Tokens of the documents that the step is taken on."""
-MOST_LAYERS = 8
 WIDE_PARAMETERS = 100_000_000
 """Copies of up to so many parameters compute in fp64, larger ones in fp32."""
 MOST_PARAMETERS = 4_000_000_000
-SMALL_VOCABULARY = 1024
-LARGE_TABLE = 20_000_000
-DISTURBANCE = 0.02
 
 Run = Callable[[nn.Module, MicroBatch, torch.dtype], "tuple[float, dict[str, Tensor], list[Tensor]]"]
 """One step of a copy as a pipeline on this process: the mean loss, the gradients of all trainable parameters, and the
@@ -61,9 +55,11 @@ def is_tested(model: nn.Module, loss: Loss | None) -> bool:
     if not transformers.__version__.startswith(TESTED_TRANSFORMERS + "."):
         return False
     for module in model.modules():
-        if not type(module).__module__.startswith(("transformers.", "torch.")):
+        kinds = type(module).__module__, getattr(type(module).forward, "__module__", "")
+        if not all(kind.startswith(("transformers.", "torch.")) for kind in kinds):
             return False
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if "forward" in module.__dict__ or hooks or module._backward_pre_hooks:
             return False
     return getattr(model.config, "model_type", None) in TESTED_FAMILIES
 
@@ -79,18 +75,14 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     """
     begin = time.perf_counter()
     name = chain.name
-    layers = _layers_wanted(chain)
-    parameters = sum(
-        unit.numel for unit in chain.units if unit.blocks[0] <= layers or unit.blocks[-1] > len(chain.layers)
-    )
-    if parameters > MOST_PARAMETERS:
-        return f"{name} was not checked: {layers} layers of it have {parameters / 1e9:.1f} billion parameters"
-    dtype = torch.float64 if parameters <= WIDE_PARAMETERS else torch.float32
+    cut = plan_cut(chain)
+    if cut.parameters > MOST_PARAMETERS:
+        return f"{name} was not checked: {cut.layers} layers of it have {cut.parameters / 1e9:.1f} billion parameters"
+    dtype = torch.float64 if cut.parameters <= WIDE_PARAMETERS else torch.float32
     limit = 2e-5 if dtype == torch.float64 else 2e-3
-    copy = _copy(chain, source, layers, dtype)
-    batch = _batch(_inner(copy).config.get_text_config().vocab_size)
-    _silence(copy)
+    batch = _batch(cut.tokens)
     try:
+        copy = small_copy(chain, source, cut, dtype)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
             plain = _by_itself(deepcopy(copy), chain, batch, loss)
     except Exception as error:  # it may need what only its own devices have
@@ -101,7 +93,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         ours = run(copy, batch, dtype)
     largest = _compare(name, plain, ours, limit)
     return (
-        f"{name}: {layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
+        f"{name}: {cut.layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
         f"difference {largest:.0e} in {str(dtype).removeprefix('torch.')} ({time.perf_counter() - begin:.1f} s)"
     )
 
@@ -116,74 +108,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         top.setLevel(level)
-
-
-def _layers_wanted(chain: Chain) -> int:
-    """The first layers of which there is one of every kind, at least two and at most ``MOST_LAYERS``."""
-    types = getattr(chain.config.get_text_config(), "layer_types", None) or [None] * len(chain.layers)
-    seen, wanted = set(), 0
-    for index, layer in enumerate(chain.layers):
-        kind = kind_of(layer, index), types[index] if index < len(types) else None
-        if kind not in seen:
-            seen.add(kind)
-            wanted = index + 1
-    return min(max(wanted, 2), MOST_LAYERS, len(chain.layers))
-
-
-def _inner(given: nn.Module) -> Any:
-    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
-
-
-def _copy(chain: Chain, source: WeightSource, layers: int, dtype: torch.dtype) -> nn.Module:
-    """The model as it was given, with its first layers only, real values on the CPU, and not too many tokens."""
-    head = len(chain.layers) + 1
-    text = chain.config.get_text_config()
-    vocabulary = text.vocab_size
-    small = vocabulary * text.hidden_size > LARGE_TABLE and max(0, text.pad_token_id or 0) < SMALL_VOCABULARY
-    rows = SMALL_VOCABULARY if small else vocabulary
-    originals = dict(chain.model.named_parameters())
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach()[:0].to("meta"), p.requires_grad) for p in originals.values() if p.ndim
-    }
-    generator = torch.Generator().manual_seed(0)
-    for unit in chain.units:
-        if not any(block <= layers or block == head for block in unit.blocks):
-            continue
-        flat = source.unit(unit, dtype=dtype)
-        for slot in unit.slots:
-            value = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            if small and slot.shape and slot.shape[0] == vocabulary:
-                value = value[:rows]
-            value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)
-            memo[id(originals[slot.name])] = nn.Parameter(value, originals[slot.name].requires_grad)
-    copy = deepcopy(chain.given, memo)
-
-    model = _inner(copy)
-    *above, name = chain.path.split(".")
-    holder = model.get_submodule(".".join(above))
-    holder._modules[name] = nn.ModuleList(list(getattr(holder, name))[:layers])
-    text = model.config.get_text_config()
-    text.num_hidden_layers = layers
-    if small:
-        text.vocab_size = rows
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.num_embeddings == vocabulary:
-                module.num_embeddings = rows
-            elif isinstance(module, nn.Linear) and module.out_features == vocabulary:
-                module.out_features = rows
-    materialize_buffers(model, torch.device("cpu"))
-    return copy
-
-
-def _silence(copy: nn.Module) -> None:
-    """Switch dropout and noise off: two runs of different shapes cannot draw the same numbers."""
-    model = _inner(copy)
-    for owner in (*copy.modules(), model.config, model.config.get_text_config()):
-        for key, value in list(vars(owner).items()):
-            if isinstance(value, float) and any(word in key for word in ("drop", "jitter", "noise")):
-                setattr(owner, key, 0.0)
-        if isinstance(owner, nn.modules.dropout._DropoutNd):
-            owner.p = 0.0
 
 
 def _batch(vocabulary: int) -> MicroBatch:
@@ -213,7 +137,7 @@ def _by_itself(
     given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """The model's own forward and backward pass, every document alone, as it is called without this library."""
-    model = _inner(given)
+    model = inner_model(given)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no fp64
     own = chain.own_attention

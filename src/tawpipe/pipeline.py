@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -253,7 +255,8 @@ class Pipeline:
             copy: nn.Module, batch: MicroBatch, dtype: torch.dtype
         ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
             alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
-            one = Pipeline(copy, loss=loss, dtype=dtype, clip_norm=None, check="never", world=alone)
+            still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+            one = Pipeline(copy, loss=loss, optimizer=still, dtype=dtype, clip_norm=None, check="never", world=alone)
             steps: list[StepResult] = []
 
             def step() -> None:
@@ -274,6 +277,10 @@ class Pipeline:
                 self.checked = check_model(self.chain, source, loss=loss, run=run)
             except UserError as error:
                 problem, words = error, [error.setting, str(error.value), error.expected]
+            except Exception as error:
+                self.checked = f"{self.chain.name} was not checked: {type(error).__name__} ({error})"
+            if "not checked" in self.checked:
+                logger.warning("%s", self.checked)
         setting, value, expected = json.loads(self.world.broadcast_text(json.dumps(words)))
         if setting:
             raise problem or UserError(setting, value, expected)
@@ -341,6 +348,7 @@ class Pipeline:
         self._set_training(False)
         result = self._play(local, training=False, rate=0.0)
         self.executor.drain()
+        self._check_batch(result)
         return result
 
     def drain(self) -> None:
@@ -384,7 +392,17 @@ class Pipeline:
             named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
             self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
 
+    def _check_batch(self, result: StepResult) -> None:
+        if not result.alike:
+            raise UserError(
+                "batch",
+                "different ones on different ranks",
+                "the same global batch (and rate) on all ranks, each of which computes its own part of it; a rank that "
+                "knows only its own rows gives a LocalBatch of what Pipeline.shares says",
+            )
+
     def _check(self, result: StepResult) -> None:
+        self._check_batch(result)
         if not result.tokens:
             raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
         if result.finite:
@@ -403,12 +421,17 @@ class Pipeline:
         self, local: LocalBatch, *, training: bool, rate: float, recording: Recording | None = None
     ) -> StepResult:
         self._require_whole()
+        self.chain.check_frozen()
+        device = self.world.device.type
+        if torch.is_autocast_enabled(device):
+            raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
             self._deal.numbered(local),
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,
+            digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
         )
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)

@@ -56,14 +56,20 @@ class PackedMask:
         if function is None:
             return
         edge = 16 if window is None else max(window, 1)
-        positions = torch.tensor(sorted({p for near in (0, edge, 2 * edge) for p in range(max(0, near - 2), near + 3)}))
+        # Also where blocks or spans of any usual size would show.
+        nears = (0, edge, 2 * edge, 100, 1000, *(2**power for power in range(5, 18)))
+        places = sorted({place for near in nears for place in range(max(0, near - 2), near + 3)})
+        positions = torch.tensor(places, device="cpu")
         query, key = positions[:, None], positions[None, :]
         expected = key <= query
         if window is not None:
             expected &= key > query - window
-        zero = torch.zeros((), dtype=torch.long)
+        zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
-            same = torch.equal(torch.as_tensor(function(zero, zero, query, key)).expand_as(expected), expected)
+            same = all(
+                torch.equal(torch.as_tensor(function(zero, zero + head, query, key)).expand_as(expected), expected)
+                for head in (0, 1)
+            )
         except Exception:
             same = False  # it reads tensors of its own: not a function of the distance between two tokens
         if not same or not expected.any(dim=1).all():

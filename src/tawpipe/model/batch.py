@@ -69,17 +69,17 @@ class MicroBatch:
             UserError: an attention mask of something else than ones and then zeros, or positions that are negative or
                 leave some out.
         """
-        starts = torch.zeros(input_ids.shape, dtype=torch.bool)
+        starts = torch.zeros(input_ids.shape, dtype=torch.bool, device="cpu")
         starts[:, 0] = True
+        real = torch.ones_like(starts) if attention_mask is None else attention_mask.bool()
         if position_ids is not None:
+            position_ids = position_ids.masked_fill(~real, 0)
             if bool((position_ids < 0).any()):
                 raise UserError("position_ids", int(position_ids.min()), "0 or more")
             step = position_ids.diff(dim=1)
             starts[:, 1:] |= step <= 0
             # The same position twice can only be two documents of which the first is one token.
-            unclear = (step > 1) | ((step == 0) & ~starts[:, :-1])
-            if attention_mask is not None:
-                unclear &= attention_mask[:, 1:].bool()
+            unclear = ((step > 1) | ((step == 0) & ~starts[:, :-1])) & real[:, 1:]
             if bool(unclear.any()):
                 row, at = unclear.nonzero()[0].tolist()
                 raise UserError(
@@ -88,7 +88,6 @@ class MicroBatch:
                     "positions that go on by one inside a document and start anew with the next one",
                 )
         if attention_mask is not None:
-            real = attention_mask.bool()
             if bool((attention_mask != real).any()):
                 raise UserError(
                     "attention_mask",
@@ -101,12 +100,14 @@ class MicroBatch:
             starts[:, 0] = True
             starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
             labels = labels.masked_fill(~real, IGNORE)
-        return cls._of_starts(starts, input_ids, labels, position_ids, index)
+        made = cls._of_starts(starts, input_ids, labels, position_ids, index)
+        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
+        return replace(made, position_ids=made.position_ids.masked_fill(~real, 0))
 
     @classmethod
     def of_documents(cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], *, index: int = 0) -> MicroBatch:
         """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included."""
-        starts = torch.zeros(input_ids.numel(), dtype=torch.bool)
+        starts = torch.zeros(input_ids.numel(), dtype=torch.bool, device="cpu")
         starts[[0, *accumulate(lengths[:-1])]] = True
         return cls._of_starts(starts.view_as(input_ids), input_ids, labels, None, index)
 
@@ -115,9 +116,11 @@ class MicroBatch:
         cls, starts: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, index: int
     ) -> MicroBatch:
         first = starts.flatten().nonzero().flatten()
-        lengths = torch.cat([first[1:], torch.tensor([starts.numel()])]) - first
+        lengths = torch.cat([first[1:], first.new_tensor([starts.numel()])]) - first
         if position_ids is None:
-            positions = (torch.arange(starts.numel()) - first.repeat_interleave(lengths)).view_as(input_ids)
+            positions = (torch.arange(starts.numel(), device="cpu") - first.repeat_interleave(lengths)).view_as(
+                input_ids
+            )
         else:
             positions = position_ids.clone()
         shifted = torch.full_like(labels, IGNORE)

@@ -20,7 +20,7 @@ from tawpipe.model import attention
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import discover
-from tawpipe.model.first_call import first_call
+from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.refuse import SETTING, refuse_adapters, refuse_unsupported
@@ -88,6 +88,7 @@ class Chain:
     """
 
     def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
+        self._views: list[nn.Module] = []
         self.given = model
         """The model as it was given: the ``peft`` model, if it is one."""
         if isinstance(model.__dict__.get("forward"), _Gone):
@@ -104,14 +105,23 @@ class Chain:
                 module.config._attn_implementation = attention.NAME
         self.config = self.model.config
         self._loss = loss or token_loss_sum
-        if loss is not None:
-            check_loss(loss, self.config.get_text_config().vocab_size)
 
-        found = discover(self.model)
+        # Layers are computed again anyway; what a layer would compute again by itself would draw other random numbers.
+        for module in self.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        given = {module: module.training for module in self.model.modules()}
+        self._in_evaluation = [m for m, training in given.items() if self.model.training and not training]
+        """Modules that the caller has put into evaluation mode for good, such as frozen statistics."""
+        self.set_training(True)
+        try:
+            found = discover(self.model)
+        finally:
+            for module, training in given.items():
+                module.training = training
         self.layers, self.path, self.positions = found.layers, found.path, found.positions
         self._writes_input: dict[tuple[int, bool], bool] = {}
         """(block, training) -> whether the layer changes its hidden states in place; known once it has run."""
-        self._head_is_local = False
         count = len(found.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
         self.units: tuple[Unit, ...] = build_units(self.model, found.uses, names)
@@ -137,6 +147,8 @@ class Chain:
         outside of its visit shows in the loss. Buffers that are still on meta (rotary frequencies) are computed.
         """
         self.device, self.dtype = torch.device(device), dtype
+        if self._loss is not token_loss_sum:
+            check_loss(self._loss, self.config.get_text_config().vocab_size, self.device)
         if strict := getattr(self.model, "_keep_in_fp32_modules_strict", None):
             logger.warning("%s asks to keep %s in fp32; they compute in %s", self.name, ", ".join(strict), dtype)
         if dtype == torch.float64 and self.model._can_set_experts_implementation():
@@ -185,6 +197,20 @@ class Chain:
         self.model.train(mode)
         for module in self._views:
             module.training = mode
+        for module in self._in_evaluation:
+            module.training = False
+
+    def check_frozen(self) -> None:
+        """Raise UserError if a parameter has been frozen, or is trained, only since the chain was made."""
+        for unit, parameters in zip(self.units, self._parameters, strict=True):
+            for slot, parameter in zip(unit.slots, parameters, strict=True):
+                if parameter.requires_grad != unit.trainable:
+                    now = "trained" if parameter.requires_grad else "frozen"
+                    raise UserError(
+                        f"{slot.name}.requires_grad",
+                        parameter.requires_grad,
+                        f"{now} before the Pipeline is made, not after",
+                    )
 
     def hand_over(self) -> None:
         """From now on the model as it was given says where its weights are, instead of working without them."""
@@ -296,7 +322,17 @@ class Chain:
         if state not in self._writes_input:
             output, self._writes_input[state] = first_call(layer, call, hidden, f"layer {block - 1} of {self.name}")
             return output
-        return call(layer, hidden.clone() if self._writes_input[state] else hidden)
+        if self._writes_input[state]:
+            return call(layer, hidden.clone())
+        version = hidden._version
+        output = call(layer, hidden)
+        if hidden._version != version:
+            raise UserError(
+                SETTING,
+                f"{self.block_name(block)} of {self.name}",
+                "it changes the hidden states that it is given in place, but did not do so when it was called first",
+            )
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
@@ -317,19 +353,18 @@ class Chain:
 
     @torch.no_grad()
     def check_head(self, like: Tensor) -> None:
-        """See once whether every position's logits depend on that position alone, because the head runs in chunks.
+        """See whether every position's logits depend on that position alone, because the head runs in chunks.
 
         Args:
-            like: hidden states; their device and dtype count. The head's weights must be bound.
+            like: hidden states; their device, dtype and width count. The head's weights must be bound.
 
         Raises:
             UserError: the logits of one position change with the hidden states of another.
         """
-        if self._head_is_local:
-            return
-        self._head_is_local = True
-        hidden = like.new_ones(3, 3, like.shape[-1])
+        held = Held(self.model)
+        hidden = torch.randn(3, 3, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
+        held.check(self.name)
         if not whole.isfinite().all() or not torch.equal(whole, self.logits(hidden.clone())):
             return  # weights that are no numbers: the loss will tell; or a head that draws, whose results differ
         hidden[range(3), range(3)] = float("nan")
@@ -348,7 +383,6 @@ class Chain:
 
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Block N + 1 for some positions: hidden states [b, c, H] and shifted labels [b, c] -> the sum of the loss."""
-        self.check_head(hidden)
         return sum_of_loss(self._loss, self.logits(hidden), labels)
 
     @contextmanager

@@ -6,25 +6,23 @@ Imports torch and, through the model, transformers. Works on the meta device as 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
 from tawpipe.model.attention import PackedMask, packing
-from tawpipe.model.first_call import first_call
+from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import SETTING
-from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
+from tawpipe.model.refuse import SETTING, rope_settings
+from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, view_with_layers
+from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
 
-SAMPLE_TOKENS = 7  # no likely size of anything else in a model
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
@@ -59,134 +57,6 @@ class Discovery:
     """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
     embedding_backward_reads_weights: bool
     positions: Positions
-
-
-class _Watch(TorchFunctionMode):
-    """Notes what goes into the operations of a forward pass, in the phases that the caller sets."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.used: dict[str, set[str]] = {}
-        """Phase -> names of parameters."""
-        self.phase: str | None = None
-        self.read_by_head: set[str] = set()
-        """What the head reads besides parameters and the last layer's output, in words."""
-        self.tables: list[tuple[int, int | None]] = []
-        """(rows, padding row) of the tables that positions index."""
-        self.counts_by_itself = False
-        """Whether the model makes positions of its own, which do not start anew in every document."""
-        self._before_head: dict[int, tuple[Tensor, str]] = {}
-        self._positions: dict[int, Tensor] = {}
-        self._counted: dict[int, Tensor] = {}
-        """Numbers that were counted along the row, and what was made of them."""
-
-    def begin(self, phase: str, inputs: Mapping[str, Tensor]) -> None:
-        """Start to follow a forward pass with these arguments."""
-        self.phase = phase
-        self._before_head = {id(tensor): (tensor, name) for name, tensor in inputs.items()}
-        self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
-
-    def note(self, tensor: Tensor, words: str) -> Tensor:
-        """The head must not read ``tensor``."""
-        self._before_head[id(tensor)] = tensor, words
-        return tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
-        if self.phase is not None and made:
-            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            for leaf in read:
-                if id(leaf) in self.names:
-                    self.used.setdefault(self.phase, set()).add(self.names[id(leaf)])
-            if self.phase == "head":
-                self.read_by_head.update(self._before_head[id(t)][1] for t in read if id(t) in self._before_head)
-            else:
-                for tensor in made:
-                    self.note(tensor, f"a result of {getattr(func, '__name__', 'an operation')}")
-            if self.phase == "embedding":
-                self._follow_positions(func, args, kwargs or {}, read, made)
-        return output
-
-    def _follow_positions(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
-    ) -> None:
-        whole = {id(tensor): tensor for tensor in made if not tensor.is_floating_point()}
-        if any(id(tensor) in self._positions for tensor in read[:1]):  # not what they are an index of
-            if func is F.embedding:
-                self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
-            self._positions.update(whole)
-        elif func is torch.arange:
-            self._counted.update({key: tensor for key, tensor in whole.items() if tensor.numel() == SAMPLE_TOKENS})
-        elif any(id(tensor) in self._counted for tensor in read):
-            self._counted.update(whole)
-            self.counts_by_itself |= any(tensor.is_floating_point() for tensor in made)
-
-
-class _WatchedRecorder(Recorder):
-    """A recorder that also tells the watch when the embedding side ends, and hands out tensors of its own."""
-
-    def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape, watch: _Watch) -> None:
-        super().__init__(layer, index, count, tape)
-        self.__dict__["watch"] = watch
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["watch"].phase = "between"
-        super().forward(*args, **kwargs)
-        tape: Tape = self.__dict__["tape"]
-        assert tape.hidden is not None
-        tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must be given this very one
-        assert tape.hidden is not None
-        return (tape.hidden,) if tape.returns_tuple else tape.hidden
-
-
-class _WatchedFeeder(Feeder):
-    """A feeder that also tells the watch when the head begins; only what the last one gives may be read there."""
-
-    def __init__(self, layer: nn.Module, index: int, count: int, feed: Feed, watch: _Watch) -> None:
-        super().__init__(layer, feed)
-        self.__dict__["watch"], self.index, self.last = watch, index, index == count - 1
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        watch, feed = self.__dict__["watch"], self.__dict__["feed"]
-        if self.last:
-            watch.phase = "head"
-            return super().forward(*args, **kwargs)
-        hidden = watch.note(torch.zeros_like(feed.hidden), f"what layer {self.index} gives")
-        return (hidden,) if feed.returns_tuple else hidden
-
-
-class _SavedWeights(TorchDispatchMode):
-    """Finds out whether autograd saves parameters, or what was computed from parameters alone.
-
-    The latter, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._weights = {_storage(parameter) for parameter in model.parameters()}
-        self._alive: list[Tensor] = []  # or another tensor would get the same storage
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if read and all(_storage(tensor) in self._weights for tensor in read):
-            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._alive += made
-            self._weights.update(map(_storage, made))
-        return output
-
-    def pack(self, saved: Tensor) -> Tensor:
-        """For ``saved_tensors_hooks``."""
-        self.found |= _storage(saved) in self._weights
-        return saved
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def discover(model: nn.Module) -> Discovery:
@@ -235,15 +105,12 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
                 f"{type(module).__name__}.forward",
                 "the method was replaced on the object, where it would call the object's own layers; make a subclass",
             )
-    watch = _Watch(model)
-    before = {name: (tensor, tensor._version) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    watch = Watch(model)
+    held = Held(model)
     tape, reads_weights = _follow_embedding(model, path, layers, watch, returns_tuple=returns_tuple)
     _follow_head(model, path, layers, watch, returns_tuple=returns_tuple)
 
-    if changed := [name for name, (tensor, version) in before.items() if tensor._version != version]:
-        raise UserError(
-            SETTING, kind, f"its forward pass changes {changed[0]} in place; only the optimizer may do that"
-        )
+    held.check(kind)
     if watch.used.get("between"):
         raise UserError(SETTING, kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
     if watch.counts_by_itself:
@@ -275,7 +142,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             raise UserError(SETTING, kind, f"layer {index} is given a trainable tensor besides the hidden states")
     assert tape.hidden is not None
-    _try_layers(kind, layers, tape.calls, tape.hidden)
+    _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
     return Discovery(path, layers, returns_tuple, uses, reads_weights, _positions(model, watch))
 
@@ -290,17 +157,17 @@ def _sample(model: nn.Module) -> tuple[dict[str, Tensor], Documents]:
 
 
 def _follow_embedding(
-    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: _Watch, *, returns_tuple: bool
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, *, returns_tuple: bool
 ) -> tuple[Tape, bool]:
     """Run up to the last layer: the layers' calls, and whether the embedding side's backward pass needs weights."""
     tape = Tape(returns_tuple=returns_tuple)
-    recorders = [_WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
+    recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
     inputs, documents = _sample(model)
-    saved = _SavedWeights(model)
+    saved = SavedWeights(model)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
     try:
-        with torch.random.fork_rng(devices=[]), watch, packing(documents), torch.enable_grad(), hooks, saved:
+        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, saved:
             watch.begin("embedding", inputs)
             view(**inputs, use_cache=False)
         raise AssertionError("the model does not call all of its layers")
@@ -311,11 +178,11 @@ def _follow_embedding(
 
 
 def _follow_head(
-    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: _Watch, *, returns_tuple: bool
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, *, returns_tuple: bool
 ) -> None:
     """Run from the last layer on, for the parameters that it uses and for what else it reads."""
     feed = Feed(returns_tuple=returns_tuple)
-    feeders = [_WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
+    feeders = [WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, feeders)
     inputs, documents = _sample(model)
     width = model.config.get_text_config().hidden_size  # type: ignore[union-attr]
@@ -324,18 +191,19 @@ def _follow_head(
     feed.hidden = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
     inputs["inputs_embeds"] = torch.zeros_like(feed.hidden)
     try:
-        with torch.random.fork_rng(devices=[]), watch, packing(documents), torch.no_grad():
+        with _own_random_numbers(model), watch, packing(documents), torch.no_grad():
             watch.begin("before", inputs)
             view(**inputs, use_cache=False)
     finally:
         watch.phase = None
 
 
-def _try_layers(name: str, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor) -> None:
+def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor) -> None:
     """Call one layer of every kind, for what it does with its mask, in place and with random numbers.
 
     A layer whose work depends on values (a router) cannot run on the meta device; the chain looks at its first call.
     """
+    name = type(model).__name__
     tried = set()
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         kind = kind_of(layer, index)
@@ -344,8 +212,8 @@ def _try_layers(name: str, layers: tuple[nn.Module, ...], calls: list[LayerCall]
         tried.add(kind)
         before, seeds = random.getstate(), False
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(UNLIKELY_SEED)
+            with _own_random_numbers(model), torch.no_grad():
+                torch.default_generator.manual_seed(UNLIKELY_SEED)
                 first_call(layer, call, hidden.detach(), f"layer {index} of {name}")
                 seeds = torch.initial_seed() != UNLIKELY_SEED
         except UserError:
@@ -365,6 +233,11 @@ def _try_layers(name: str, layers: tuple[nn.Module, ...], calls: list[LayerCall]
             )
 
 
+def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:
+    """Within it, what the model draws takes nothing from the caller's generators."""
+    return torch.random.fork_rng(devices={p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
 def kind_of(layer: nn.Module, index: int) -> Hashable:
     """What layers have in common that are built alike; one with methods or hooks of its own is its own kind."""
     modules = list(layer.named_modules())
@@ -372,12 +245,15 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
     return (index if changed else None, *((name, type(module)) for name, module in modules))
 
 
-def _positions(model: nn.Module, watch: _Watch) -> Positions:
+def _positions(model: nn.Module, watch: Watch) -> Positions:
     text = model.config.get_text_config()  # type: ignore[union-attr]
     if not watch.tables:
-        rope = getattr(text, "rope_parameters", None) or {}
-        scales = rope.get("rope_type") == "longrope"
-        return Positions(scaled_from=rope.get("original_max_position_embeddings") if scales else None)
+        edges = [
+            rope["original_max_position_embeddings"]
+            for rope in rope_settings(getattr(text, "rope_parameters", None))
+            if rope["rope_type"] == "longrope"
+        ]
+        return Positions(scaled_from=min(edges, default=None))
     rows = min(rows for rows, _ in watch.tables)
     paddings = {padding for _, padding in watch.tables if padding is not None}
     if paddings:
@@ -386,7 +262,7 @@ def _positions(model: nn.Module, watch: _Watch) -> Positions:
     return Positions(limit=rows if configured is None else min(rows, configured))
 
 
-def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: _Watch) -> dict[str, tuple[int, ...]]:
+def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict[str, tuple[int, ...]]:
     """Which blocks use each parameter. A frozen parameter that nothing uses stays with the head."""
     blocks: dict[str, set[int]] = {name: set() for name in watch.names.values()}
     for name in watch.used.get("embedding", ()):

@@ -13,8 +13,48 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
+from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.refuse import SETTING
 from tawpipe.model.stubs import LayerCall
+
+
+class Held:
+    """The parameters and persistent buffers of a module, as they are before its forward pass.
+
+    Other buffers are left alone: rotary frequencies may be computed anew for longer rows.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._persistent = module, persistent_buffers(module)
+        self._parameters = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
+        self._buffers = {name: (tensor, tensor._version) for name, tensor in self._now().items()}
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._module.named_buffers() if name in self._persistent}
+
+    def check(self, name: str) -> None:
+        """Raise UserError if one of them has been changed or replaced.
+
+        Args:
+            name: the module in words.
+        """
+        for key, (tensor, version) in self._parameters.items():
+            if tensor._version != version:
+                raise UserError(
+                    SETTING,
+                    name,
+                    f"its forward pass changes the parameter {key} in place; only the optimizer may change weights",
+                )
+        now = self._now()
+        for key, (tensor, version) in self._buffers.items():
+            if now.get(key) is not tensor or tensor._version != version:
+                raise UserError(
+                    SETTING,
+                    name,
+                    f"its forward pass changes the buffer {key}, such as statistics of batches; every process would "
+                    "have its own, and a recomputation would count twice. Freeze it: eval() of that module, while the "
+                    "model is in training mode, before the Pipeline is made",
+                )
 
 
 def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> tuple[Tensor, bool]:
@@ -24,61 +64,36 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
         name: the layer in words, for messages.
 
     Raises:
-        UserError: it changes something else: its parameters, its buffers, or a tensor that other layers are given too.
+        UserError: it changes something else: its parameters, its buffers, or a tensor that other layers are given too;
+            or it keeps a tensor for its next call.
     """
     given = hidden.clone()
     version = given._version
-    shared = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
-    attributes = _attributes(layer)
-    before = {id(tensor): tensor._version for tensor in (*shared, *parameters.values(), *buffers.values())}
-    saved = layer.state_dict(keep_vars=True).keys()
+    shared = [(leaf, leaf._version) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    held, before = Held(layer), _tensors(layer)
 
     output = call(layer, given)
 
-    if any(before[id(tensor)] != tensor._version for tensor in shared):
+    if any(tensor._version != earlier for tensor, earlier in shared):
         raise UserError(
             SETTING, name, "it changes a tensor in place that other layers are given too; make it copy first"
         )
-    if changed := [key for key, value in parameters.items() if before[id(value)] != value._version]:
+    held.check(name)
+    if kept := sorted(_tensors(layer).keys() - before.keys()):
         raise UserError(
             SETTING,
             name,
-            f"its forward pass changes the parameter {changed[0]} in place; only the optimizer may change weights",
+            f"its forward pass leaves a tensor in its attribute {kept[0]}: the next call would find what belongs to "
+            "another micro-batch, or to a recomputation",
         )
-    now = dict(layer.named_buffers())
-    for key, value in buffers.items():
-        replaced = key in saved and now.get(key) is not value
-        if replaced or before[id(value)] != value._version:
-            raise UserError(
-                SETTING,
-                name,
-                f"its forward pass changes the buffer {key}, such as statistics of batches; every process would have "
-                "its own, and a recomputation would count twice. Freeze it, for example by eval() of that module",
-            )
-    now = _attributes(layer)
-    for key in attributes.keys() | now.keys():
-        if key not in now or key not in attributes or not _same(attributes[key], now[key]):
-            raise UserError(
-                SETTING,
-                name,
-                f"its forward pass changes its attribute {key}: what one call leaves for the next would be that of "
-                "another micro-batch, or of a recomputation",
-            )
     return output, given._version != version
 
 
-def _attributes(layer: nn.Module) -> dict[str, Any]:
-    """What the modules of a layer hold besides parameters, buffers, modules and what torch keeps for itself."""
+def _tensors(layer: nn.Module) -> dict[str, Any]:
+    """The tensors among the plain attributes of a layer's modules."""
     return {
-        f"{name}.{key}".lstrip("."): (len(value), value) if isinstance(value, (list, dict, set)) else value
+        f"{name}.{key}".lstrip("."): value
         for name, module in layer.named_modules()
         for key, value in vars(module).items()
-        if not key.startswith("_")
+        if isinstance(value, Tensor)
     }
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return first is second or (isinstance(first, (int, float, str)) and first == second)

@@ -45,7 +45,7 @@ def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
     return value
 
 
-def check_loss(loss: Loss, vocabulary: int) -> None:
+def check_loss(loss: Loss, vocabulary: int, device: torch.device) -> None:
     """Try a loss function on a few random logits: it must be a sum over the labels that count.
 
     Raises:
@@ -56,21 +56,21 @@ def check_loss(loss: Loss, vocabulary: int) -> None:
             "loss", type(loss).__name__, "its parameters would not be trained; freeze them or move them into the model"
         )
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 6, vocabulary, generator=generator).requires_grad_()
-    labels = torch.randint(vocabulary, (1, 6), generator=generator)
+    logits = torch.randn(2, 6, vocabulary, generator=generator, device="cpu").to(device).requires_grad_()
+    labels = torch.randint(vocabulary, (2, 6), generator=generator, device="cpu").to(device)
     labels[0, 4] = IGNORE
     try:
-        whole, first, second = (float(sum_of_loss(loss, logits[:, cut], labels[:, cut]).detach()) for cut in _HALVES)
+        whole, first, second, third = (float(sum_of_loss(loss, logits[cut], labels[cut]).detach()) for cut in _PARTS)
         nothing = float(sum_of_loss(loss, logits, torch.full_like(labels, IGNORE)).detach())
     except UserError:
         raise
     except Exception as error:
         logger.warning("the loss could not be tried on random logits (%s): it must return a sum over the labels", error)
         return
-    if not math.isclose(whole, first + second, rel_tol=1e-3, abs_tol=1e-6):
+    if not math.isclose(whole, first + second + third, rel_tol=1e-3, abs_tol=1e-6):
         raise UserError(
             "loss",
-            f"{whole:.4g} for six positions, {first:.4g} and {second:.4g} for two and four of them",
+            f"{whole:.4g} for two rows of six positions, {first:.4g}, {second:.4g} and {third:.4g} for parts of them",
             "it must return the sum over the labels that count, not their mean: it is called for some positions at a "
             'time, and the sum is divided by the tokens of the whole step (reduction="sum")',
         )
@@ -78,4 +78,5 @@ def check_loss(loss: Loss, vocabulary: int) -> None:
         raise UserError("loss", nothing, f"it must be 0 where every label is {IGNORE}")
 
 
-_HALVES = slice(None), slice(0, 2), slice(2, None)
+_PARTS = (slice(0, 2), slice(0, 6)), (slice(0, 1), slice(0, 2)), (slice(0, 1), slice(2, 6)), (slice(1, 2), slice(0, 6))
+"""Rows and positions: all, and three parts of them."""

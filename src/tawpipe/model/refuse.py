@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -54,6 +55,10 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"set {key} to 0 in config.json to train the model without them",
             )
     refuse_parameters(model)
+    if config.return_dict is False:
+        raise UserError(
+            SETTING, kind, "the model must return its outputs by name; set return_dict to true in config.json"
+        )
     for owner in (config, text):
         for key in ("layerdrop", "decoder_layerdrop"):
             if getattr(owner, key, 0):
@@ -78,8 +83,7 @@ def refuse_unsupported(model: nn.Module) -> None:
             "the model does not use transformers' attention interface (older code, or ALiBi), so its documents cannot "
             "be kept apart",
         )
-    rope_types = set(_rope_types(getattr(text, "rope_parameters", None)))
-    if "dynamic" in rope_types:
+    if any(rope["rope_type"] == "dynamic" for rope in rope_settings(getattr(text, "rope_parameters", None))):
         raise UserError(
             SETTING, kind, "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
         )
@@ -151,10 +155,10 @@ def refuse_parameters(model: nn.Module) -> None:
             )
 
 
-def _rope_types(parameters: object) -> Iterator[str]:
-    """The rope types in a config's ``rope_parameters``, which is flat or one dictionary per layer type."""
+def rope_settings(parameters: object) -> Iterator[dict[str, Any]]:
+    """The settings of rotary embeddings in a config's ``rope_parameters``: flat, or one dictionary per layer type."""
     if isinstance(parameters, dict):
         if isinstance(parameters.get("rope_type"), str):
-            yield parameters["rope_type"]
+            yield parameters
         for value in parameters.values():
-            yield from _rope_types(value)
+            yield from rope_settings(value)

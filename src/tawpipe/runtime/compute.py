@@ -34,12 +34,14 @@ class StepInput:
         micro_batches: this rank's, by their global index, on the CPU.
         scale: every token's loss is multiplied by it in the backward pass; a power of two, so that no dtype rounds it.
         seed, step: what random numbers derive from; ``seed`` None for an evaluation.
+        digest: a small number that is the same on all ranks if they were given the same.
     """
 
     micro_batches: Mapping[int, MicroBatch]
     scale: float
     seed: int | None
     step: int
+    digest: int = 0
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Compute:
         """
         block, m = self.spec.blocks[action.block], action.micro_batch
         self._bind(action, buffers)
-        before = self._sums_when_new(action)
+        before = self._sums_when_new(action) if block.kind != "head" else None
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
@@ -97,6 +99,7 @@ class Compute:
                 self._check_new(action, given, before, output, again)
                 self._held[f"x.{m}.{action.block + 1}"] = output
             else:
+                self._check_head(action, given, hidden)
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
         self._release(action)
@@ -134,7 +137,8 @@ class Compute:
         if block.kind == "head":
             hidden = self._held[f"x.{m}.{b}"]
             gradient = torch.empty_like(hidden) if wanted else None
-            with self._random.seeded(self._seed(action, given)):
+            self._check_head(action, given, hidden)
+            with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
                 self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, gradient, given.scale)
         else:
             arriving = self._held[f"dx.{m}.{b + 1}"]
@@ -167,6 +171,14 @@ class Compute:
         integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         flats = [self._bound[unit] for unit in self.spec.blocks[action.block].units]
         return [flat.view(integers[flat.itemsize]).sum() for flat in flats]
+
+    def _check_head(self, action: Action, given: StepInput, hidden: Tensor) -> None:
+        """``Chain.check_head`` when the head is new, with random numbers that nothing else draws."""
+        state = self._state(action)
+        if state not in self._repeated:
+            self._repeated.add(state)
+            with self._random.seeded(seed_of(self._seed(action, given), 1)):
+                self.chain.check_head(hidden)
 
     @torch.no_grad()
     def _check_new(

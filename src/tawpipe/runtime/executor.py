@@ -76,6 +76,11 @@ class StepResult:
         return int(self._read(2))
 
     @property
+    def alike(self) -> bool:
+        """False if the ranks were given different global batches or learning rates. The weights were not touched."""
+        return bool(self._read(4))
+
+    @property
     def finite(self) -> bool:
         """False if loss or norm, of this step or of one before it, was not finite. The weights were not touched, unless
         updates are early.
@@ -104,7 +109,8 @@ class _Step:
     """What the actions of one step share.
 
     Args:
-        result: [4] on the CPU; NORM leaves loss, gradient norm, tokens and whether all was finite.
+        result: [5] on the CPU; NORM leaves loss, gradient norm, tokens, whether all was finite, and whether the ranks
+            were given the same.
     """
 
     given: StepInput
@@ -190,7 +196,7 @@ class Executor:
         """
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
-        values = torch.zeros(4, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        values = torch.zeros(5, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
         step = _Step(given, rule, values)
         ended: Event | None = None
         last: dict[Lane, Event] = {}
@@ -271,24 +277,27 @@ class Executor:
         scaled = "count" in action.reads  # by the updates, which were early
         units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
         gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         if gradients:
             sums[0] = sum_of_squares(gradients)
         losses = self.compute.losses(action)
         if losses:
             sums[1] = torch.stack(losses).sum()
         sums[2] = sum(batch.tokens for batch in step.given.micro_batches.values())
+        sums[3], sums[4] = step.given.digest, step.given.digest**2
         self.transport.all_reduce(action, sums)
+        # Equal numbers, and no others, have as many times the sum of their squares as there are of them.
+        alike = (sums[4] * self.transport.topology.world_size == sums[3].square()).to(torch.float64)
         tokens = sums[2].clamp(min=1)
         mean = 1 / (step.given.scale * tokens)
         norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / sums[2]
         clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
-        finite = (norm + loss).isfinite().to(torch.float64)
+        finite = (norm + loss).isfinite().to(torch.float64) * alike
         if "norm" in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
             finite = self._finite.pow_(step.rule.memory).mul_(finite)
-        step.result.copy_(torch.stack([loss, norm, sums[2], finite]), non_blocking=True)
+        step.result.copy_(torch.stack([loss, norm, sums[2], finite, alike]), non_blocking=True)
 
     @torch.no_grad()
     def _update(self, action: Action, step: _Step) -> None:

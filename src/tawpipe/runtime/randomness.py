@@ -84,7 +84,7 @@ class BlockRandomness:
         Args:
             block: what runs. Intercepting every operation costs time, so those that drew nothing when they first ran go
                 without from then on. Should the default generator have moved on during such a run, by another thread or
-                because the block draws after all, it is run again and watched for good.
+                because the block draws after all, it is run again and watched.
             forward: changes nothing but what it returns.
         """
         if self._swap:
@@ -95,10 +95,9 @@ class BlockRandomness:
             result = forward()
             if torch.equal(before, torch.default_generator.get_state()):
                 return result
-            self._draws[block] = True
         with OwnGenerator(torch.Generator().manual_seed(seed)) as mode:
             result = forward()
-        self._draws.setdefault(block, mode.drew)
+        self._draws[block] = self._draws.get(block, False) or mode.drew
         return result
 
     def again(self, block: Hashable, seed: int) -> AbstractContextManager[object]:

@@ -113,7 +113,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
     most = {"graph": 0, "kept": 0, "attention": 0}
-    with torch.no_grad():
+    with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)
     layers = [i for i, block in enumerate(chain.blocks) if block.kind == "layer"]
     for block in {layers[0], layers[-1]}:
@@ -126,7 +126,8 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
 
         leaf = hidden.detach().requires_grad_()
         try:
-            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
+            hooks = saved_tensors_hooks(store, lambda saved: saved)
+            with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:
                 output = chain.layer(block, leaf, context)
         except RuntimeError as error:
             expected = f"full: {chain.block_name(block)} cannot be tried while it has no weights ({error})"
@@ -138,6 +139,11 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
         most["kept"] = max(most["kept"], own // PROBED_TOKENS)
         most["attention"] = max(most["attention"], attention.bytes // PROBED_TOKENS)
     return most
+
+
+def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, what is drawn takes nothing from the caller's generators."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 class _Attention(TorchDispatchMode):

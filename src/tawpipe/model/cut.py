@@ -1,0 +1,132 @@
+"""A small copy of a model: its first layers, a part of its vocabulary, values of its own on the CPU.
+
+The values are the model's, each a little disturbed, because zeros (an adapter's) and ones (a norm's) would hide much of
+what the copy is compared for.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tawpipe.model.buffers import materialize_buffers
+from tawpipe.model.chain import Chain
+from tawpipe.model.discovery import kind_of
+from tawpipe.model.weights import WeightSource
+
+MOST_LAYERS = 8
+SMALL_VOCABULARY = 1024
+LARGE_TABLE = 20_000_000
+"""Elements of an embedding from which on the vocabulary is cut."""
+DISTURBANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a model a small copy has.
+
+    Args:
+        layers: its first ones.
+        vocabulary, tokens: of the model and of the copy.
+        parameters: elements of the copy.
+    """
+
+    layers: int
+    vocabulary: int
+    tokens: int
+    parameters: int
+
+
+def plan_cut(chain: Chain) -> Cut:
+    """The first layers of which there is one of every kind, at least two and at most ``MOST_LAYERS``, and tokens as the
+    size of the embedding allows.
+    """
+    text = chain.config.get_text_config()
+    types = getattr(text, "layer_types", None) or []
+    seen, wanted = set(), 0
+    for index, layer in enumerate(chain.layers):
+        kind = kind_of(layer, index), types[index] if index < len(types) else None
+        if kind not in seen:
+            seen.add(kind)
+            wanted = index + 1
+    layers = min(max(wanted, 2), MOST_LAYERS, len(chain.layers))
+    vocabulary = text.vocab_size
+    tokens = min(vocabulary, SMALL_VOCABULARY) if vocabulary * text.hidden_size > LARGE_TABLE else vocabulary
+    cut = Cut(layers, vocabulary, tokens, 0)
+    shapes = [
+        _shape(slot.shape, cut) for unit in chain.units if _is_kept(unit.blocks, chain, cut) for slot in unit.slots
+    ]
+    return Cut(layers, vocabulary, tokens, sum(torch.Size(shape).numel() for shape in shapes))
+
+
+def _is_kept(blocks: tuple[int, ...], chain: Chain, cut: Cut) -> bool:
+    return any(block <= cut.layers or block > len(chain.layers) for block in blocks)
+
+
+def _shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
+    return (cut.tokens, *shape[1:]) if shape and shape[0] == cut.vocabulary else shape
+
+
+def inner_model(given: nn.Module) -> Any:
+    """The transformers model in a ``peft`` model, or the model itself."""
+    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
+
+
+def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype) -> nn.Module:
+    """The copy of ``chain``'s model as it was given, wrapper included, without dropout and noise."""
+    originals = dict(chain.model.named_parameters())
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(0, device="meta", dtype=dtype), p.requires_grad) for p in originals.values()
+    }
+    generator = torch.Generator().manual_seed(0)
+    for unit in chain.units:
+        if not _is_kept(unit.blocks, chain, cut):
+            continue
+        flat = source.unit(unit, dtype=dtype)
+        for slot in unit.slots:
+            value = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            if _shape(slot.shape, cut) != slot.shape:
+                value = value[: cut.tokens]
+            value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)
+            memo[id(originals[slot.name])] = nn.Parameter(value, originals[slot.name].requires_grad)
+    copy = deepcopy(chain.given, memo)
+
+    model = inner_model(copy)
+    *above, name = chain.path.split(".")
+    holder = model.get_submodule(".".join(above))
+    holder._modules[name] = nn.ModuleList(list(getattr(holder, name))[: cut.layers])
+    text = model.config.get_text_config()
+    text.num_hidden_layers = cut.layers
+    if cut.tokens < cut.vocabulary:
+        _cut_vocabulary(model, text, cut)
+    materialize_buffers(model, torch.device("cpu"))
+    _silence(copy)
+    return copy
+
+
+def _cut_vocabulary(model: nn.Module, text: Any, cut: Cut) -> None:
+    text.vocab_size = cut.tokens
+    if (text.pad_token_id or 0) >= cut.tokens:
+        text.pad_token_id = None
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == cut.vocabulary:
+            module.num_embeddings = cut.tokens
+            if module.padding_idx is not None and module.padding_idx >= cut.tokens:
+                module.padding_idx = None
+        elif isinstance(module, nn.Linear) and module.out_features == cut.vocabulary:
+            module.out_features = cut.tokens
+
+
+def _silence(copy: nn.Module) -> None:
+    """Switch dropout and noise off: two runs of different shapes cannot draw the same numbers."""
+    model = inner_model(copy)
+    for owner in (*copy.modules(), model.config, model.config.get_text_config()):
+        for key, value in list(vars(owner).items()):
+            if isinstance(value, float) and any(word in key for word in ("drop", "jitter", "noise")):
+                setattr(owner, key, 0.0)
+        if isinstance(owner, nn.modules.dropout._DropoutNd):
+            owner.p = 0.0

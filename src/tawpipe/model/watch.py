@@ -1,0 +1,148 @@
+"""What is looked at while discovery follows a forward pass: parameters that are used, positions, what the head reads,
+and what autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tawpipe.model.stubs import Feed, Feeder, Recorder, Tape
+
+SAMPLE_TOKENS = 7
+"""Tokens in the row that is followed; no likely size of anything else in a model."""
+
+
+class Watch(TorchFunctionMode):
+    """Notes what goes into the operations of a forward pass, in the phases that the caller sets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.used: dict[str, set[str]] = {}
+        """Phase -> names of parameters."""
+        self.phase: str | None = None
+        self.read_by_head: set[str] = set()
+        """What the head reads besides parameters and the last layer's output, in words."""
+        self.tables: list[tuple[int, int | None]] = []
+        """(rows, padding row) of the tables that positions index."""
+        self.counts_by_itself = False
+        """Whether the model makes positions of its own, which do not start anew in every document."""
+        self._before_head: dict[int, tuple[Tensor, str]] = {}
+        self._positions: dict[int, Tensor] = {}
+        self._counted: dict[int, Tensor] = {}
+        """Numbers that were counted along the row, and what was made of them."""
+
+    def begin(self, phase: str, inputs: Mapping[str, Tensor]) -> None:
+        """Start to follow a forward pass with these arguments."""
+        self.phase = phase
+        self._before_head = {id(tensor): (tensor, name) for name, tensor in inputs.items()}
+        self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
+
+    def note(self, tensor: Tensor, words: str) -> Tensor:
+        """The head must not read ``tensor``."""
+        self._before_head[id(tensor)] = tensor, words
+        return tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
+        if self.phase is not None and made:
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            for leaf in read:
+                if id(leaf) in self.names:
+                    self.used.setdefault(self.phase, set()).add(self.names[id(leaf)])
+            if self.phase == "head":
+                self.read_by_head.update(self._before_head[id(t)][1] for t in read if id(t) in self._before_head)
+            else:
+                for tensor in made:
+                    self.note(tensor, f"a result of {getattr(func, '__name__', 'an operation')}")
+            if self.phase == "embedding":
+                self._follow_positions(func, args, kwargs or {}, read, made)
+        return output
+
+    def _follow_positions(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        whole = {id(tensor): tensor for tensor in made if not tensor.is_floating_point()}
+        if any(id(tensor) in self._positions for tensor in read[:1]):  # not what they are an index of
+            if func is F.embedding:
+                self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
+            self._positions.update(whole)
+        elif func is torch.arange:
+            self._counted.update({key: tensor for key, tensor in whole.items() if tensor.numel() == SAMPLE_TOKENS})
+        elif any(id(tensor) in self._counted for tensor in read):
+            self._counted.update(whole)
+            self.counts_by_itself |= any(tensor.is_floating_point() for tensor in made)
+
+
+class WatchedRecorder(Recorder):
+    """A recorder that also tells the watch when the embedding side ends, and hands out tensors of its own."""
+
+    def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape, watch: Watch) -> None:
+        super().__init__(layer, index, count, tape)
+        self.__dict__["watch"] = watch
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["watch"].phase = "between"
+        super().forward(*args, **kwargs)
+        tape: Tape = self.__dict__["tape"]
+        assert tape.hidden is not None
+        tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must be given this very one
+        assert tape.hidden is not None
+        return (tape.hidden,) if tape.returns_tuple else tape.hidden
+
+
+class WatchedFeeder(Feeder):
+    """A feeder that also tells the watch when the head begins; only what the last one gives may be read there."""
+
+    def __init__(self, layer: nn.Module, index: int, count: int, feed: Feed, watch: Watch) -> None:
+        super().__init__(layer, feed)
+        self.__dict__["watch"], self.index, self.last = watch, index, index == count - 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watch, feed = self.__dict__["watch"], self.__dict__["feed"]
+        if self.last:
+            watch.phase = "head"
+            return super().forward(*args, **kwargs)
+        hidden = watch.note(torch.zeros_like(feed.hidden), f"what layer {self.index} gives")
+        return (hidden,) if feed.returns_tuple else hidden
+
+
+class SavedWeights(TorchDispatchMode):
+    """Finds out whether autograd saves parameters, or what was computed from parameters alone.
+
+    The latter, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = {_storage(parameter) for parameter in model.parameters()}
+        self._alive: list[Tensor] = []  # or another tensor would get the same storage
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if read and all(_storage(tensor) in self._weights for tensor in read):
+            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._alive += made
+            self._weights.update(map(_storage, made))
+        return output
+
+    def pack(self, saved: Tensor) -> Tensor:
+        """For ``saved_tensors_hooks``."""
+        self.found |= _storage(saved) in self._weights
+        return saved
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
