@@ -114,7 +114,8 @@ def plain_numbers(
 def piped(make: Make | Any, **knobs: Any) -> Pipeline:
     """A pipeline in one process whose updates show the gradients."""
     knobs = {"dtype": torch.float64, "clip_norm": None, "optimizer": sgd, "chunk_tokens": 6} | knobs
-    return Pipeline(make() if callable(make) and not isinstance(make, nn.Module) else make, **knobs)
+    model: Any = make() if callable(make) and not isinstance(make, nn.Module) else make
+    return Pipeline(model, **knobs)
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -261,7 +262,7 @@ class Body(LlamaModel):
     """Llama's forward pass with places for more."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
-        embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds  # type: ignore[arg-type]
         embedded = self.before(embedded, input_ids)
         if position_ids is None:
             position_ids = torch.arange(embedded.shape[1], device=embedded.device)[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import shutil
 import time
@@ -575,8 +576,9 @@ def load_with_fault(world: World, *, folder: str, fault: str, copied: bool) -> t
         what is raised, whether weights are as before, whether a step raises then, and whether a load that succeeds goes
         on as if nothing had been.
     """
-    from tawpipe.runtime import loading, second_copy
+    from tawpipe.runtime import loading
 
+    second_copy: Any = importlib.import_module("tawpipe.runtime.second_copy")
     pipeline, expected = (_checkpointed(world, dtype="float32") for _ in range(2))
     given = batches(5, 4)
     copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))

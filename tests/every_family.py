@@ -142,7 +142,7 @@ def our_step(model: Any, rows: tuple[tuple[int, ...], ...]) -> tuple[float, dict
     ids = tokens(rows)
     parts = [MicroBatch.of_documents(ids[i : i + 1], ids[i : i + 1], row, index=i) for i, row in enumerate(rows)]
     try:
-        loss = pipeline.step(LocalBatch(*ids.shape, parts)).loss
+        loss = pipeline.step(LocalBatch(ids.shape[0], ids.shape[1], parts)).loss
         pipeline.drain()
         gradients = {name: pipeline.gradient(name) for name in trainable}
         return loss, {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}

@@ -187,14 +187,15 @@ def _small(kind: type[PreTrainedConfig], depth: int | None, overrides: dict[str,
         found |= dict.fromkeys(names & DEPTHS, depth)
     if "qk_rope_head_dim" in names:  # low-rank attention: there are no fewer heads for keys and values
         found |= {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
-    for name, sub in kind.sub_configs.items():
+    sub_configs: Any = kind.sub_configs
+    for name, sub in sub_configs.items():
         default = kind.sub_configs_defaults.get(name)
         if not issubclass(sub, PreTrainedConfig):
             if default is None:
                 continue
             sub = CONFIG_MAPPING[default.model_type]
         found[name] = {**_small(sub, depth, overrides.get(name, {})), "model_type": sub.model_type}
-    return found | {name: value for name, value in overrides.items() if name not in kind.sub_configs}
+    return found | {name: value for name, value in overrides.items() if name not in sub_configs}
 
 
 def _kinds_of_layers(config: PreTrainedConfig) -> set[str]:

@@ -82,25 +82,32 @@ def test_weights_right_after_the_loss_are_the_updated_ones(delay):
     assert not stale
 
 
+def value_of(pipeline: Pipeline, name: str) -> torch.Tensor:
+    value = pipeline.parameter(name)
+    assert value is not None
+    return value.clone()
+
+
 def test_a_value_that_was_read_early_is_not_kept(tmp_path):
     """It is read again after ``drain``, after more steps and after ``load``."""
     pipeline, name = piped(llama(), delay=slow), "model.norm.weight"
     pipeline.save(tmp_path / "state")
-    seen = [pipeline.parameter(name).clone()]
+    seen = [value_of(pipeline, name)]
     for step in range(2):
         assert pipeline.step(rows_of(step)).finite
         pipeline.parameter(name)
         pipeline.drain()
-        seen.append(pipeline.parameter(name).clone())
+        seen.append(value_of(pipeline, name))
         assert torch.equal(seen[-1], weights(pipeline)[name])
         fresh = pipeline.storage.collect(pipeline._slots[name][0], None)
+        assert fresh is not None
         slot = pipeline._slots[name][1]
         assert torch.equal(seen[-1].flatten(), fresh[slot.offset : slot.offset + slot.numel])
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
     pipeline.step(rows_of(2))
     pipeline.parameter(name)
     pipeline.load(tmp_path / "state")
-    assert torch.equal(pipeline.parameter(name), seen[0])
+    assert torch.equal(value_of(pipeline, name), seen[0])
     pipeline.close()
 
 
@@ -206,7 +213,8 @@ def test_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
 def test_so_may_the_tensors_of_a_local_batch(name):
     def local():
-        parts = [MicroBatch.from_rows(**{k: t[i : i + 1] for k, t in rows_of().items()}) for i in range(ROWS)]
+        batch = rows_of()
+        parts = [MicroBatch.from_rows(batch["input_ids"][i : i + 1], batch["labels"][i : i + 1]) for i in range(ROWS)]
         return LocalBatch(
             ROWS, LENGTH, [replace(p, index=i, input_ids=p.input_ids.clone()) for i, p in enumerate(parts)]
         )

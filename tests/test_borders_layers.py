@@ -167,7 +167,14 @@ def test_embeddings_changed_in_place(before, recompute):
 
 
 def ctrl() -> Any:
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "dff": 40, "n_layer": 3, "n_head": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 64,
+        "n_embd": 32,
+        "dff": 40,
+        "n_layer": 3,
+        "n_head": 4,
+    }
     return real_model(CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0))
 
 
@@ -329,7 +336,10 @@ def test_a_layer_with_a_state(what, recompute):
     layer, prepare = STATEFUL[what]
     given = (lambda each, hidden, call: own(each, hidden, **call)) if layer is own else layer
     right_or_refused(
-        llama(given, prepare=prepare), rows_of(), refused="in place|buffer|state|changes|parameter|attribute", recompute=recompute
+        llama(given, prepare=prepare),
+        rows_of(),
+        refused="in place|buffer|state|changes|parameter|attribute",
+        recompute=recompute,
     )
 
 

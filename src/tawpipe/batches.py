@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class Deal:
         rows, length = shapes["input_ids"]
         if not rows or not length:
             raise UserError("batch", f"{rows} rows of {length} tokens", "at least one row and one token")
-        tensors = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
+        tensors: dict[str, Any] = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
         self._checked(MicroBatch.from_rows(**tensors))  # all of it, so that no rank waits for one that refuses its part
         parts = []
         for share in self.shares(rows):

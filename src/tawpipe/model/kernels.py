@@ -195,7 +195,14 @@ class SlicedScores(torch.autograd.Function):
                 ]
                 sink = None if sinks is None else sinks.detach().requires_grad_()
                 output = _explicit_scores(
-                    *parts, sink, offset=offset, window=ctx.window, generator=generator, **ctx.options
+                    parts[0],
+                    parts[1],
+                    parts[2],
+                    sink,
+                    offset=offset,
+                    window=ctx.window,
+                    generator=generator,
+                    **ctx.options,
                 )
             wanted = parts if sink is None else [*parts, sink]
             own = torch.autograd.grad(output, wanted, gradients[0][queries])
