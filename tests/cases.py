@@ -48,6 +48,7 @@ def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
     return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+_norm_in_own_dtype.__module__ = LlamaRMSNorm.__module__  # or every model here would be one that needs a check
 LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
 
 
