@@ -23,6 +23,9 @@ from tawpipe.pipeline import Pipeline
 from tawpipe.runtime.world import World
 
 ROWS, LENGTH = 3, 16
+WAYS = ["full", "selective", "none"]
+RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
+"""What layers keep; `make test` leaves out the slowest."""
 Make = Callable[[], Any]
 """Makes a model with values, the same each time."""
 Span = tuple[int, int, int]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from borders import (
+    RECOMPUTE,
     body,
     llama,
     own,
@@ -18,9 +19,6 @@ from borders import (
     rows_of,
 )
 from model_families import keep_fp64
-
-WAYS = ["full", "selective", "none"]
-RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
 
 
 @pytest.fixture(autouse=True)

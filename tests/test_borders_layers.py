@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import CTRLConfig
 
 from borders import (
+    RECOMPUTE,
     ROWS,
     add_to_layers,
     body,
@@ -26,9 +27,6 @@ from borders import (
 )
 from model_families import VOCABULARY, keep_fp64, real_model
 from tawpipe.errors import UserError
-
-WAYS = ["full", "selective", "none"]
-RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import DbrxConfig
 
 from borders import (
+    RECOMPUTE,
+    WAYS,
     assert_same,
     body,
     llama,
@@ -29,9 +31,6 @@ from borders import (
 )
 from model_families import VOCABULARY, keep_fp64, real_model
 from tawpipe.errors import UserError
-
-WAYS = ["full", "selective", "none"]
-RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), "none"]
 
 
 @pytest.fixture(autouse=True)

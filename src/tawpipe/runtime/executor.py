@@ -77,7 +77,9 @@ class StepResult:
 
     @property
     def alike(self) -> bool:
-        """False if the ranks were given different global batches or learning rates. The weights were not touched."""
+        """False if the ranks were given different global batches or rates. The weights were not touched, unless updates
+        are early.
+        """
         return bool(self._read(4))
 
     @property
