@@ -29,17 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from prediction import Emulation
-from tawpipe.costs import Widths
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.compare import FRAMES, compare
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.workload import TimedWorkload
-from tawpipe.plan.answer import Answer
 from tawpipe.plan.machine import uniform
+from tawpipe.plan.plan import Answer
 from tawpipe.plan.profile import Profile
-from tawpipe.plan.question import Question, memory_quickly, predict
+from tawpipe.plan.request import Question, memory_quickly, predict
 from tawpipe.plan.search import STRATEGIES, fits, search
+from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.spec import Knobs
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 

@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tawpipe.costs import Widths
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.profile import EFFICIENCY, Profile, size_of
-from tawpipe.plan.question import Question, predict, predict_pipeline
-from tawpipe.schedule.pipelines import AXES, PIPELINES
+from tawpipe.plan.request import Question, predict, predict_pipeline
+from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.routes.pipelines import AXES, PIPELINES
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 

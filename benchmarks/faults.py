@@ -3,9 +3,9 @@
     python benchmarks/faults.py matrix --out benchmarks/results/DATE-faults     # under 20 minutes on two cores
     python benchmarks/faults.py soak --out benchmarks/results/DATE-soak         # 2,000 steps
 
-A case is a small run of a few steps that saves now and then. Its fault is injected (`tawpipe.faults`), the run ends or
-does not, and is started again as a launcher with restarts would, until it is done. It **survived** if the fault has
-happened, no start had to be ended by force, the newest checkpoint is then the same, bit by bit, as that of a run
+A case is a small run of a few steps that saves now and then. Its fault is injected (`tawpipe.runtime.faults`), the run
+ends or does not, and is started again as a launcher with restarts would, until it is done. It **survived** if the fault
+has happened, no start had to be ended by force, the newest checkpoint is then the same, bit by bit, as that of a run
 without a fault, all that are listed as complete are sound, and no more steps were repeated than promised. Counted are
 the steps that were done twice, the seconds from a start to its first new step, and what is left behind: processes,
 files that belong to no complete checkpoint, shared memory. Processes are forked from one that has imported everything,
@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from faulty_runs import EVERY, STEPS, TOPOLOGIES, Bench, Start, adopt_strays, fingerprint, left_behind, shared_memory
-from tawpipe.faults import KINDS, ONLY, PLACES
-from tawpipe.runtime.state import damaged, read_record
-from tawpipe.train.checkpoint import complete_checkpoints
+from tawpipe.checkpoint.state import damaged, read_record
+from tawpipe.checkpoint.store import complete_checkpoints
+from tawpipe.runtime.faults import KINDS, ONLY, PLACES
 from tawpipe.train.metrics import last_step
 
 FAULTY_STEP = 5

@@ -26,8 +26,8 @@ import torch
 
 from faulty_runs import Bench, fingerprint
 from tawpipe.errors import RunError
-from tawpipe.lab.cluster import Cluster
-from tawpipe.lab.cluster_network import INTERFACE, call, switch_of
+from tawpipe.lab.cluster.cluster import Cluster
+from tawpipe.lab.cluster.network import INTERFACE, call, switch_of
 from tawpipe.train.metrics import last_step
 
 NAME, RATE = "tawpipe-faults", "100mbit"

@@ -22,8 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from small import make_small
-from tawpipe.runtime.state import read_record
-from tawpipe.train.checkpoint import complete_checkpoints
+from tawpipe.checkpoint.state import read_record
+from tawpipe.checkpoint.store import complete_checkpoints
 from tawpipe.train.config import TrainConfig, load_config
 
 TOPOLOGIES = {

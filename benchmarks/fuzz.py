@@ -24,19 +24,19 @@ from typing import Any
 
 import yaml
 
+from tawpipe.checkpoint.state import MARKER, damaged, read_record, sealed
+from tawpipe.checkpoint.store import read_run
 from tawpipe.errors import UserError
-from tawpipe.faults import parse_faults
-from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.suite import load_suite
-from tawpipe.plan.answer import load_plan
-from tawpipe.plan.ask import machine_of
 from tawpipe.plan.machine import Device, machine_from
-from tawpipe.plan.record import knobs_from, question_from
+from tawpipe.plan.measure import machine_of
+from tawpipe.plan.plan import load_plan
+from tawpipe.plan.plan_file import knobs_from, question_from
 from tawpipe.report.bars import executed_bars
-from tawpipe.runtime.state import MARKER, damaged, read_record, sealed
+from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.actions import Action
 from tawpipe.topology import LaunchEnvironment
-from tawpipe.train.checkpoint import read_run
 from tawpipe.train.checks import validate
 from tawpipe.train.config import TrainConfig, load_config, train_options
 
@@ -182,8 +182,8 @@ def _plan_text() -> str:
     """A plan of a small model."""
     import torch
 
-    from tawpipe.plan.answer import Answer
-    from tawpipe.plan.ask import question_of
+    from tawpipe.plan.measure import question_of
+    from tawpipe.plan.plan import Answer
     from tawpipe.plan.search import search
 
     machine = machine_of("2x2@1gbit", device=Device("CPU", 0, 1e11))

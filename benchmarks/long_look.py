@@ -37,7 +37,7 @@ import transformers
 from long_look_sides import BATCH, BETAS, CLIP, DECAY, EPS, LENGTH, PROCESSES, RATE, SHAPE, SIDES, make_model
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
-from tawpipe.launch import Shape, launch
+from tawpipe.launch.launcher import Shape, launch
 from tawpipe.runtime.world import connect
 from tawpipe.train.loop import learning_rate_factor
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe import Pipeline
-from tawpipe.flops import mfu, peak_flops, training_flops
 from tawpipe.model.build import PRESETS
+from tawpipe.model.flops import mfu, peak_flops, training_flops
 from tawpipe.runtime.optimizer import adamw
 
 CHUNK_TOKENS = 1024

@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from tawpipe.costs import Widths
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.profile import Profile, size_of
-from tawpipe.plan.question import Question, predict, predict_pipeline
+from tawpipe.plan.request import Question, predict, predict_pipeline
+from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 

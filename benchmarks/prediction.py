@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.costs import Widths, costs
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import workload_costs
-from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.compare import FRAMES
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
+from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from schedules import llama
-from tawpipe.costs import Widths, costs
 from tawpipe.schedule.build import build_training
+from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
 

@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tawpipe.batches import LocalBatch, Share
     from tawpipe.errors import RunError, UserError
     from tawpipe.model.batch import MicroBatch
     from tawpipe.model.pretrained import SafetensorsSource
     from tawpipe.model.weights import InitSource, ModuleSource
-    from tawpipe.pipeline import Pipeline
+    from tawpipe.pipeline.batches import LocalBatch, Share
+    from tawpipe.pipeline.pipeline import Pipeline
     from tawpipe.runtime.executor import StepResult
     from tawpipe.runtime.optimizer import adamw
     from tawpipe.runtime.storage import piece_of
@@ -26,13 +26,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "InitSource": "tawpipe.model.weights",
-    "LocalBatch": "tawpipe.batches",
+    "LocalBatch": "tawpipe.pipeline.batches",
     "MicroBatch": "tawpipe.model.batch",
     "ModuleSource": "tawpipe.model.weights",
-    "Pipeline": "tawpipe.pipeline",
+    "Pipeline": "tawpipe.pipeline.pipeline",
     "RunError": "tawpipe.errors",
     "SafetensorsSource": "tawpipe.model.pretrained",
-    "Share": "tawpipe.batches",
+    "Share": "tawpipe.pipeline.batches",
     "StepResult": "tawpipe.runtime.executor",
     "Topology": "tawpipe.topology",
     "UserError": "tawpipe.errors",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.workers import USER_ERROR, print_expected_error
+from tawpipe.launch.workers import USER_ERROR, print_expected_error
 
 if TYPE_CHECKING:
     from tawpipe.train.config import TrainConfig
@@ -33,8 +33,8 @@ class Command:
 
 def train(argv: Sequence[str]) -> int:
     """``tawpipe train``: starts the processes on this machine, or is one of those that a launcher started."""
-    from tawpipe.gpus import find_gpus
-    from tawpipe.launch import in_this_process, launch, local_shape, started_by_local_launcher
+    from tawpipe.launch.gpus import find_gpus
+    from tawpipe.launch.launcher import in_this_process, launch, local_shape, started_by_local_launcher
     from tawpipe.topology import LaunchEnvironment
     from tawpipe.train.checks import check_output, check_output_name, validate
     from tawpipe.train.config import load_config, with_output_named
@@ -74,35 +74,35 @@ def _train_here(config: TrainConfig) -> int:
 
 def lab(argv: Sequence[str]) -> int:
     """``tawpipe lab``: clusters emulated on one machine, and what is measured in them."""
-    from tawpipe.lab.commands import lab as run
+    from tawpipe.commands.lab import lab as run
 
     return run(argv)
 
 
 def checkpoint(argv: Sequence[str]) -> int:
     """``tawpipe checkpoint``: what checkpoints there are, whether they are sound, and which may go."""
-    from tawpipe.train.checkpoint_command import checkpoint as run
+    from tawpipe.commands.checkpoint import checkpoint as run
 
     return run(argv)
 
 
 def trace(argv: Sequence[str]) -> int:
     """``tawpipe trace``: a recorded step as a picture and for trace viewers."""
-    from tawpipe.report.command import trace as run
+    from tawpipe.commands.trace import trace as run
 
     return run(argv)
 
 
 def doctor(argv: Sequence[str]) -> int:
     """``tawpipe doctor``: what is here, and how fast its links are."""
-    from tawpipe.plan.doctor import doctor as run
+    from tawpipe.commands.doctor import doctor as run
 
     return run(argv)
 
 
 def plan(argv: Sequence[str]) -> int:
     """``tawpipe plan``: what every strategy would cost, and which one is best."""
-    from tawpipe.plan.command import plan as run
+    from tawpipe.commands.plan import plan as run
 
     return run(argv)
 

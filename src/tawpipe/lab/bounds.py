@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
-from tawpipe.lab.shipped_traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
+from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec, wire_width

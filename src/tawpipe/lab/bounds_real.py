@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours, shipped
+from tawpipe.lab import ours
 from tawpipe.lab.bounds import PIPELINES, link_seconds
 from tawpipe.lab.real_modules import real_model_spec
-from tawpipe.lab.shipped_traffic import pipeline_bytes, sharded_traffic
+from tawpipe.lab.rivals import fsdp
+from tawpipe.lab.rivals.traffic import pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import RealWorkload
 from tawpipe.schedule.spec import wire_width
 from tawpipe.schedule.traffic import link_elements
@@ -69,8 +70,8 @@ def _shipped_bytes(name: str, workload: RealWorkload, topology: Topology, knobs:
         usual = 1 if name == "1f1b" else 2
         amount = workload.micro_batches * workload.activation_bytes
         return pipeline_bytes(name, amount, topology, int(knobs.get("stages_per_rank", usual)))
-    if name not in shipped.NAMES:
-        raise UserError("strategy", name, f"one of {', '.join((*ours.NAMES, *shipped.NAMES, *PIPELINES))}")
+    if name not in fsdp.NAMES:
+        raise UserError("strategy", name, f"one of {', '.join((*ours.NAMES, *fsdp.NAMES, *PIPELINES))}")
     model = real_model_spec(workload)
     parts = [WIDTH * sum(model.units[unit].numel for unit in block.units) for block in model.blocks]
     if name == "hsdp":

@@ -22,17 +22,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tawpipe.costs import Widths, costs
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload_costs
 from tawpipe.lab.bounds_real import LinkBounds, real_bounds
-from tawpipe.lab.cluster import Cluster
-from tawpipe.lab.cluster_rates import parse_rates
+from tawpipe.lab.cluster.cluster import Cluster
+from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.workload import RealWorkload, spell_out
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
+from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 

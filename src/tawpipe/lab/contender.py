@@ -69,12 +69,12 @@ class Maker(Protocol):
 
 def makers() -> dict[str, Maker]:
     """Every strategy that is shipped by others, by its name."""
-    from tawpipe.lab import shipped, shipped_deepspeed, shipped_pipeline
+    from tawpipe.lab.rivals import deepspeed, fsdp, pipelining
 
     return {
-        **dict.fromkeys(shipped.NAMES, shipped.make),
-        **dict.fromkeys(shipped_deepspeed.NAMES, shipped_deepspeed.make),
-        **dict.fromkeys(shipped_pipeline.NAMES, shipped_pipeline.make),
+        **dict.fromkeys(fsdp.NAMES, fsdp.make),
+        **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
+        **dict.fromkeys(pipelining.NAMES, pipelining.make),
     }
 
 

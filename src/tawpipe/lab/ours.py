@@ -41,9 +41,9 @@ from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.blocks import recompute_of_blocks
 from tawpipe.schedule.build import build_training
+from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule, share_micro_batches
 from tawpipe.schedule.transform import without_overlap
-from tawpipe.schedule.verify import verify
 from tawpipe.topology import Topology
 
 STRATEGIES: dict[str, dict[str, Any]] = {

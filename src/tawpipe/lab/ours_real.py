@@ -17,7 +17,7 @@ from torch import nn
 from tawpipe.lab.ours import logical_topology, schedule_of, settings_of
 from tawpipe.lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
 from tawpipe.lab.workload import RealWorkload
-from tawpipe.pipeline import Pipeline
+from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.spec import Schedule

@@ -2,7 +2,7 @@
 transformers, model, sizes and lab.
 
 The modules are transformers' own and are called as its model calls them, so the parts together compute what the
-whole model does. `tawpipe.lab.task` says what `RealTask` is for.
+whole model does. `tawpipe.lab.rivals.task` says what `RealTask` is for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tawpipe.lab.workload import RealWorkload
 from tawpipe.model.batch import IGNORE
 from tawpipe.model.chain import Chain
+from tawpipe.pipeline.sizes import model_spec
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.sizes import model_spec
 
 ATTENTION: dict[str, Any] = {"attn_implementation": "sdpa"}
 """The one that is causal where it is given no mask."""
@@ -75,7 +75,7 @@ def random_tokens(workload: RealWorkload, step: int, micro_batches: Iterable[int
 
 
 class RealTask:
-    """The real workload for rivals; see `tawpipe.lab.task.Task`. Its parts are embedding, layers and head."""
+    """The real workload for rivals; see `tawpipe.lab.rivals.task.Task`. Its parts are embedding, layers and head."""
 
     sleeper = None
     has_loss = True

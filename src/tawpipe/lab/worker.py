@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours, shipped_deepspeed
-from tawpipe.lab.cluster import own_traffic
+from tawpipe.lab import ours
+from tawpipe.lab.cluster.cluster import own_traffic
 from tawpipe.lab.contender import Contender, makers
 from tawpipe.lab.contender import make as make_shipped
+from tawpipe.lab.rivals import deepspeed
 from tawpipe.lab.sleeper import Pace, Slowdown
 from tawpipe.lab.workload import Workload, from_spelled_out
 from tawpipe.topology import Topology
@@ -191,9 +192,9 @@ def _gather(value: float) -> list[float]:
 def _import_rivals(names: set[str]) -> None:
     """Load all code, and what an optimizer's first step loads: it is not what a strategy holds."""
     makers()
-    if names & set(shipped_deepspeed.NAMES):
+    if names & set(deepspeed.NAMES):
         with suppress(UserError):  # the contender will say so
-            shipped_deepspeed.load(sorted(names)[0])
+            deepspeed.load(sorted(names)[0])
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()
     torch.optim.AdamW([weight]).step()

@@ -1,4 +1,4 @@
-"""Which families were found to train as the plain model does; written by tests/every_family.py. Imports nothing."""
+"""Which families were found to train as the plain model does; written by every_family.py."""
 
 from __future__ import annotations
 

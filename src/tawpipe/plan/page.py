@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.plan.answer import Answer
-from tawpipe.plan.question import Question, predict
+from tawpipe.plan.plan import Answer
+from tawpipe.plan.request import Question, predict
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars

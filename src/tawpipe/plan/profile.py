@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from tawpipe.console import duration
-from tawpipe.flops import attention_width
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
+from tawpipe.model.flops import attention_width
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.plan.answer import load_plan
-from tawpipe.plan.question import timeline_of
-from tawpipe.plan.record import knobs_from, question_from
+from tawpipe.plan.plan import load_plan
+from tawpipe.plan.plan_file import knobs_from, question_from
+from tawpipe.plan.request import timeline_of
 from tawpipe.simulate import Timeline
 
 

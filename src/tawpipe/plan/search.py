@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.homes import Homes, find_homes
-from tawpipe.plan.question import (
+from tawpipe.plan.place import Homes, find_homes
+from tawpipe.plan.request import (
     PLAYED_ROUNDS,
     Prediction,
     Question,
@@ -24,7 +24,7 @@ from tawpipe.plan.question import (
     predict_pipeline,
 )
 from tawpipe.schedule.blocks import recompute_of_blocks
-from tawpipe.schedule.pipelines import AXES, PIPELINES, Shape
+from tawpipe.schedule.routes.pipelines import AXES, PIPELINES, Shape
 from tawpipe.schedule.spec import Knobs
 from tawpipe.simulate.fold import foldable
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.faults import Injector
 from tawpipe.runtime.compute import StepInput
+from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.norm import sum_of_squares
 from tawpipe.runtime.recording import Recording

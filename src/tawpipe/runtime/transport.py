@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.runtime.wire import Scratch, decode, encode
+from tawpipe.runtime.compression import Scratch, decode, encode
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.spec import Schedule
 from tawpipe.topology import Topology

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
+from tawpipe.launch.workers import STUCK
 from tawpipe.runtime.lanes import Doing, Event
 from tawpipe.schedule.actions import Lane
-from tawpipe.workers import STUCK
 
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0

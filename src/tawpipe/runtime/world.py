@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.errors import UserError
-from tawpipe.launch import LOOPBACK, started_by_local_launcher
+from tawpipe.launch.launcher import LOOPBACK, started_by_local_launcher
 from tawpipe.runtime.flight import keep_record
 from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.topology import LaunchEnvironment, Topology

@@ -119,7 +119,7 @@ class Action:
             the communicator whose order its transfers share.
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
-        wire: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits, see runtime/wire.py.
+        wire: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits (runtime/compression.py).
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, forward, left_behind, offload, reload
-from tawpipe.schedule.collective import CollectiveRoute
 from tawpipe.schedule.placement import ALL_PLACEMENTS, AT_ONE_PLACE, Home, place, spell_homes
 from tawpipe.schedule.residency import plan_residency
-from tawpipe.schedule.ring import place_on_ring
-from tawpipe.schedule.route import Route
+from tawpipe.schedule.routes.collective import CollectiveRoute
+from tawpipe.schedule.routes.ring import place_on_ring
+from tawpipe.schedule.routes.route import Route
+from tawpipe.schedule.routes.staggered import ExchangeRoute
+from tawpipe.schedule.routes.weipipe import build_weipipe
 from tawpipe.schedule.spec import KEPT, WIRES, Knobs, ModelSpec, Pool, Schedule
-from tawpipe.schedule.staggered import ExchangeRoute
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import Visit, forward_visits, training_visits
-from tawpipe.schedule.weipipe import build_weipipe
 from tawpipe.topology import Topology
 
 NAMES = {"flat": "flat", "hybrid": "hsdp", "ring": "weipipe"}

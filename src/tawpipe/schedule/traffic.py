@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tawpipe.schedule.actions import Action, Lane, Op, is_activation, is_weight
 from tawpipe.schedule.placement import ALIKE
 from tawpipe.schedule.residency import plan_residency
-from tawpipe.schedule.ring import Ring, Stream
+from tawpipe.schedule.routes.ring import Ring, Stream
 from tawpipe.schedule.spec import Schedule, wire_bytes
 from tawpipe.schedule.visits import forward_visits, training_visits
 from tawpipe.topology import Topology

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.contents import ScheduleError
 from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.spec import Schedule
 
 

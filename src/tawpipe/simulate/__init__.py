@@ -5,7 +5,7 @@ print(timeline.step_seconds, timeline.idle(rank=0).transfer_s)
 """
 
 from tawpipe.simulate.clock import play
-from tawpipe.simulate.costs import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
+from tawpipe.simulate.cost_model import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 from tawpipe.simulate.critical import dependency_bound
 from tawpipe.simulate.relax import unlimited_buffers
 from tawpipe.simulate.timeline import Idle, NodeBytes, Span, Timeline

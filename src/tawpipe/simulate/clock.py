@@ -1,6 +1,6 @@
 """Plays a schedule against the clock of a cost model. Imports topology, schedule and simulate only.
 
-The rules are those that ``schedule/verify.py`` proves and the runtime follows:
+The rules are those that ``schedule/proof/verify.py`` proves and the runtime follows:
 
 * a lane runs its actions in their order, one at a time; the lanes of a rank run side by side;
 * an action starts when its lane is free and what it depends on (``Hazards``, from step to step) has ended;
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer
 from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.schedule.spec import Schedule
-from tawpipe.schedule.verify import ScheduleError
-from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.network import Flow, Network
 from tawpipe.simulate.timeline import NodeBytes, Record, Timeline
 from tawpipe.simulate.transfers import Load, Transfers

@@ -21,7 +21,7 @@ import numpy as np
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.spec import Schedule
 from tawpipe.simulate.clock import End, Journey, Player, Start, dependencies
-from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.relax import unlimited_buffers
 from tawpipe.simulate.transfers import Port
 from tawpipe.topology import Topology

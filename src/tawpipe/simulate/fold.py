@@ -11,7 +11,7 @@ from __future__ import annotations
 from tawpipe.schedule.build import build_training
 from tawpipe.schedule.placement import ALIKE
 from tawpipe.schedule.spec import Knobs, ModelSpec, Schedule
-from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.cost_model import CostModel
 from tawpipe.topology import Topology
 
 

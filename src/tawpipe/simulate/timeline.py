@@ -10,7 +10,7 @@ from math import nan
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.spec import Schedule
-from tawpipe.simulate.costs import CostModel
+from tawpipe.simulate.cost_model import CostModel
 from tawpipe.topology import Topology
 
 TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Transfer, is_activation, is_weight
+from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.schedule.spec import Schedule, wire_width
-from tawpipe.schedule.verify import ScheduleError
-from tawpipe.simulate.costs import CostModel, LinkModel
+from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import Topology
 
 Port = tuple[str, int, str]

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.faults import parse_faults, restart_count
-from tawpipe.gpus import Gpu
-from tawpipe.launch import started_by_local_launcher
+from tawpipe.launch.gpus import Gpu
+from tawpipe.launch.launcher import started_by_local_launcher
+from tawpipe.runtime.faults import parse_faults, restart_count
 from tawpipe.schedule.placement import AT_ONE_PLACE, parse_homes
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options

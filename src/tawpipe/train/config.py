@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
-from tawpipe.train.options import Options, bounded
+from tawpipe.options import Options, bounded
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tawpipe.batches import LocalBatch
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.pipeline import Pipeline
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.pipeline import Pipeline
 
 CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tawpipe.errors import RunError
-from tawpipe.launch import LAUNCH
+from tawpipe.launch.launcher import LAUNCH
 from tawpipe.train.metrics import replace_text
 
 NAME = "history.json"

@@ -17,21 +17,21 @@ from importlib.metadata import version
 
 import torch
 
-from tawpipe.batches import LocalBatch
+from tawpipe.checkpoint.memory import SecondCopies
+from tawpipe.checkpoint.store import Checkpoints, RunState
 from tawpipe.console import Console
 from tawpipe.data.collate import collate
 from tawpipe.data.prefetch import prefetch
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
-from tawpipe.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.build import check_longest
-from tawpipe.pipeline import Pipeline
+from tawpipe.model.flops import chain_flops, mfu, peak_flops
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.second_copy import SecondCopies
 from tawpipe.runtime.world import World
-from tawpipe.train.checkpoint import Checkpoints, RunState
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
 from tawpipe.train.spikes import Spikes

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import yaml
 
+from tawpipe.checkpoint.store import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
-from tawpipe.plan.record import SETTINGS
+from tawpipe.plan.plan_file import SETTINGS
 from tawpipe.runtime.world import World
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.train.checkpoint import RunState
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import ScheduleConfig, TrainConfig
 
@@ -135,7 +135,7 @@ def _schedule(config: TrainConfig, text: str) -> ScheduleConfig:
 
 
 def _read(config: TrainConfig) -> str:
-    from tawpipe.plan.answer import load_plan
+    from tawpipe.plan.plan import load_plan
 
     load_plan(Path(config.plan))
     return Path(config.plan).read_text(encoding="utf-8")
@@ -189,10 +189,10 @@ def _make(
 
     Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
     """
-    from tawpipe.plan.answer import Answer
-    from tawpipe.plan.ask import question_of
+    from tawpipe.plan.measure import question_of
+    from tawpipe.plan.plan import Answer
     from tawpipe.plan.probe import probe
-    from tawpipe.plan.question import Question
+    from tawpipe.plan.request import Question
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
+from tawpipe.checkpoint.memory import Copy, SecondCopies
+from tawpipe.checkpoint.store import Checkpoints, RunState, read_run, run_state
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.errors import RunError, UserError
-from tawpipe.faults import Injector, parse_faults, restart_count
-from tawpipe.launch import started_by_local_launcher
+from tawpipe.launch.launcher import started_by_local_launcher
 from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
-from tawpipe.pipeline import Pipeline
-from tawpipe.plan.record import PLACEMENTS
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.plan_file import PLACEMENTS
+from tawpipe.runtime.faults import Injector, parse_faults, restart_count
 from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.second_copy import Copy, SecondCopies
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.placement import parse_homes
-from tawpipe.train.checkpoint import Checkpoints, RunState, read_run, run_state
 from tawpipe.train.config import ScheduleConfig, TrainConfig, config_text
 from tawpipe.train.generate import generate
 from tawpipe.train.history import Mark, launch_name, read_mark, write_mark

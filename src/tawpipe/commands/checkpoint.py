@@ -1,0 +1,115 @@
+"""``tawpipe checkpoint``: the words that follow it on the command line. Imports the run's checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tawpipe.checkpoint.state import MARKER, PARTIAL, damaged, is_complete, read_record
+from tawpipe.checkpoint.store import complete_checkpoints, read_run, remove, superfluous
+from tawpipe.errors import UserError
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Runs ``tawpipe checkpoint`` with the words ``argv`` and returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments, Path(arguments.folder))
+
+
+def _found(path: Path) -> list[Path]:
+    """The complete checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
+
+    Raises:
+        UserError: there is none.
+    """
+    if is_complete(path):
+        return [path]
+    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    if not found:
+        raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
+    return found
+
+
+def _list(_: argparse.Namespace, path: Path) -> int:
+    for folder in _found(path):
+        try:
+            record, run = read_record(folder), read_run(folder)
+        except UserError as error:
+            print(f"{folder}  damaged: {error.expected}")
+            continue
+        size = sum(entry["bytes"] for entry in record["files"])
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
+        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  step {run.step}, {run.samples} samples, {run.topology}")
+    for folder in _partial(path):
+        print(f"{folder}  not complete: being written, or left by a crash")
+    return 0
+
+
+def _verify(_: argparse.Namespace, path: Path) -> int:
+    bad = 0
+    for folder in _found(path):
+        problem = problem_of(folder)
+        bad += bool(problem)
+        print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)
+    return 1 if bad else 0
+
+
+def problem_of(folder: Path) -> str:
+    """What is wrong with a checkpoint, of which all is read; or nothing."""
+    try:
+        record = read_record(folder)
+        read_run(folder)
+        return damaged(folder, record, range(len(record["files"])))
+    except UserError as error:
+        return error.expected
+
+
+def _prune(arguments: argparse.Namespace, path: Path) -> int:
+    for name, least in (("keep", 1), ("keep_every", 0)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"at least {least}")
+    if is_complete(path):
+        raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
+    found = _found(path)
+    old = superfluous(found, keep=arguments.keep, keep_every=arguments.keep_every)
+    if old and not any(not problem_of(one) for one in reversed(found) if one not in old):
+        expected = f"so many that a sound checkpoint is among them; {found[-1].name}: {problem_of(found[-1])}"
+        raise UserError("--keep", arguments.keep, expected)
+    for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
+        remove(folder)
+        print(f"removed {folder}")
+    if not old:
+        print("no complete checkpoint to remove")
+    return 0
+
+
+def _partial(path: Path) -> list[Path]:
+    """Checkpoints that were not written to their end."""
+    inner = path / "checkpoints"
+    return sorted((inner if inner.is_dir() else path).glob(f"step-*{PARTIAL}"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tawpipe checkpoint", description="What checkpoints there are, whether they are sound, and which may go."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, run, words in (
+        ("list", _list, "size, time and position of every checkpoint"),
+        ("verify", _verify, "compare every file with its checksum; exit code 1 if one is damaged"),
+        (
+            "prune",
+            _prune,
+            "remove older checkpoints, while no run is writing there, if a sound one stays",
+        ),
+    ):
+        one = commands.add_parser(name, help=words, description=words)
+        one.add_argument("folder", metavar="FOLDER", help="the output folder of a run, or a checkpoint")
+        one.set_defaults(run=run)
+        if name == "prune":
+            one.add_argument("--keep", type=int, required=True, metavar="N", help="of the newest stay")
+            one.add_argument("--keep-every", type=int, default=0, metavar="N", help="those of every Nth step stay, too")
+            one.add_argument("--incomplete", action="store_true", help="also remove what was not written to its end")
+    return parser

@@ -1,0 +1,206 @@
+"""``tawpipe plan``: the words that follow it on the command line. Slow imports wait until they are needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tawpipe.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from tawpipe.plan.machine import Machine
+    from tawpipe.plan.plan import Answer
+    from tawpipe.plan.search import Candidate
+
+PROBE = "probe"
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    _check(arguments)
+    import torch
+
+    from tawpipe.model.flops import KNOWN_DEVICES
+    from tawpipe.plan.machine import Device
+    from tawpipe.plan.measure import device_name, machine_of, question_of
+    from tawpipe.plan.plan import Answer, crossing, json_text
+    from tawpipe.plan.search import search
+    from tawpipe.runtime.world import pick_device
+
+    probed = None
+    if arguments.topology == PROBE:
+        probed = _probed(arguments.device)
+        if probed is None:
+            return 0  # rank 0 plans
+    here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
+    name = "CPU" if (arguments.device_name or "").upper() == "CPU" else arguments.device_name
+    device = Device(name or "")
+    if here.type == "cuda" and not device.name:  # clusters are planned on one of their machines
+        device = Device(device_name(here), int(torch.cuda.get_device_properties(here).total_memory))
+    machine = probed or machine_of(arguments.topology, device=device, name=name)
+    if not machine.device.name and not machine.device.flops:
+        known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
+        raise UserError("--device-name", "nothing", f"what {arguments.topology} computes with: {known}")
+    tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
+    question = question_of(
+        arguments.model,
+        machine,
+        sequence_length=arguments.sequence_length,
+        global_batch=arguments.global_batch,
+        micro_batch=arguments.micro_batch,
+        dtype=dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        lengths=_lengths(arguments.lengths),
+        profile=arguments.profile,
+        vocab_size=arguments.vocab_size,
+        memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
+        clip=not arguments.no_clip,
+        trust_remote_code=arguments.trust_remote_code,
+        here=here,
+        tell=tell,
+    )
+    talk = not arguments.json
+    if talk:
+        print(f"{question.machine.topology}; {question.profile.source}")
+    answer = Answer.of(question, search(question, tell=tell))
+    if arguments.json:
+        print(json_text(answer))
+    else:
+        for line in answer.table():
+            print(line)
+        print(f"\n{answer.reason}")
+        if answer.chosen and answer.runner_up and (words := crossing(question, answer.chosen, answer.runner_up)):
+            print(words)
+    if arguments.explain:
+        for line in _explain(answer, arguments.explain):
+            print(line, file=sys.stdout if talk else sys.stderr)
+    if arguments.report:
+        from tawpipe.plan.page import write_plan_page
+
+        write_plan_page(answer, Path(arguments.report))
+        if talk:
+            print(f"wrote {arguments.report}")
+    if arguments.save and answer.chosen:
+        answer.save(Path(arguments.save))
+        if talk:
+            print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
+    return 0 if answer.chosen else 1
+
+
+def _probed(device: str) -> Machine | None:
+    """The machines that this command was started on, measured; None on all ranks but the first."""
+    from tawpipe.plan.machine import load_machine
+    from tawpipe.plan.probe import probe
+    from tawpipe.runtime.world import connect
+    from tawpipe.topology import LaunchEnvironment
+
+    if LaunchEnvironment.read(os.environ) is not None:
+        world = connect(device=device)
+        machine = probe(world).machine
+        world.leave()
+        return machine if world.rank == 0 else None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "topology.yaml"
+        command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
+        if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
+        return load_machine(file)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be said before anything is loaded."""
+    if arguments.memory is not None and not arguments.memory > 0:
+        raise UserError("--memory", arguments.memory, "more than 0")
+    if arguments.vocab_size is not None and arguments.vocab_size < 1:
+        raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
+    from tawpipe.report.page import check_page
+
+    check_page(arguments.report)
+    from tawpipe.plan.search import STRATEGIES
+    from tawpipe.schedule.routes.pipelines import PIPELINES
+
+    if arguments.explain and arguments.explain not in (*STRATEGIES, *PIPELINES):
+        raise UserError("--explain", arguments.explain, f"one of {', '.join((*STRATEGIES, *PIPELINES))}")
+
+
+def _lengths(words: str | None) -> list[int] | None:
+    if words is None:
+        return None
+    try:
+        return [int(word) for word in words.split(",")]
+    except ValueError as error:
+        raise UserError("--lengths", words, "numbers of tokens, separated by commas") from error
+
+
+def _explain(answer: Answer, strategy: str) -> Iterator[str]:
+    """Where time and memory of one candidate go."""
+    from tawpipe.plan.search import settle
+
+    found: Candidate = next(one for one in answer.candidates if one.strategy == strategy)
+    yield f"{strategy}:"
+    if found.prediction is None:
+        yield f"  {found.why_not}"
+        return
+    row = answer.row(found)
+    for name, value in row["knobs"].items():
+        if name != "recompute" and value != ():
+            yield f"  {name}: {value}"
+    made = found.prediction
+    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
+    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
+    if answer.question.topology.num_nodes > 1:
+        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
+    if found.knobs is not None:
+        settled = found if found.homes is not None else settle(answer.question, found)
+        if settled.homes is not None:
+            yield f"  {settled.homes}"
+        if settled.knobs != found.knobs:
+            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
+    for name, size in made.memory.items():
+        yield f"  {name}: {size / 2**30:.3f} GiB"
+    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tawpipe plan",
+        description="Says beforehand what every strategy would cost on some machines, which one is best, and why. Exit "
+        "code 1 if nothing fits.",
+    )
+    parser.add_argument("--model", required=True, help="a preset, a folder with config.json, or a name on the Hub")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on",
+    )
+    parser.add_argument("--sequence-length", type=int, required=True, metavar="TOKENS")
+    parser.add_argument(
+        "--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)"
+    )
+    parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
+    parser.add_argument(
+        "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."
+    )
+    parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
+    parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
+    parser.add_argument("--no-clip", action="store_true", help="without clipping and finite check")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
+    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
+    parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
+    return parser

@@ -1,0 +1,1 @@
+"""A cluster with unequal links out of one Linux machine."""

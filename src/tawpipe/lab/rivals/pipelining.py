@@ -1,0 +1,165 @@
+"""Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
+
+Imports tasks, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
+neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
+are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
+take them as arguments, and then refuses middle stages whose example needs no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from tawpipe.errors import UserError
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import Contender, check_clipping, read_settings
+from tawpipe.lab.rivals.task import task_of
+from tawpipe.lab.workload import Workload
+from tawpipe.topology import Topology
+
+NAMES = ("1f1b", "interleaved-1f1b", "zbv")
+ZBV_NEEDS = "2.13"
+"""The torch whose zbv runs with gloo; 2.11's begins with a message from a rank to itself, which gloo refuses."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Knobs of the pipelines.
+
+    Args:
+        stages_per_rank: 1 for 1f1b, 2 for zbv; for interleaved-1f1b at least 2.
+        parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
+            stands for several.
+        clip: clip the gradients to their global norm, as pipelines do: the norms of all ranks in one all-reduce.
+    """
+
+    stages_per_rank: int
+    parts_per_layer: int = 1
+    clip: bool = True
+
+
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
+    check_clipping(name, workload, knobs)
+    usual = 1 if name == "1f1b" else 2
+    settings = read_settings(PipelineSettings, name, {"stages_per_rank": usual, **knobs})
+    _check(name, settings, workload, topology.world_size)
+    return _Pipeline(name, workload, topology, rank, settings)
+
+
+def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int) -> None:
+    if name == "zbv" and torch.__version__ < ZBV_NEEDS:
+        raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
+    each = settings.stages_per_rank
+    if name == "interleaved-1f1b":
+        if not isinstance(each, int) or each < 2:
+            raise UserError("stages_per_rank", each, "a whole number of at least 2")
+    elif each != (1 if name == "1f1b" else 2):
+        raise UserError("stages_per_rank", each, f"{name} has {1 if name == '1f1b' else 2}")
+    parts = settings.parts_per_layer
+    if not isinstance(parts, int) or parts < 1:
+        raise UserError("parts_per_layer", parts, "a whole number of at least 1")
+    workload.split(parts)
+    stages = each * ranks
+    if workload.layers * parts % stages:
+        needed = stages // gcd(stages, workload.layers)
+        raise UserError(
+            "layers", workload.layers, f"{name} needs a multiple of its {stages} stages, or {needed} parts_per_layer"
+        )
+    micro_batches = workload.micro_batches
+    if name == "1f1b" and micro_batches < stages:
+        raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {stages} stages")
+    rounds = max(1, micro_batches // ranks)
+    if name == "interleaved-1f1b" and micro_batches % rounds:
+        raise UserError("micro_batches", micro_batches, f"{name} needs a multiple of {rounds} here")
+
+
+class _Pipeline:
+    origin = "shipped"
+
+    def __init__(
+        self, name: str, workload: Workload, topology: Topology, rank: int, settings: PipelineSettings
+    ) -> None:
+        self.name = name
+        self.knobs: dict[str, object] = asdict(settings)
+        self._clip = settings.clip
+        self.gradient_norm: Tensor | None = None
+        self._busy = BusyTime()
+        self._task = task_of(workload, self._busy)
+        self.sleeper = self._task.sleeper
+        indices = stages_of(name, rank, topology.world_size, settings.stages_per_rank)
+        stages = self._stages(indices, topology.world_size * settings.stages_per_rank, settings.parts_per_layer)
+        self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
+        self.model = nn.ModuleList(stage.submod for stage in stages)
+        self._micro_batches = range(workload.micro_batches)
+        self._schedule = self._make_schedule(stages)
+        self._optimizer = self._task.optimizer(self.model.parameters())
+        self.loss_share: float | None = None
+        self._steps = 0
+
+    def _stages(self, indices: Sequence[int], num_stages: int, parts: int) -> list[PipelineStage]:
+        modules = [self._task.stage(index, num_stages, parts_per_layer=parts) for index in indices]
+        device = torch.device("cpu")
+        return [PipelineStage(m, index, num_stages, device) for m, index in zip(modules, indices, strict=True)]
+
+    def _make_schedule(
+        self, stages: list[PipelineStage]
+    ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
+        count, loss = len(self._micro_batches), self._task.loss
+        # The loss is a sum over micro-batches, so gradients need no scaling.
+        if self.name == "1f1b":
+            return Schedule1F1B(stages[0], count, loss_fn=loss, scale_grads=False)
+        kind = ScheduleInterleaved1F1B if self.name == "interleaved-1f1b" else ScheduleZBVZeroBubble
+        return kind(list(stages), count, loss_fn=loss, scale_grads=False)
+
+    def step(self) -> None:
+        inputs, targets = self._task.batch(self._steps, self._micro_batches)
+        losses: list[Tensor] = []  # filled where the last stage is
+        self._schedule.step(
+            *((inputs,) if self._feeds else ()),
+            target=targets if self._ends else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        if self._clip:
+            self._clip_gradients()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        self.loss_share = sum(float(loss.detach()) for loss in losses) if self._task.has_loss else None
+        self._steps += 1
+
+    def _clip_gradients(self) -> None:
+        parameters = list(self.model.parameters())
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        self.gradient_norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, self._task.largest_norm, self.gradient_norm)
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        del self._schedule, self._optimizer, self.model
+
+
+def stages_of(name: str, rank: int, ranks: int, each: int) -> list[int]:
+    """The stages of a rank in the order of the pipeline: every ``ranks``-th, or for zbv there and back again.
+
+    >>> stages_of("interleaved-1f1b", 1, 3, 2), stages_of("zbv", 1, 3, 2)
+    ([1, 4], [1, 4])
+    >>> stages_of("zbv", 0, 3, 2)
+    [0, 5]
+    """
+    if name == "zbv":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(each)]

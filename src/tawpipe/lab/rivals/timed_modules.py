@@ -1,0 +1,148 @@
+"""The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
+
+Imports the timed workload, the sleeper and torch; `tawpipe.lab.rivals.task` says what `TimedTask` is for.
+
+The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
+
+    x ──▶ input part ──▶ join ──▶ y        backward of the input part sleeps backward_input_s
+    w ──▶ weight part ───┘                 backward of the weight part sleeps backward_weight_s
+
+``torch.distributed.pipelining`` cuts a backward pass at the nodes where the paths from weights meet the paths from
+inputs (the joins, which cost nothing): the pass for the inputs then never runs a weight part, and the later one for the
+weights runs join and weight part only. One node for both would sleep twice. In an undivided backward pass the weight
+part runs first, because autograd takes the node that was made last; FSDP's reduction, which starts when the gradient of
+a layer's input is there, relies on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.workload import TimedWorkload
+
+INITIAL_WEIGHT = 0.01
+LEARNING_RATE = 1e-4
+LARGEST_NORM = 1.0
+
+
+class _InputPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)  # the boundary activation, from which a real layer recomputes: it stays in memory
+        ctx.sleeper, ctx.seconds = sleeper, seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.compute(ctx.seconds)
+        return gradients[0].clone(memory_format=torch.contiguous_format), None, None
+
+
+class _WeightPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+        ctx.size, ctx.sleeper, ctx.seconds = weight.numel(), sleeper, seconds
+        return weight[:1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sleeper.compute(ctx.seconds)
+        return gradients[0].expand(ctx.size).contiguous(), None, None  # dense: it travels
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0][:, :1].sum(0)  # one column stands for all
+
+
+class TimedLayer(nn.Module):
+    """A layer: a flat fp32 weight and sleeps.
+
+    An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
+    """
+
+    def __init__(self, workload: TimedWorkload, sleeper: Sleeper) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((workload.layer_elements,), INITIAL_WEIGHT))
+        self.sleeper = sleeper
+        self.forward_s = workload.forward_s
+        self.backward_input_s = workload.backward_input_s
+        self.backward_weight_s = workload.backward_weight_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        self.sleeper.compute(self.forward_s * count)
+        # In this order: the weight part must be the younger node.
+        hidden = _InputPart.apply(x, self.sleeper, self.backward_input_s * count)
+        weight = _WeightPart.apply(self.weight, self.sleeper, self.backward_weight_s * count)
+        return _Join.apply(hidden, weight)  # type: ignore[return-value]
+
+
+class TimedChain(nn.Module):
+    """Consecutive layers.
+
+    Args:
+        embeds: the input is tokens of shape (k, anything), and the chain begins with what an embedding would give:
+            boundary activations, shape (k, activation_bytes / 4), whose gradient is wanted, so that the first layer
+            costs what the others do.
+    """
+
+    def __init__(self, layers: list[TimedLayer], workload: TimedWorkload, *, embeds: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.embeds = embeds
+        self.activation_elements = max(1, workload.activation_bytes // 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embeds:
+            x = torch.zeros(x.shape[0], self.activation_elements, requires_grad=torch.is_grad_enabled())
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def timed_loss(output: Tensor) -> Tensor:
+    """The sum over micro-batches of the mean output."""
+    return output.sum() / output.shape[1]
+
+
+class TimedTask:
+    """The timed workload for rivals; see `tawpipe.lab.rivals.task.Task`. Its parts are layers."""
+
+    largest_norm = LARGEST_NORM
+    has_loss = False
+
+    def __init__(self, workload: TimedWorkload, busy: BusyTime) -> None:
+        self.workload, self.num_parts, self.sleeper = workload, workload.layers, Sleeper(busy)
+
+    def parts(self) -> Iterator[nn.Module]:
+        return (TimedLayer(self.workload, self.sleeper) for _ in range(self.num_parts))
+
+    def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
+        return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, embeds=True)
+
+    def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
+        cut = self.workload.split(parts_per_layer)
+        layers = [TimedLayer(cut, self.sleeper) for _ in range(cut.layers // num_stages)]
+        return TimedChain(layers, self.workload, embeds=index == 0)
+
+    def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.zeros(len(micro_batches), 1)
+        return rows, rows
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return timed_loss(output)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True) if self.workload.optimizer else None

@@ -1,0 +1,367 @@
+"""Starts the workers of one machine, and ends all of them when one dies. Imports errors, gpus and workers; never torch.
+
+Workers find torchrun's variables in their environment, so that virtual nodes on one machine look to them as torchrun's
+nodes do; ``TAWPIPE_LOCAL_LAUNCHER`` says who started them. What keeps processes from being left behind:
+
+* every worker is the head of a process group of its own, which is what gets signalled;
+* a worker that fails ends the run: the others get SIGTERM at once and SIGKILL after a grace;
+* the kernel kills a worker whose launcher is gone, however that went (Linux).
+
+The port of the workers' rendezvous is reserved by a socket that is bound but does not listen: nobody else is given
+the port, and the store of rank 0, which sets SO_REUSEADDR as well, can listen on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from tawpipe.errors import UserError
+from tawpipe.launch.gpus import Gpu
+from tawpipe.launch.workers import STUCK, USER_ERROR, Failure, StderrKeeper, first_cause
+from tawpipe.runtime.faults import RESTARTS
+
+MARKER = "TAWPIPE_LOCAL_LAUNCHER"
+LAUNCH = "TAWPIPE_LAUNCH"
+"""Tells the starts of one launch from those of another."""
+THIS_LAUNCH = secrets.token_hex(8)
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+PR_SET_PDEATHSIG = 1
+SECOND_S = 1.0
+"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
+
+
+def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    return environ.get(MARKER) == "1"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Processes on this machine and the nodes that they are grouped into."""
+
+    nodes: int
+    nproc: int
+
+    @property
+    def local_size(self) -> int:
+        return self.nproc // self.nodes
+
+    def position(self, rank: int) -> str:
+        return f"rank {rank} (node {rank // self.local_size}, local rank {rank % self.local_size})"
+
+
+def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int) -> Shape:
+    """What ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
+
+    Args:
+        num_gpus: GPUs to use; 0 computes on the CPU.
+
+    Raises:
+        UserError: the processes cannot be grouped so, or there are more of them than GPUs.
+    """
+    if nproc is None:
+        nproc = num_gpus or (4 if nodes is None or 4 % nodes == 0 else 2 * nodes)
+    if nodes is None:
+        nodes = 2 if not num_gpus and nproc % 2 == 0 else 1
+    if nproc % nodes:
+        raise UserError("--nodes", nodes, f"a divisor of --nproc, which is {nproc}")
+    if num_gpus and nproc > num_gpus:
+        raise UserError("--nproc", nproc, f"at most {num_gpus}, one process for each GPU; or --device cpu")
+    return Shape(nodes, nproc)
+
+
+def worker_environment(
+    shape: Shape, rank: int, *, port: int, gpus: Sequence[Gpu] = (), restart: int = 0
+) -> dict[str, str]:
+    """The variables that a worker derives its place from, to be added to those of the launcher."""
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": shape.nproc,
+        "LOCAL_RANK": rank % shape.local_size,
+        "LOCAL_WORLD_SIZE": shape.local_size,
+        "GROUP_RANK": rank // shape.local_size,
+        "GROUP_WORLD_SIZE": shape.nodes,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
+        RESTARTS: restart,
+        MARKER: 1,
+        LAUNCH: THIS_LAUNCH,
+    }
+    if sys.platform.startswith("linux"):  # nobody else is to be listened to
+        variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free TCP port that stays ours without being listened on; see the head of this file."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield holder.getsockname()[1]
+
+
+@contextlib.contextmanager
+def in_this_process(*, gpus: Sequence[Gpu] = ()) -> Iterator[None]:
+    """A launch of one worker that is this process: its variables are set, and as they were before afterwards."""
+    before = dict(os.environ)
+    with reserved_port() as port:
+        os.environ.update(worker_environment(Shape(1, 1), 0, port=port, gpus=gpus))
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def launch(
+    command: Sequence[str],
+    shape: Shape,
+    *,
+    gpus: Sequence[Gpu] = (),
+    grace_s: float = 5.0,
+    patience_s: float = 0.0,
+    max_restarts: int = 0,
+    errors: TextIO | None = None,
+) -> int:
+    """Runs ``command`` once for each process of ``shape`` and returns the exit code of the run.
+
+    The standard output of rank 0 is that of the run, the others' is dropped. Standard error of rank 0 is passed on as
+    it comes, that of the others is kept for the report on a failure, which says which rank failed first and why.
+
+    Args:
+        gpus: one for each process, or none.
+        grace_s: seconds from SIGTERM to SIGKILL for workers that do not end.
+        patience_s: seconds that SIGTERM and SIGUSR1, which are passed on, leave the workers to end in good order; 0 to
+            end them at once. A second signal, a second later or more, ends them at once.
+        max_restarts: how often all workers are started again after one of them has died.
+        errors: where reports go; standard error by default.
+
+    Returns:
+        0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n.
+    """
+    for restart in range(max_restarts + 1):
+        with reserved_port() as port:
+            run = _Run(shape, grace_s=grace_s, patience_s=patience_s, errors=errors or sys.stderr)
+            with run.signals_noted():
+                try:
+                    run.start(command, port, gpus, restart)
+                    code = run.wait()
+                finally:
+                    run.end_all()
+        if code in (0, USER_ERROR) or run.signals or restart == max_restarts:
+            return code
+        print(f"tawpipe: restart {restart + 1} of at most {max_restarts}", file=run.errors, flush=True)
+    raise AssertionError
+
+
+@dataclass
+class _Run:
+    """The workers of one launch, watched by one thread."""
+
+    shape: Shape
+    grace_s: float
+    patience_s: float
+    errors: TextIO
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    keepers: list[StderrKeeper] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
+    signals: list[int] = field(default_factory=list)
+    again: bool = False
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    over: bool = False
+    asked_at: float | None = None
+
+    @contextlib.contextmanager
+    def signals_noted(self) -> Iterator[None]:
+        """Signals that would end the launcher are put down in a list instead, and read where workers can be ended."""
+        caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if self.patience_s:
+            caught.append(signal.SIGUSR1)
+        first_at = 0.0
+
+        def note(number: int, _: object) -> None:
+            nonlocal first_at
+            self.again |= bool(self.signals) and (not self.patience_s or time.monotonic() - first_at >= SECOND_S)
+            first_at = first_at or time.monotonic()
+            self.signals.append(number)
+
+        before = {number: signal.signal(number, note) for number in caught}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu], restart: int) -> None:
+        die_with_launcher = _die_with(os.getpid())
+        for rank in range(self.shape.nproc):
+            variables = worker_environment(self.shape, rank, port=port, gpus=gpus, restart=restart)
+            worker = subprocess.Popen(
+                command,
+                env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=die_with_launcher,
+            )
+            assert worker.stderr is not None
+            os.set_blocking(worker.stderr.fileno(), False)
+            keeper = StderrKeeper(shown_on=self.errors if rank == 0 else None)
+            self.workers.append(worker)
+            self.keepers.append(keeper)
+            self.selector.register(worker.stderr, selectors.EVENT_READ, keeper)
+
+    def wait(self) -> int:
+        while not self._all_ended():
+            self._watch(0.05)
+            if self.signals and self._in_good_order():
+                continue
+            if self.signals and not self._failed_by_itself():
+                self._end_workers()
+                name = signal.Signals(self.signals[0]).name
+                print(f"tawpipe: stopped by {name}", file=self.errors, flush=True)
+                return 128 + self.signals[0]
+            if self.failures:
+                # Workers that lost their peer fail as well: what they say tells who was first. One that has begun to
+                # fail may be the first, so it is given the time to end.
+                self._watch_until(self._all_ended, seconds=1.0)
+                self._watch_until(lambda: not self._failing_workers(), seconds=self.grace_s)
+                self._end_workers()
+                return self._report()
+        self._drain()
+        for keeper in self.keepers:
+            keeper.release()
+        return 0
+
+    def _in_good_order(self) -> bool:
+        """Whether the workers are given time to end after a signal, which they are told of once."""
+        if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
+            return False
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+            self._signal_groups(signal.Signals(self.signals[0]))
+        return not self.failures and time.monotonic() - self.asked_at < self.patience_s
+
+    def _failed_by_itself(self) -> bool:
+        """Whether a worker has failed in the time that it was given to end, and not of the signal."""
+        if self.asked_at is None or self.again:
+            return False
+        return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
+
+    def end_all(self) -> None:
+        self._end_workers()
+        for worker in self.workers:
+            if worker.stderr is not None:
+                worker.stderr.close()
+        self.selector.close()
+
+    def _all_ended(self) -> bool:
+        return len(self.ended) == len(self.workers)
+
+    def _failing_workers(self) -> list[int]:
+        """Ranks that have begun to say why they fail, but have not ended."""
+        return [r for r, keeper in enumerate(self.keepers) if r not in self.ended and keeper.failing_since is not None]
+
+    def _watch(self, seconds: float) -> None:
+        """Takes in what workers write and notes which of them have ended."""
+        for key, _ in self.selector.select(seconds):
+            self._read(key)
+        for rank, worker in enumerate(self.workers):
+            if rank not in self.ended and worker.poll() is not None:
+                self.ended.add(rank)
+                if worker.returncode:
+                    self.failures.append(Failure(rank, worker.returncode, time.monotonic(), self.keepers[rank]))
+        if not self.failures:
+            for keeper in self.keepers:
+                keeper.release(older_than_s=2.0)
+
+    def _watch_until(self, done: Callable[[], bool], *, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end and not self.again:
+            self._watch(0.05)
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(key.fd, 1 << 16):
+                key.data.feed(chunk)
+            self.selector.unregister(key.fileobj)
+
+    def _drain(self) -> None:
+        """What ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
+        for key in list(self.selector.get_map().values()):
+            self._read(key)
+
+    def _end_workers(self) -> None:
+        """SIGTERM to every group that is left, SIGKILL after the grace. A second Ctrl-C cuts the grace short."""
+        if self.over:
+            return
+        self.over = True
+        failed = list(self.failures)
+        self._signal_groups(signal.SIGTERM)
+        self._watch_until(self._all_ended, seconds=1.2)
+        self._signal_groups(signal.SIGTERM)  # the first one asks for an end in good order, for which it is too late
+        self._watch_until(self._all_ended, seconds=self.grace_s)
+        self._signal_groups(signal.SIGKILL)
+        for worker in self.workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold even a killed process for long
+                worker.wait(timeout=self.grace_s)
+        self._drain()
+        self.ended = set(range(len(self.workers)))
+        self.failures = failed
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        """To whole groups: a worker that has ended may have left children behind."""
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, number)
+
+    def _report(self) -> int:
+        cause = first_cause(self.failures)
+        if cause.returncode == USER_ERROR:
+            print(cause.keeper.message(), file=self.errors, flush=True)
+            return USER_ERROR
+        stuck = [line for keeper in self.keepers[1:] for line in keeper.lines if line.startswith(STUCK)]
+        for line in stuck:  # rank 0 has said its own
+            print(line, file=self.errors)
+        print(f"tawpipe: error: {self.shape.position(cause.rank)} {cause.reason()}", file=self.errors)
+        for line in cause.keeper.tail(30):
+            print(f"  | {line}", file=self.errors)
+        self.errors.flush()
+        return cause.returncode if cause.returncode > 0 else 1
+
+
+def _die_with(launcher: int) -> Callable[[], None] | None:
+    """What a worker does between fork and exec so that it does not outlive ``launcher``."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def die_with_launcher() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)
+
+    return die_with_launcher

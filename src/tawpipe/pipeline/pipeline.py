@@ -1,0 +1,665 @@
+"""The library's front door: a model, its schedule and its homes as one object. Imports batches, costs, sizes, model,
+schedule and runtime.
+
+Usage:
+
+    pipeline = tawpipe.Pipeline(model)  # on every process that torchrun started, or on one
+    for batch in batches:  # the global batch, the same on all processes
+        print(pipeline.step(batch).loss)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
+from math import ceil, isfinite, log2
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.checkpoint.load import load_state
+from tawpipe.checkpoint.memory import Copy, SecondCopies
+from tawpipe.checkpoint.save import Saved, Saving, stage
+from tawpipe.checkpoint.state import StatePiece, state_pieces
+from tawpipe.errors import RunError, UserError
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.model.export import export_hugging_face
+from tawpipe.model.loss import Loss
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
+from tawpipe.pipeline.batches import Deal, LocalBatch, Share
+from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
+from tawpipe.pipeline.sizes import model_spec
+from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.flight import write_record
+from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
+from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.build import build_evaluation, build_training, place_units
+from tawpipe.schedule.footprint import Costs, Widths, costs
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
+from tawpipe.topology import Topology
+
+logger = logging.getLogger(__name__)
+VERIFIED_ACTIONS = 200_000
+"""Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+
+
+class Pipeline:
+    """Trains a Hugging Face causal LM with its weights spread over all processes.
+
+    Args:
+        model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
+            device. Its parameters are emptied: the values live here from now on, and the model refuses to be used.
+        weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
+            default the model's own values, or for a model on meta a fresh initialisation.
+        optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
+            one-dimensional pieces of the model's parameters; ``tawpipe.piece_of(parameter)`` has name and shape of the
+            whole one. ``adamw`` by default.
+        loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
+        micro_batch: rows computed at once.
+        micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes
+            and more activation memory.
+        placement: ``spread``, ``striped``, ``whole``; for comparison ``flat``, ``hybrid`` (HSDP), ``ring`` (WeiPipe);
+            docs/placement.md.
+        homes: under ``striped`` and ``whole``, the node or the process that keeps each unit; by default in turn.
+        look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
+        gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
+        weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
+        kept_units: under ``spread`` and ``striped``, on several nodes: of how many more units than look-ahead needs a
+            device keeps its slice for later visits. Each costs a buffer of that size and saves transfers between nodes.
+        gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
+        recompute: what backward passes compute again: ``full``, ``selective`` (all but attention) or ``none``, for
+            all layers, or from the last layer on: ``none:4,selective:8,full``.
+        offloaded_layers: the inputs of so many first layers wait for their backward pass in the host's memory.
+        weights_wire, gradients_wire: in what weights and gradients travel between nodes: ``dtype`` (weights in
+            ``dtype``, gradients in ``reduce_dtype``), ``int8`` or ``fp8`` with a scale for every 256 numbers.
+        dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
+            for fp64).
+        reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
+        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
+        finite_check: whether updates wait for the check that loss and gradient norm are finite. Without it and without
+            clipping every unit is updated as soon as its gradient is complete; numbers that are not finite have then
+            reached the weights when ``step``, ``drain`` or ``save`` says so.
+        compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
+        chunk_tokens: tokens for which logits exist at one time.
+        seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
+            alone. torch's default generators are left to the caller.
+        check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
+            ``auto``, for models that the tests do not cover (docs/models.md).
+        world: the processes; found from torchrun's variables by default.
+        strict: check the sequence number and action of every message.
+        timeout: after which a communication fails.
+        delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
+        skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
+            that is an error; 0 for an error at once.
+        injector: makes faults happen; for tests.
+
+    Raises:
+        UserError: a model, optimizer or knob that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weights: Callable[[Chain], WeightSource] | None = None,
+        optimizer: OptimizerFactory | None = None,
+        loss: Loss | None = None,
+        micro_batch: int = 1,
+        micro_batches_per_visit: int = 1,
+        placement: str = "spread",
+        homes: Sequence[int] = (),
+        look_ahead: int = 2,
+        gradient_buffers: int = 2,
+        weights_scope: str = "visit",
+        kept_units: int = 0,
+        gradients_scope: str = "visit",
+        recompute: str = "full",
+        offloaded_layers: int = 0,
+        weights_wire: str = "dtype",
+        gradients_wire: str = "dtype",
+        dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        clip_norm: float | None = 1.0,
+        finite_check: bool = True,
+        compile_layers: bool = False,
+        chunk_tokens: int = 1024,
+        seed: int = 0,
+        check: str = "auto",
+        world: World | None = None,
+        strict: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        delay: Callable[[str], Callable[[], float]] | None = None,
+        skip_limit: int = 0,
+        injector: Injector | None = None,
+    ) -> None:
+        if check not in CHOICES:
+            raise UserError("check", check, ", ".join(CHOICES))
+        _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
+        self.world = world or connect(timeout=timeout)
+        self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
+        self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
+        self.dtype = dtype
+        self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._knobs: dict[str, Any] = {
+            "placement": placement,
+            "homes": tuple(homes),
+            "micro_batches_per_visit": micro_batches_per_visit,
+            "look_ahead": look_ahead,
+            "gradient_buffers": gradient_buffers,
+            "weights_scope": weights_scope,
+            "kept_units": kept_units,
+            "offloaded_layers": offloaded_layers,
+            "gradients_scope": gradients_scope,
+            "early_updates": not finite_check,
+            "weights_wire": weights_wire,
+            "gradients_wire": gradients_wire,
+        }
+        if clip_norm is not None and not finite_check:
+            raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")
+        self.chain = Chain(model, loss=loss)
+        self._deal = Deal(
+            micro_batch,
+            self.world.rank,
+            self.world.size,
+            self.chain.positions,
+            self.chain.config.get_text_config().vocab_size,
+            own_loss=loss is not None,
+        )
+        on_meta = all(parameter.is_meta for parameter in model.parameters())
+        if weights is not None:
+            source = weights(self.chain)
+        else:
+            source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
+        self.checked = ""
+        """What the check of the model found, in a sentence on rank 0; empty where it was left out."""
+        if check == "always" or (check == "auto" and not is_tested(model, loss)):
+            self._check_model(source, loss)
+        self.spec = model_spec(self.chain)
+        self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
+        self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
+        self._saving: Saving | None = None
+        self.step_number = 0
+        self._training: bool | None = None
+        self._whole = True
+        self._generation = 0  # changes whenever weights may have
+        self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
+        """(unit, gradient or not, generation) and the whole unit that ``parameter`` has brought last."""
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._recent: deque[StepResult] = deque()
+
+        probe = self._build(self.world.size, training=True)  # checks the knobs before anything is allocated
+        self.storage = Storage(
+            self.chain.units,
+            place_units(self.spec, self.world.topology, placement, tuple(homes)),
+            self.world.rank,
+            device=self.world.device,
+            compute_dtype=dtype,
+            master_dtype=wide,
+        )
+        self.storage.fill(source, self.world.group, self.world.size)
+        self.chain.prepare(self.world.device, dtype)
+        self.chain.load_buffers(source.buffers())
+        # Before anything is compiled: what runs under a probe first is never compiled afterwards.
+        self._kept_per_token = self._probe_kept()
+        if compile_layers:
+            self.chain.compile_layers()
+        del source
+        self.optimizers = UnitOptimizers(self.storage, optimizer or adamw())
+        evaluation = self._build(self.world.size, training=False)
+        self.transport = Transport(
+            self.world.topology,
+            self.world.rank,
+            [probe, evaluation],
+            device=self.world.device,
+            strict=strict,
+            timeout=timeout,
+        )
+        self.executor = Executor(
+            self.world.rank,
+            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
+            storage=self.storage,
+            transport=self.transport,
+            optimizers=self.optimizers,
+            reduce_dtype=self.reduce_dtype,
+            delay=delay,
+            injector=injector,
+            where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
+        )
+        self.chain.hand_over()
+
+    def _check_model(self, source: WeightSource, loss: Loss | None) -> None:
+        """Compare a few layers with the model's own forward pass, on rank 0, for all."""
+
+        def run(
+            copy: nn.Module, batch: MicroBatch, dtype: torch.dtype
+        ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+            alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+            still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+            one = Pipeline(copy, loss=loss, optimizer=still, dtype=dtype, clip_norm=None, check="never", world=alone)
+            steps: list[StepResult] = []
+
+            def step() -> None:
+                rows, length = batch.input_ids.shape
+                steps.append(one.step(LocalBatch(rows, length, [batch])))
+                one.drain()
+
+            hidden = run_watched(one.chain, step)
+            trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
+            gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
+            one.close()
+            return steps[0].loss, gradients, hidden
+
+        problem: UserError | None = None
+        words = ["", "", ""]
+        if self.world.rank == 0:
+            try:
+                self.checked = check_model(self.chain, source, loss=loss, run=run)
+            except UserError as error:
+                problem, words = error, [error.setting, str(error.value), error.expected]
+            except Exception as error:
+                self.checked = f"{self.chain.name} was not checked: {type(error).__name__} ({error})"
+            if "not checked" in self.checked:
+                logger.warning("%s", self.checked)
+        setting, value, expected = json.loads(self.world.broadcast_text(json.dumps(words)))
+        if setting:
+            raise problem or UserError(setting, value, expected)
+
+    # what a step does
+
+    def schedule(self, rows: int, *, training: bool = True) -> Schedule:
+        """The schedule for a global batch of ``rows`` rows, proved once and kept."""
+        if rows < 1:
+            raise UserError("batch", f"{rows} rows", "at least one row")
+        count = self._deal.count(rows)
+        if (count, training) not in self._schedules:
+            schedule = self._build(count, training=training)
+            if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
+                verify(schedule, steps=2 if training else 1)
+            elif self.world.rank == 0:
+                logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+            if self.injector is not None and training:
+                self.injector.check(schedule, self.world.rank)
+            self.executor.adopt(schedule)
+            self._schedules[count, training] = schedule
+        return self._schedules[count, training]
+
+    def _build(self, count: int, *, training: bool) -> Schedule:
+        knobs = Knobs(micro_batches=share_micro_batches(count, self.world.size), **self._knobs)
+        return (build_training if training else build_evaluation)(self.spec, self.world.topology, knobs)
+
+    def shares(self, rows: int) -> tuple[Share, ...]:
+        """Which micro-batches of a global batch of ``rows`` rows this rank computes, and which rows each of them holds.
+
+        A micro-batch holds the same rows for every number of processes; only who computes it changes.
+        """
+        return self._deal.shares(rows)
+
+    def step(
+        self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
+    ) -> StepResult:
+        """Forward, backward and update on one global batch. Returns while the step still runs.
+
+        Args:
+            batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
+                convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
+                only this rank's part of it.
+            rate: multiplies the learning rates that the optimizer was made with; what else sets them is overwritten.
+            recording: takes down when the step's actions run; complete after ``drain``.
+
+        Raises:
+            RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
+                has changed the weights (unless ``finite_check`` is off); ``load`` goes on from a good state.
+        """
+        while len(self._recent) > 1:  # at most one step ahead of the results
+            self._check(self._recent.popleft())
+        local = self._deal.local(batch)
+        self._set_training(True)
+        result = self._play(local, training=True, rate=rate, recording=recording)
+        self._recent.append(result)
+        self.step_number += 1
+        self._generation += 1
+        return result
+
+    def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch) -> StepResult:
+        """The loss on a global batch without an update. Waits for what is under way first."""
+        self.drain()
+        local = self._deal.local(batch)
+        self._set_training(False)
+        result = self._play(local, training=False, rate=0.0)
+        self.executor.drain()
+        self._check_batch(result)
+        return result
+
+    def drain(self) -> None:
+        """Wait for everything under way: the state in which weights may be read, saved or replaced.
+
+        Raises:
+            RunError: a step had a loss or gradient norm that was not finite.
+        """
+        self.executor.drain()
+        results = list(self._recent)
+        self._recent.clear()
+        for result in results:
+            self._check(result)
+
+    def close(self) -> None:
+        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards."""
+        try:
+            self.drain()
+        finally:
+            if self._saving is not None:
+                self._saving.join()
+            self.executor.close()
+        self.transport.close()
+        self._world_of_saves.drop_group(self.world)
+
+    def _set_training(self, mode: bool) -> None:
+        # It walks over all modules; but the model may have been switched by the caller's model.eval().
+        if mode != self._training or mode != self.chain.model.training:
+            self.chain.set_training(mode)
+            self._training = mode
+
+    def set_timeout(self, limit: timedelta) -> None:
+        """How long a step may take from now on; then every rank says what it waits for, and its process ends."""
+        self.executor.watchdog.limit_s = limit.total_seconds()
+        # The transport would end it without a word; it is there for what no watchdog sees.
+        self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
+
+    def record_hangs(self, folder: Path) -> None:
+        """Where a rank that hangs writes what NCCL was given, in a folder named after the step; on GPUs."""
+        if self.world.device.type == "cuda":
+            named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
+            self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
+
+    def _check_batch(self, result: StepResult) -> None:
+        if not result.alike:
+            raise UserError(
+                "batch",
+                "different ones on different ranks",
+                "the same global batch (and rate) on all ranks, each of which computes its own part of it; a rank that "
+                "knows only its own rows gives a LocalBatch of what Pipeline.shares says",
+            )
+
+    def _check(self, result: StepResult) -> None:
+        self._check_batch(result)
+        if not result.tokens:
+            raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
+        if result.finite:
+            self.skipped = 0
+            return
+        if self.skipped < self.skip_limit:
+            self.skipped += 1
+            return
+        if isfinite(result.loss) and isfinite(result.grad_norm):
+            raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
+        early = self._knobs["early_updates"]
+        outcome = "they have reached the weights: finite_check is off" if early else "the update was left out"
+        raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
+
+    def _play(
+        self, local: LocalBatch, *, training: bool, rate: float, recording: Recording | None = None
+    ) -> StepResult:
+        self._require_whole()
+        self.chain.check_frozen()
+        device = self.world.device.type
+        if torch.is_autocast_enabled(device):
+            raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
+        schedule = self.schedule(local.rows, training=training)
+        given = StepInput(
+            self._deal.numbered(local),
+            scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
+            seed=self.seed if training else None,
+            step=self.step_number,
+            digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
+        )
+        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
+        return self.executor.play(schedule, given, rule, recording=recording)
+
+    # state
+
+    def save(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> Saved:
+        """Write weights, optimizer state and step number; call on all ranks, which must see the same folder.
+
+        Args:
+            folder: replaced when the new one is complete.
+            run: JSON values of the caller, which ``load`` returns.
+
+        Raises:
+            RunError: it could not be written; what was there before is untouched.
+        """
+        saved = self.start_saving(folder, run=run).wait()
+        if saved.problem:
+            raise RunError(f"{folder} could not be written: {saved.problem}")
+        return saved
+
+    def start_saving(
+        self,
+        folder: str | Path,
+        *,
+        run: Mapping[str, Any] | None = None,
+        after: Callable[[], str] | None = None,
+    ) -> Saving:
+        """Copy what ``save`` writes, and write it while training goes on; one at a time.
+
+        Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
+
+        Args:
+            after: is called in the thread of this rank when the folder is complete; returns what went wrong, if
+                anything, which ``Saved.left`` passes on to all. May be None on some ranks.
+        """
+        begin = time.perf_counter()
+        assert self._saving is None or self._saving.done, "one save at a time"
+        pieces, shapes = self._stage()
+        saving = Saving(
+            Path(folder),
+            pieces,
+            shapes=shapes,
+            record=self._record(run),
+            world=self._world_of_saves,
+            staged_s=time.perf_counter() - begin,
+            before_write=self.injector.before_save if self.injector else None,
+            spoil=self.injector.after_save if self.injector else None,
+            after=after,
+        )
+        self._saving = saving
+        return saving.start()
+
+    def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:
+        """Like ``start_saving``, into the memory of this node and the next one; one at a time."""
+        pieces, shapes = self._stage()
+        copies.start(pieces, shapes=shapes, record=self._record(run))
+
+    def load_copy(self, copies: SecondCopies, copy: Copy) -> dict[str, Any]:
+        """Like ``load``, from the memory of the nodes."""
+
+        def load() -> Mapping[str, Any]:
+            copies.load(copy, self.storage, self.optimizers)
+            return copy.record
+
+        return self._go_on_from(load)
+
+    def _stage(self) -> tuple[list[StatePiece], dict[str, list[int]]]:
+        """The state here, copied with nothing under way, and the shapes of all parameters."""
+        self._require_whole()
+        self.drain()
+        pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
+        return pieces, {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots}
+
+    def _record(self, run: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a checkpoint says besides its tensors."""
+        return {"step": self.step_number, "run": dict(run or {}), "optimizer": self.optimizers.name}
+
+    def _go_on_from(self, load: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Replace the state by what ``load`` brings, which raises UserError if it has changed nothing."""
+        self.executor.drain()
+        whole, self._whole = self._whole, False
+        try:
+            record = load()
+        except UserError:
+            self._whole = whole
+            raise
+        finally:
+            self._generation += 1
+        self._whole = True
+        self._recent.clear()  # of the state that is replaced
+        self.skipped = 0
+        self.step_number = record["step"]
+        self.executor.forgive()
+        return record["run"]
+
+    def _require_whole(self) -> None:
+        """Raises RunError where a load broke off in the middle."""
+        if not self._whole:
+            raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.
+
+        Raises:
+            UserError: no complete state, or one of another model or optimizer; nothing here has changed.
+            RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
+                exports raise until a load succeeds.
+        """
+        return self._go_on_from(lambda: load_state(Path(folder), self.storage, self.optimizers, self.world))
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_shard_bytes: int = 4 * 2**30,
+        tokenizer: Any = None,
+    ) -> Path:
+        """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
+        ranks.
+        """
+        self._require_whole()
+        self.drain()
+        return export_hugging_face(
+            self.chain,
+            folder,
+            self.parameter,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            is_writer=self.world.rank == 0,
+            tokenizer=tokenizer,
+        )
+
+    def costs(self, rows: int, sequence_length: int) -> Costs:
+        """Bytes over the links and memory of one step, from the schedule alone."""
+        widths = Widths(
+            weight=self.dtype.itemsize,
+            gradient=self.reduce_dtype.itemsize,
+            master=self.storage.master_dtype.itemsize,
+            optimizer_states=self.optimizers.states_per_element,
+        )
+        hidden = self.chain.config.get_text_config().hidden_size
+        tokens = min(self.micro_batch, rows) * sequence_length
+        boundary = tokens * hidden * self.dtype.itemsize
+        sizes = {"x": boundary, "dx": boundary, "host": boundary, "slot": boundary}
+        sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
+        found = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
+        return replace(found, host_bytes=found.host_bytes + self.storage.exact_bytes)
+
+    def check_copies(self) -> None:
+        """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
+        master. Waits for what is under way; call on all ranks.
+
+        Raises:
+            RunError: something is not alike; on all ranks.
+        """
+        self.drain()
+        problems = self.world.gather_texts("\n".join(f"{unit} {value}" for unit, value in self.storage.checksums()))
+        known: dict[tuple[str, int], tuple[int, str]] = {}
+        for rank, text in enumerate(problems):
+            for line in filter(None, text.split("\n")):
+                unit, value = line.split()
+                index = self.storage.homes[int(unit)].index(rank)
+                assert index is not None
+                first, expected = known.setdefault((unit, index), (rank, value))
+                if value == "stale":
+                    raise RunError(f"rank {rank}: what travels of unit {unit} is not what its home holds")
+                if value != expected:
+                    raise RunError(f"unit {unit}: the copies on rank {first} and rank {rank} differ")
+
+    def _probe_kept(self) -> dict[str, int]:
+        """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""
+        wanted = set(self._knobs["recompute"]) - {"full"}
+        if not wanted:
+            return {}
+        found = kept_per_token(self.chain)
+        if "selective" in wanted and not found["attention"]:
+            expected = f"full or none: {self.chain.name} computes attention by no kernel whose result could be kept"
+            raise UserError("schedule.recompute", "selective", expected)
+        return found
+
+    # weights
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[Unit, ParameterSlot]]:
+        return {slot.name: (unit, slot) for unit in self.chain.units for slot in unit.slots}
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of all parameters, in the order of their units."""
+        return tuple(self._slots)
+
+    def parameter(self, name: str) -> Tensor | None:
+        """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks. Drains first."""
+        return self._collect(name, gradient=False)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
+        return self._collect(name, gradient=True)
+
+    def _collect(self, name: str, *, gradient: bool) -> Tensor | None:
+        if name not in self._slots:
+            raise UserError("parameter", name, "one of Pipeline.parameter_names")
+        unit, slot = self._slots[name]
+        if gradient and not unit.trainable:
+            raise UserError("gradient", name, "the name of a parameter that is trained; this one is frozen")
+        self.drain()
+        key = (unit.index, gradient, self._generation)
+        if self._collected is None or self._collected[0] != key:  # parameters of a unit are asked for one after another
+            self._collected = None
+            self._collected = (key, self.storage.collect(unit, self.world.group, gradient=gradient))
+        flat = self._collected[1]
+        # A copy: the caller may change it, and the unit is kept for the next name.
+        return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def _check_settings(
+    *, micro_batch: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, clip_norm: float | None, seed: int
+) -> None:
+    if micro_batch < 1:
+        raise UserError("micro_batch", micro_batch, "at least 1")
+    # fp16 would need loss scaling: gradients of single tokens are below its range.
+    known = (torch.float32, torch.bfloat16, torch.float64)
+    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype or torch.float32)):
+        if value not in known:
+            raise UserError(name, value, "torch.float32, torch.bfloat16 or torch.float64")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
+    if seed < 0:
+        raise UserError("seed", seed, "0 or more")

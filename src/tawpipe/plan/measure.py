@@ -1,0 +1,164 @@
+"""From what a user names to a question: model, machines, data. Imports model, plan, sizes, train.metrics and torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model, longest_allowed
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
+from tawpipe.pipeline.sizes import model_spec
+from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
+from tawpipe.plan.profile import Profile, estimate, measure, size_of
+from tawpipe.plan.request import Question
+from tawpipe.schedule.footprint import Widths
+from tawpipe.simulate import LinkModel
+
+USABLE = 0.94
+"""Share of a device's memory that a plan may fill: the rest is for the driver, the libraries and what falls between
+blocks in the allocator.
+"""
+INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
+"""Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
+LATENCY_S = 3e-5
+MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""The longest rows that a profile runs; longer ones follow from the fit."""
+_SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
+_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine:
+    """A file, or in short ``3x8@10gbit``: three nodes of eight devices, links of 10 Gbit/s.
+
+    Args:
+        device: of a topology in short.
+        name: of the devices, instead of what the file says.
+
+    Raises:
+        UserError: neither.
+    """
+    short = _SHORT.fullmatch(text.strip().lower())
+    if short is None:
+        found = load_machine(Path(text))
+        return replace(found, device=replace(found.device, name=name)) if name else found
+    nodes, local = int(short[1]), int(short[2])
+    if nodes < 1 or local < 1 or (nodes > 1 and short[3] is None):
+        raise UserError(SETTING, text, "for example 3x8@10gbit: nodes, devices of each, rate of their links")
+    rate = float(short[3]) * _UNITS[short[4]] / 8 if short[3] else float("inf")
+    if not rate > 0:
+        raise UserError(SETTING, text, "a rate above 0")
+    inside = INSIDE["CPU" if device.name == "CPU" else "GPU"]
+    return uniform(nodes, local, between=LinkModel(rate, LATENCY_S), inside=inside, device=device)
+
+
+def question_of(
+    model: str,
+    machine: Machine,
+    *,
+    sequence_length: int,
+    global_batch: int,
+    micro_batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    lengths: Sequence[int] | None = None,
+    profile: str = "auto",
+    vocab_size: int | None = None,
+    memory_bytes: int | None = None,
+    clip: bool = True,
+    chunk_tokens: int = 1024,
+    trust_remote_code: bool = False,
+    here: torch.device | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Question:
+    """The question.
+
+    Args:
+        lengths: of the documents in a row; one as long as the row by default.
+        profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
+            measure where the two are the same.
+        memory_bytes: of a device, instead of what the machine says.
+        chunk_tokens: whose logits exist at one time.
+        here: this process's device.
+        tell: is given what is measured, before it is and while it takes time.
+
+    Raises:
+        UserError: a model, a machine or a number that cannot work.
+    """
+    for name, value in (
+        ("--sequence-length", sequence_length),
+        ("--global-batch", global_batch),
+        ("--micro-batch", micro_batch),
+    ):
+        if value < (2 if name == "--sequence-length" else 1):
+            raise UserError(name, value, "a larger number")
+    if micro_batch > global_batch:
+        raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
+    documents = tuple(lengths or (sequence_length,))
+    if sum(documents) != sequence_length or min(documents) < 1:
+        raise UserError("--lengths", sum(documents), f"documents that fill a row of {sequence_length} tokens")
+
+    def chain() -> Chain:
+        built = build_model(
+            model,
+            vocab_size=vocab_size,
+            max_positions=sequence_length,
+            longest=max(documents),
+            trust_remote_code=trust_remote_code,
+        )
+        return Chain(built.model)
+
+    made = chain()
+    peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
+    master = torch.promote_types(dtype, torch.float32)
+    limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
+    return Question(
+        model=model_spec(made),
+        profile=_profile(
+            made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu"), tell
+        ),
+        machine=machine,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        sequence_length=sequence_length,
+        size=size_of(documents * micro_batch),
+        widths=Widths(dtype.itemsize, reduce_dtype.itemsize, master.itemsize, optimizer_states=2),
+        memory_bytes=int(limit),
+        flops=(chain_flops(made, documents) or 0.0) * global_batch,
+        peak_flops=peak,
+        clip=clip,
+    )
+
+
+def device_name(here: torch.device) -> str:
+    """As topology files call it."""
+    return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
+
+
+def _profile(
+    chain: Chain,
+    machine: Machine,
+    how: str,
+    dtype: torch.dtype,
+    tokens: int,
+    chunk_tokens: int,
+    peak: float | None,
+    here: torch.device,
+    tell: Callable[[str], None],
+) -> Profile:
+    if how not in ("auto", "measure", "estimate"):
+        raise UserError("--profile", how, "auto, measure or estimate")
+    same = device_name(here) == machine.device.name
+    if how == "measure" or (how == "auto" and same and not machine.device.flops):
+        most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
+        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most), chunk_tokens=chunk_tokens, tell=tell)
+    if peak is None:
+        known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
+        expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
+        raise UserError("--device-name", machine.device.name, expected)
+    return estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk_tokens)

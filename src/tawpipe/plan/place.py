@@ -1,0 +1,340 @@
+"""Where units live under ``striped`` and ``whole`` when units or links are uneven. Imports schedule and plan, and
+OR-tools when it is needed.
+
+Units live on the nodes in turn by default. Weights come in exchanges, in which every node receives one visit's units,
+each node a different visit (schedule/routes/staggered.py); gradients leave likewise. An exchange is over when its
+busiest link is done, and which link that is follows from the homes: to be found are those with the least sum over all
+exchanges. That sum is near to what the clock says of a step that waits for links, and what a link carries in all is
+not: where an embedding is as large as eight layers, the links' totals are little more than half of it.
+
+Where nodes, links and layers are alike, homes in turn are kept: with an embedding of eight layers' size they were
+within 1 % of the best that there is. Elsewhere there are two other ways, a heuristic (units are moved one by
+one while that gains something) and the solver CP-SAT, which starts from there and proves how far it is from the best;
+of equals it takes the one that loads memory least. Whether a step is faster for it, the clock decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import numpy as np
+
+from tawpipe.plan.request import Question, memory_quickly
+from tawpipe.schedule.build import place_units
+from tawpipe.schedule.placement import AT_ONE_PLACE
+from tawpipe.schedule.residency import plan_residency
+from tawpipe.schedule.routes.staggered import number_of_exchanges, visits_of_exchange
+from tawpipe.schedule.spec import Knobs, wire_width
+from tawpipe.schedule.visits import training_visits
+
+IN_TURN, ONE_BY_ONE, SOLVER = "in turn", "moved one by one", "from the solver"
+MOST_WORK = 10_000_000
+"""Loads that one look at all moves of all units adds up, beyond which none is looked at: it would take minutes."""
+SWEEPS = 5
+MOST_TERMS = 500_000
+"""Of the solver's model, beyond which it is not asked: it would take minutes."""
+EFFORT = 5.0
+"""Of the solver for each of two questions, in a unit that is the same on every machine, so that a plan repeats: about a
+second of a usual one.
+"""
+PRECISION = 0.002
+"""To which the solver proves its answer."""
+PARTS = 10_000
+"""The solver counts in whole numbers: parts of what the largest unit needs on the slowest link, and of all bytes."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """What was found.
+
+    Args:
+        of_unit: of every unit the node (``striped``) or the rank (``whole``); empty for homes in turn.
+        seconds: by way, of all exchanges of a step.
+        bound_s: less is not possible, as far as the solver could prove; 0 if it was not asked.
+        note: why it was not.
+    """
+
+    of_unit: tuple[int, ...]
+    seconds: dict[str, float]
+    bound_s: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name} {seconds:.4f} s" for name, seconds in self.seconds.items())
+        if SOLVER in self.seconds:
+            other = min(seconds for name, seconds in self.seconds.items() if name != SOLVER)
+            said += f" ({max(0.0, 1 - self.seconds[SOLVER] / other):.1%} less; at least {self.bound_s:.4f} s)"
+        return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
+
+
+def find_homes(question: Question, knobs: Knobs, *, although_even: bool = False) -> Homes | None:
+    """Homes for these units and links; None where there is nothing to choose.
+
+    Args:
+        knobs: of a strategy; homes in them are not looked at.
+        although_even: look for them where nodes, links and layers are alike, too.
+    """
+    if knobs.placement not in AT_ONE_PLACE or question.topology.num_nodes == 1:
+        return None
+    task = _Task(question, knobs)
+    usual = {IN_TURN: task.seconds(task.in_turn)}
+    if _is_even(question) and not although_even:
+        return Homes((), usual, note="nodes, links and layers are alike")
+    if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
+        return Homes((), usual, note="no link between nodes takes time")
+    if task.work > MOST_WORK:
+        return Homes((), usual, note=f"others are not looked for on {question.topology.num_nodes} nodes")
+    found = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
+    if not task.fits(found[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
+        del found[ONE_BY_ONE]
+    solved, bound, note = _solve(task, min(found.values(), key=task.seconds))
+    if solved and task.fits(solved):
+        found[SOLVER] = solved
+    seconds = {name: task.seconds(homes) for name, homes in found.items()}
+    best = min(reversed(found), key=lambda name: seconds[name])  # of equals the solver's, which loads memory least
+    return Homes(task.spelled(found[best]) if best != IN_TURN else (), seconds, bound, note)
+
+
+def _is_even(question: Question) -> bool:
+    model = question.model
+    layers = {sum(model.units[u].numel for u in block.units) for block in model.blocks if block.kind == "layer"}
+    machine = question.machine
+    links = {question.costs.node_link(node) for node in range(len(machine.nodes))}
+    return len(layers) == 1 and len(links) == 1 and question.topology == machine.topology
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Of weights or gradients.
+
+    Args:
+        arrivals: (node, unit): whose weights that node receives, or whose gradient it sends.
+        times: how often it occurs in a step.
+    """
+
+    weights: bool
+    arrivals: tuple[tuple[int, int], ...]
+    times: int
+
+
+class _Task:
+    """Homes as nodes of the schedule, of which a machine may have several; what they cost; which are allowed.
+
+    Attributes:
+        machine_of: of every node.
+        rates: bytes per second of every machine's link.
+        sizes: bytes of every unit on its way, as gradients and as weights.
+        kept: of every unit the bytes at home, all stripes together.
+        limit: of a device, bytes at home: as many as with homes in turn, or what a limit of memory leaves.
+    """
+
+    def __init__(self, question: Question, knobs: Knobs) -> None:
+        topology, model, widths = question.topology, question.model, question.widths
+        self.topology, self.whole, knobs = topology, knobs.placement == "whole", replace(knobs, homes=())
+        homes = place_units(model, topology, knobs.placement)
+        self.usual = tuple(home.ranks[0] for home in homes)
+        self.in_turn = tuple(topology.node_of(rank) for rank in self.usual)
+        self.machine_of = [question.machine.topology.node_of(node[0]) for node in topology.nodes]
+        sizes = question.machine.nodes
+        links = [question.costs.node_link(machine) for machine in range(len(sizes))]
+        # Devices with links of their own send their stripes at the same time; a whole unit leaves over one of them.
+        devices = [1 if link.shared or self.whole else size for link, size in zip(links, sizes, strict=True)]
+        self.rates = [link.bytes_per_s * count for link, count in zip(links, devices, strict=True)]
+        self.full_duplex = [link.full_duplex for link in links]
+        far = wire_width(knobs.gradients_wire, widths.gradient), wire_width(knobs.weights_wire, widths.weight)
+        self.sizes = tuple([home.padded * width for home in homes] for width in far)
+        self.kept = np.array([unit.numel * widths.at_home(trainable=unit.trainable) for unit in model.units])
+
+        visits = training_visits(model, knobs)
+        residency = plan_residency(model, topology, homes, knobs, visits)
+        stays = residency.full if residency.slices is None else residency.slices
+        coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in stays]
+        if knobs.weights_scope == "step":
+            coming = _first_of_each(coming)
+        counts = Counter((True, one) for one in _staggered(coming, topology.num_nodes))
+        rounds = [
+            [model.trainable_units(v.block) for v in visits if v.round == r and v.gradients is not None]
+            for r in range(knobs.rounds)
+        ]
+        if knobs.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
+            rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
+        for leaving in rounds:
+            counts.update((False, one) for one in _staggered(leaving, topology.num_nodes))
+        self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
+
+        self.limit = float(self.device_bytes(self.in_turn).max())
+        if question.memory_bytes:
+            self.limit += max(0, question.memory_bytes - sum(memory_quickly(question, knobs).values()))
+
+    def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
+        """The machines that send and receive; None if there is nothing to send between machines."""
+        here, there = self.machine_of[home], self.machine_of[node]
+        if here == there:
+            return None
+        return (here, there) if exchange.weights else (there, here)
+
+    def busiest(self, exchange: _Exchange, homes: Sequence[int]) -> float:
+        """Seconds of one exchange; units without a home (-1) are left out."""
+        loads = [[0.0, 0.0] for _ in self.rates]
+        for node, unit in exchange.arrivals:
+            link = self.link_of(exchange, node, homes[unit]) if homes[unit] >= 0 else None
+            for direction, machine in enumerate(link or ()):
+                loads[machine][direction] += self.sizes[exchange.weights][unit] / self.rates[machine]
+        return max(max(two) if full else sum(two) for two, full in zip(loads, self.full_duplex, strict=True))
+
+    def seconds(self, homes: Sequence[int]) -> float:
+        return sum(one.times * self.busiest(one, homes) for one in self.exchanges)
+
+    def fits(self, homes: Sequence[int]) -> bool:
+        return float(self.device_bytes(homes).max()) <= self.limit * (1 + 1e-9)
+
+    def device_bytes(self, homes: Sequence[int]) -> np.ndarray:
+        """At home, by rank."""
+        found = np.zeros(self.topology.world_size)
+        if self.whole:
+            ranks = self.usual if tuple(homes) == self.in_turn else self.spelled(homes)
+            np.add.at(found, list(ranks), self.kept)
+        else:
+            for unit, node in enumerate(homes):
+                found[list(self.topology.nodes[node])] += self.kept[unit] / self.topology.local_size
+        return found
+
+    def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
+        """As in ``Knobs.homes``: under ``whole`` ranks, in a node the largest unit first to the one that has least."""
+        if not self.whole:
+            return tuple(homes)
+        had, ranks = np.zeros(self.topology.world_size), [0] * len(homes)
+        for unit in np.argsort(-self.kept, kind="stable"):
+            ranks[unit] = min(self.topology.nodes[homes[unit]], key=lambda rank: had[rank])
+            had[ranks[unit]] += self.kept[unit]
+        return tuple(ranks)
+
+    @property
+    def work(self) -> int:
+        """Of one look at all moves."""
+        return self.topology.num_nodes * sum(len(one.arrivals) ** 2 for one in self.exchanges)
+
+    @property
+    def room(self) -> float:
+        """Bytes at home on a node."""
+        return self.limit * self.topology.local_size
+
+    def one_by_one(self) -> tuple[int, ...]:
+        """In turn from the node with which that is best; then the moves of one unit each that gain something."""
+        nodes = self.topology.num_nodes
+        turns = [tuple((home + first) % nodes for home in self.in_turn) for first in range(nodes)]
+        homes = list(min((one for one in turns if self.fits(one)), key=self.seconds))
+        kept = np.bincount(homes, weights=self.kept, minlength=nodes)
+        of_unit = [
+            [one for one in self.exchanges if any(u == unit for _, u in one.arrivals)] for unit in range(len(homes))
+        ]
+
+        def seconds(unit: int, node: int) -> float:
+            before, homes[unit] = homes[unit], node
+            found = sum(one.times * self.busiest(one, homes) for one in of_unit[unit])
+            homes[unit] = before
+            return found
+
+        for _ in range(SWEEPS):
+            moved = False
+            for unit, size in enumerate(self.kept):
+                here = homes[unit]
+                there = [n for n in range(nodes) if n == here or kept[n] + size <= self.room]
+                costs = {node: seconds(unit, node) for node in there}
+                best = min(there, key=lambda node: costs[node])
+                if costs[best] < costs[here] * (1 - PRECISION):
+                    homes[unit], moved = best, True
+                    kept[here] -= size
+                    kept[best] += size
+            if not moved:
+                break
+        return tuple(homes)
+
+
+def _staggered(visits: Sequence[tuple[int, ...]], nodes: int) -> list[tuple[tuple[int, int], ...]]:
+    """(node, unit) of every exchange.
+
+    >>> _staggered([(7,), (8,)], 2)
+    [((0, 7),), ((0, 8), (1, 7)), ((1, 8),)]
+    """
+    return [
+        tuple((node, unit) for node, index in visits_of_exchange(t, nodes, len(visits)) for unit in visits[index])
+        for t in range(number_of_exchanges(nodes, len(visits)))
+    ]
+
+
+def _first_of_each(visits: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    seen: set[int] = set()
+    found = []
+    for units in visits:
+        found.append(tuple(unit for unit in units if unit not in seen))
+        seen |= set(units)
+    return found
+
+
+def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, str]:
+    """Homes by CP-SAT, seconds that it has proved to be needed, and why there are none."""
+    units, nodes = len(start), task.topology.num_nodes
+    terms = sum(2 * nodes * len(one.arrivals) for one in task.exchanges)
+    if terms > MOST_TERMS:
+        return (), 0.0, f"the solver is not asked about {units} units on {nodes} nodes"
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        return (), 0.0, "the solver is not installed: pip install 'tawpipe[plan]'"
+
+    model = cp_model.CpModel()
+    lives = [[model.new_bool_var(f"unit {u} on node {n}") for n in range(nodes)] for u in range(units)]
+    for own in lives:
+        model.add_exactly_one(own)
+    scale = PARTS * min(task.rates) / max(max(sizes) for sizes in task.sizes)
+    most = round(PARTS * nodes * 2 * max(len(one.arrivals) for one in task.exchanges))
+    waiting = []
+    for exchange in task.exchanges:
+        longest = model.new_int_var(0, most, "")
+        loads = [[[], []] for _ in task.rates]
+        for node, unit in exchange.arrivals:
+            for home in range(nodes):
+                for direction, machine in enumerate(task.link_of(exchange, node, home) or ()):
+                    part = round(task.sizes[exchange.weights][unit] / task.rates[machine] * scale)
+                    loads[machine][direction].append(part * lives[unit][home])
+        for (out, back), full in zip(loads, task.full_duplex, strict=True):
+            for load in (out, back) if full else (out + back,):
+                if load:
+                    model.add(sum(load) <= longest)
+        waiting.append(exchange.times * longest)
+    kept = np.ceil(task.kept / task.kept.sum() * PARTS * units).astype(int)
+    fullest = model.new_int_var(
+        0, int(task.room / task.kept.sum() * PARTS * units) + units, "bytes on the fullest node"
+    )
+    for n in range(nodes):
+        model.add(sum(int(kept[u]) * lives[u][n] for u in range(units)) <= fullest)
+
+    solver = cp_model.CpSolver()
+    solver.parameters.max_deterministic_time = EFFORT
+    solver.parameters.num_workers = 4
+    solver.parameters.interleave_search = True  # the same answer on any number of processors
+    solver.parameters.random_seed = 0
+    solver.parameters.relative_gap_limit = PRECISION
+
+    def ask(goal, hint: Sequence[int]) -> tuple[int, ...]:
+        model.clear_hints()
+        for u in range(units):
+            for n in range(nodes):
+                model.add_hint(lives[u][n], int(hint[u] == n))
+        model.minimize(goal)
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return ()
+        return tuple(next(n for n in range(nodes) if solver.boolean_value(lives[u][n])) for u in range(units))
+
+    homes = ask(sum(waiting), start)
+    if not homes:
+        return (), 0.0, "the solver found nothing in its time"
+    # Every load was rounded, by half a part a unit.
+    rounded = sum(one.times * len(one.arrivals) for one in task.exchanges) / 2
+    bound = max(0.0, (solver.best_objective_bound - rounded) / scale)
+    model.add(sum(waiting) <= int(solver.objective_value * (1 + PRECISION)))
+    return ask(fullest, homes) or homes, bound, ""

@@ -1,0 +1,250 @@
+"""The answer to a question: the candidates, the choice and its reasons; as a table, as JSON, as a file to train by.
+Imports errors, schedule, plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tawpipe.errors import UserError
+from tawpipe.plan.plan_file import record_of, settings_of
+from tawpipe.plan.request import Question, predict
+from tawpipe.plan.search import GAIN, Candidate
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the search found.
+
+    Args:
+        candidates: the fastest that fits first.
+        chosen: what to run: the fastest, and of those that are as fast the one that moves least between nodes; None if
+            nothing that this project runs fits.
+        runner_up: the next one.
+    """
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    runner_up: Candidate | None
+
+    @classmethod
+    def of(cls, question: Question, candidates: Sequence[Candidate]) -> Answer:
+        good = [one for one in candidates if one.runnable and one.fits and one.prediction is not None]
+        good.sort(key=lambda one: one.seconds)
+        if good:  # of those that are as fast, the one that loads the links least
+            alike = [one for one in good if one.seconds <= good[0].seconds * (1 + GAIN)]
+            best = min(alike, key=lambda one: one.prediction.link_bytes if one.prediction else 0)
+            good.remove(best)
+            good.insert(0, best)
+        return cls(question, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
+
+    @property
+    def reason(self) -> str:
+        """A sentence or two."""
+        if self.chosen is None:
+            return self._nothing_fits()
+        assert self.chosen.prediction is not None and self.chosen.knobs is not None
+        made, seconds = self.chosen.prediction, self.chosen.seconds
+        computing = 1 - made.idle_s / seconds
+        words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
+        if self.question.topology.num_nodes > 1:
+            busy = self.link_share(self.chosen)
+            words += f" and keeps the busiest link {busy:.0%} busy"
+            keeps = self.chosen.knobs.placement in ("spread", "striped")
+            if keeps and self.chosen.knobs.weights_scope == "visit" and busy < 0.6:
+                words += ", so weights need not be kept in the node beyond a visit"
+            elif busy > 0.9:
+                words += ": the link is the limit, more micro-batches per visit or a larger batch would help"
+        if self.runner_up is not None:
+            behind = self.runner_up.seconds / seconds - 1
+            words += f"; {self.runner_up.strategy} is {'as fast' if behind < GAIN else f'{behind:.1%} slower'}"
+        better = [one for one in self.candidates if not one.runnable and one.fits and one.seconds < seconds]
+        if better:
+            ahead = seconds / better[0].seconds - 1
+            words += f". {better[0].strategy} would be {ahead:.0%} faster; {better[0].why_not}"
+        return words
+
+    def _nothing_fits(self) -> str:
+        least = min(
+            (one for one in self.candidates if one.runnable and one.prediction is not None),
+            key=lambda one: one.prediction.peak_bytes if one.prediction else 0,
+            default=None,
+        )
+        if least is None or least.prediction is None:
+            return "no strategy can run this model on these machines"
+        over = (least.prediction.peak_bytes - self.question.memory_bytes) / 2**30
+        return f"nothing fits: {least.strategy} needs least, and lacks {over:.2f} GiB on every device"
+
+    def link_share(self, candidate: Candidate) -> float:
+        """Share of the step in which the busiest link is busy."""
+        assert candidate.prediction is not None
+        question = self.question
+        links = [question.costs.node_link(node) for node in range(len(question.machine.nodes))]
+        rate = min(link.bytes_per_s * (1 if link.shared else question.topology.local_size) for link in links)
+        return candidate.prediction.link_bytes / rate / candidate.seconds
+
+    def row(self, candidate: Candidate) -> dict[str, Any]:
+        """One of ``candidates`` in the JSON."""
+        made, question = candidate.prediction, self.question
+        row: dict[str, Any] = {
+            "strategy": candidate.strategy,
+            "knobs": candidate.chosen_knobs(),
+            "runnable": candidate.runnable,
+            "fits": candidate.fits,
+            "why_not": candidate.why_not,
+            "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
+        }
+        names = (
+            "step_seconds",
+            "tokens_per_second_per_device",
+            "mfu",
+            "exposed_communication_s",
+            "idle_s",
+            "link_bytes",
+        )
+        if made is None:
+            return row | dict.fromkeys((*names, "peak_gib", "memory_gib"))
+        devices = question.topology.world_size
+        tokens = question.global_batch * question.sequence_length
+        peak = question.peak_flops
+        return row | {
+            "step_seconds": made.step_seconds,
+            "tokens_per_second_per_device": tokens / made.step_seconds / devices,
+            "mfu": question.flops / (made.step_seconds * devices * peak) if peak and question.flops else None,
+            "exposed_communication_s": made.exposed_communication_s,
+            "idle_s": made.idle_s,
+            "link_bytes": made.link_bytes,
+            "peak_gib": made.peak_bytes / 2**30,
+            "memory_gib": {name: size / 2**30 for name, size in made.memory.items()},
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract of ``--json``."""
+        return {
+            "candidates": [self.row(one) for one in self.candidates],
+            "chosen": self.chosen.strategy if self.chosen else None,
+            "reason": self.reason,
+            "runner_up": self.runner_up.strategy if self.runner_up else None,
+        }
+
+    def table(self, *, separator: str = "") -> Iterator[str]:
+        """Lines of text, in columns; or with a separator between the cells."""
+        head = ("strategy", "s/step", "tokens/s/device", "MFU", "not hidden s", "idle s", "MB/link", "GiB", "")
+        rows: list[tuple[str, ...]] = [head]
+        for one in self.candidates:
+            row = self.row(one)
+            if one.prediction is None:
+                rows.append((one.strategy, "-", "-", "-", "-", "-", "-", "-", one.why_not))
+                continue
+            note = "does not fit" if not one.fits else "chosen" if one is self.chosen else one.why_not
+            rows.append(
+                (
+                    one.strategy,
+                    f"{row['step_seconds']:.3f}",
+                    f"{row['tokens_per_second_per_device']:.0f}",
+                    "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                    f"{row['exposed_communication_s']:.3f}",
+                    f"{row['idle_s']:.3f}",
+                    f"{row['link_bytes'] / 1e6:.0f}",
+                    f"{row['peak_gib']:.2f}",
+                    note,
+                )
+            )
+        if separator:
+            yield from (separator.join(row) for row in rows)
+            return
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        for row in rows:
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=False)),
+                row[-1],
+            ]
+            yield "  ".join(cells).rstrip()
+
+    def save(self, path: Path) -> None:
+        """A file that ``tawpipe train --plan`` follows.
+
+        Raises:
+            UserError: nothing was chosen, or the file cannot be written.
+        """
+        text = self.text()
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError("--save", str(path), f"a file that can be written ({error.strerror})") from error
+
+    def text(self) -> str:
+        """The content of such a file.
+
+        Raises:
+            UserError: nothing was chosen.
+        """
+        if self.chosen is None or self.chosen.knobs is None:
+            raise UserError("plan", "no strategy", f"a model that fits these machines; {self.reason}")
+        question = self.question
+        content = {
+            "format": FORMAT,
+            "strategy": self.chosen.strategy,
+            "reason": self.reason,
+            "model": fingerprint(question),
+            "nodes": list(question.machine.nodes),
+            "global_batch": question.global_batch,
+            "micro_batch": question.micro_batch,
+            "sequence_length": question.sequence_length,
+            "weight_bytes": question.widths.weight,
+            "gradient_bytes": question.widths.gradient,
+            "step_seconds": round(self.chosen.seconds, 6),
+            "schedule": settings_of(self.chosen.knobs),
+        }
+        clock = yaml.safe_dump({"clock": record_of(question)}, sort_keys=False, default_flow_style=True, width=120)
+        head = yaml.safe_dump(content, sort_keys=False, width=120)
+        return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
+
+
+def fingerprint(question: Question) -> dict[str, int]:
+    """What tells models apart here: the numbers of blocks and of parameters."""
+    units = question.model.units
+    return {"blocks": len(question.model.blocks), "parameters": sum(unit.numel for unit in units)}
+
+
+def load_plan(path: Path) -> dict[str, Any]:
+    """A saved plan.
+
+    Raises:
+        UserError: no such file, or not a plan of this format.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
+    needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
+    good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
+    if not good or not isinstance(content["schedule"], dict):
+        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
+    return content
+
+
+def crossing(question: Question, first: Candidate, second: Candidate) -> str:
+    """At which rate of the links ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
+    if first.knobs is None or second.knobs is None or question.topology.num_nodes == 1:
+        return ""
+    base = question.machine.between.bytes_per_s
+    for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
+        other = replace(question, machine=question.machine.with_rate(base * factor))
+        if predict(other, second.knobs).step_seconds < predict(other, first.knobs).step_seconds * 0.995:
+            return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
+    return ""
+
+
+def json_text(answer: Answer) -> str:
+    return json.dumps(answer.as_json(), indent=1, allow_nan=False)

@@ -1,0 +1,233 @@
+"""Routes of exchanges, for ``striped`` and ``whole`` on several nodes. Imports schedule only.
+
+Point-to-point between nodes, staggered: in exchange t node n receives what its visit t - n needs, so that neighbouring
+blocks, whose homes are neighbouring nodes, keep every link busy with one send and one receive at a time. Gradients
+likewise. Inside a node one collective a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.routes.route import Route
+from tawpipe.schedule.visits import Visit
+
+
+def visits_of_exchange(number: int, nodes: int, visits: int) -> Iterator[tuple[int, int]]:
+    """(node, its visit) in one exchange: node n has visit t - n in exchange t.
+
+    >>> [list(visits_of_exchange(t, 2, 2)) for t in range(number_of_exchanges(2, 2))]
+    [[(0, 0)], [(0, 1), (1, 0)], [(1, 1)]]
+    """
+    return ((node, number - node) for node in range(nodes) if 0 <= number - node < visits)
+
+
+def number_of_exchanges(nodes: int, visits: int) -> int:
+    """After which the last node has had its last visit."""
+    return visits + nodes - 1
+
+
+class ExchangeRoute(Route):
+    """Point-to-point between nodes in staggered exchanges, collectives inside a node."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._pulled = self._pushed = 0  # exchanges issued so far; pushes are numbered anew in every round
+        self._arrivals = self._most_arrivals()
+        self._arrived: dict[tuple[int, int], str] = {}
+        self._leaving: dict[tuple[int, int], str] = {}
+
+    def _whole(self) -> bool:
+        return self.knobs.placement == "whole"
+
+    def _carriers(self, unit: int, node: int) -> tuple[int, ...]:
+        """The ranks of a node that the stripes of a unit pass through, in the order of the stripes."""
+        local = [self.topology.local_of(rank) for rank in self.homes[unit].ranks]
+        return tuple(self.topology.nodes[node][i] for i in local)
+
+    def _home_node(self, unit: int) -> int:
+        return self.topology.node_of(self.homes[unit].ranks[0])
+
+    # weights
+
+    def pull(self, visit: Visit) -> Iterator[Action]:
+        assert visit.weights is not None
+        while self._pulled <= visit.weights + self.node:
+            yield from self._exchange_weights(self._pulled)
+            self._pulled += 1
+        for unit in self.model.blocks[visit.block].units:
+            yield from self._gather(visit.weights, unit)
+
+    def _exchange_weights(self, number: int) -> Iterator[Action]:
+        transfers = []
+        for node, index in visits_of_exchange(number, self.topology.num_nodes, len(self.with_weights)):
+            for unit in self.model.blocks[self.with_weights[index].block].units:
+                home = self._home_node(unit)
+                if self.holds(index, unit) or self.residency.holds_slice(index, unit):
+                    continue
+                if home == node or self.node not in (home, node):
+                    continue
+                if self.keeps(unit) and index != self.pulls[unit][0]:
+                    continue
+                for source, target in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
+                    if source == self.rank:
+                        transfers.append(Transfer(True, target, unit, f"home.w.{unit}"))
+                    elif target == self.rank:
+                        buffer = self._arrival(index, unit)
+                        transfers.append(Transfer(False, source, unit, buffer))
+        if transfers:
+            yield exchange(Lane.INTER_W, tuple(transfers), wire=self.wire(weights=True))
+
+    def _arrival(self, index: int, unit: int) -> str:
+        """The buffer for a slice that arrives at this rank for a visit."""
+        if self.keeps(unit):
+            buffer = self.kept[unit] = self._kept(unit, self.homes[unit].stripe)
+        else:
+            in_slices = self.residency.slices is not None
+            buffer = (
+                self._slice_slot(index, unit, self.homes[unit].stripe) if in_slices else self._full_slot(index, unit)
+            )
+            self._arrived[index, unit] = buffer
+        return buffer
+
+    def _slice(self, index: int, unit: int) -> str | None:
+        """Where this rank has its slice of a unit for a visit, if it is one of those that carry the unit."""
+        if self.rank not in self._carriers(unit, self.node):
+            return None
+        if self._home_node(unit) == self.node:
+            return f"home.w.{unit}"
+        if self.keeps(unit):
+            return self.kept[unit]
+        if self.residency.holds_slice(index, unit):
+            return self._slice_slot(index, unit, self.homes[unit].stripe)
+        return self._arrived.pop((index, unit))
+
+    def _gather(self, index: int, unit: int) -> Iterator[Action]:
+        if self.holds(index, unit):
+            self.full[index, unit] = self.resident[unit]
+            return
+        own = self._slice(index, unit)
+        if self.topology.local_size == 1:
+            assert own is not None
+            self.full[index, unit] = self.resident[unit] = own
+            return
+        target = self._full_slot(index, unit) if own is None or not self._whole() else own
+        if self._whole():
+            reads, writes, collective, root = (), (target,), "broadcast", self._carriers(unit, self.node)[0]
+            if self.rank == root:
+                reads, writes = (target,), ()
+        else:
+            assert own is not None
+            reads, writes, collective, root = (own,), (target,), "all_gather", -1
+        yield Action(
+            Op.COLLECTIVE, Lane.GATHER, reads, writes, unit=unit, collective=collective, group="node", root=root
+        )
+        self.full[index, unit] = self.resident[unit] = target
+
+    def finish(self) -> Iterator[Action]:
+        while self._pulled < number_of_exchanges(self.topology.num_nodes, len(self.with_weights)):
+            yield from self._exchange_weights(self._pulled)
+            self._pulled += 1
+
+    # gradients
+
+    def _round(self, number: int) -> list[Visit]:
+        """The visits with gradients of one round.
+
+        Rounds do not share exchanges: a node that waited in the middle of a round's pushes for another node's next
+        round would wait for ever, because the pulls hold that node back.
+        """
+        return [visit for visit in self.with_gradients if visit.round == number]
+
+    def push(self, visit: Visit) -> Iterator[Action]:
+        visits = self._round(visit.round)
+        position = visits.index(visit)
+        while self._pushed < position + self.node:
+            yield from self._exchange_gradients(visits, self._pushed)
+            self._pushed += 1
+        for unit in self.model.trainable_units(visit.block):
+            yield from self._reduce(visit, unit)
+        last = position == len(visits) - 1
+        until = position + self.node + 1 if not last else position + self.topology.num_nodes
+        while self._pushed < until:
+            yield from self._exchange_gradients(visits, self._pushed)
+            self._pushed += 1
+        if last:
+            self._pushed = 0
+
+    def _reduce(self, visit: Visit, unit: int) -> Iterator[Action]:
+        """Inside the node; then, where gradients add up in the node, into the sum, which at home is the home itself."""
+        assert visit.gradients is not None
+        index = visit.gradients
+        source = self.gradient.pop((index, unit))
+        carriers = self._carriers(unit, self.node)
+        if self.topology.local_size > 1:
+            target, collective, root = source, "reduce", carriers[0]
+            if not self._whole():
+                target, collective, root = self._gradient_slot("H", unit, self.homes[unit].stripe), "reduce_scatter", -1
+            yield Action(
+                Op.COLLECTIVE,
+                Lane.REDUCE,
+                (source,),
+                (target,),
+                unit=unit,
+                collective=collective,
+                group="node",
+                root=root,
+            )
+            source = target
+        if self.rank not in carriers:
+            return
+        if not self.sums_up(unit):
+            self._leaving[index, unit] = source
+        elif self.rank in self.homes[unit].ranks:
+            yield self._add_home(unit, source, Lane.REDUCE)
+        else:
+            if unit not in self.sums:
+                self.sums[unit] = self._sum_buffer(unit, self.homes[unit].stripe)
+            yield self._sum_up(unit, source, self.sums[unit])
+            if index == self.pushes[unit][-1]:
+                self._leaving[index, unit] = self.sums[unit]
+
+    def _pushes(self, visits: list[Visit], number: int) -> Iterator[tuple[int, int, int, int]]:
+        """(visit with gradients, unit, source rank, home rank) of everything that goes home in one exchange."""
+        for node, index in visits_of_exchange(number, self.topology.num_nodes, len(visits)):
+            visit = visits[index]
+            assert visit.gradients is not None
+            for unit in self.model.trainable_units(visit.block):
+                if self.sums_up(unit) and (visit.gradients != self.pushes[unit][-1] or self._home_node(unit) == node):
+                    continue
+                for target, source in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
+                    yield visit.gradients, unit, source, target
+
+    def _most_arrivals(self) -> dict[int, int]:
+        """For every size class the most stripes of it that one exchange brings here: each needs a buffer of its own."""
+        most: dict[int, int] = {}
+        visits = self._round(self.knobs.rounds - 1)
+        for number in range(number_of_exchanges(self.topology.num_nodes, len(visits))):
+            here: dict[int, int] = {}
+            for _, unit, source, target in self._pushes(visits, number):
+                if target == self.rank != source:
+                    size = self.slots.size_class(unit)
+                    here[size] = here.get(size, 0) + 1
+            most = {size: max(most.get(size, 0), here.get(size, 0)) for size in most | here}
+        return most
+
+    def _exchange_gradients(self, visits: list[Visit], number: int) -> Iterator[Action]:
+        transfers, additions = [], []
+        for index, unit, source, target in self._pushes(visits, number):
+            if source == target == self.rank:
+                additions.append((unit, self._leaving.pop((index, unit))))
+            elif source == self.rank:
+                transfers.append(Transfer(True, target, unit, self._leaving.pop((index, unit))))
+            elif target == self.rank:
+                limit = max(self.knobs.gradient_buffers, self._arrivals[self.slots.size_class(unit)])
+                elements = self.homes[unit].stripe
+                buffer = self.slots.take("R", unit, kind="gradient", elements=elements, limit=limit)
+                transfers.append(Transfer(False, source, unit, buffer))
+                additions.append((unit, buffer))
+        if transfers:
+            yield exchange(Lane.INTER_G, tuple(transfers), wire=self.wire(weights=False))
+        for unit, source in additions:
+            yield self._add_home(unit, source, Lane.INTER_G)

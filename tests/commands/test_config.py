@@ -1,0 +1,134 @@
+"""Settings: what a command line and YAML say is what the run gets, and what is printed can be fed back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.options import describe
+from tawpipe.train.config import TrainConfig, config_text, load_config, train_options, with_output_named
+
+CONTRACT = ["model", "data", "tokenizer", "nodes", "nproc", "sequence-length", "global-batch", "micro-batch"]
+CONTRACT += ["steps", "seed", "dtype", "learning-rate", "output", "resume"]
+
+
+def test_defaults_of_the_command_line_are_those_of_the_dataclass() -> None:
+    assert load_config([]) == TrainConfig()
+
+
+def test_every_contracted_name_is_an_option() -> None:
+    options = {leaf.option for leaf in train_options().leaves.values()}
+    assert {f"--{name}" for name in CONTRACT} <= options
+
+
+def test_what_is_printed_is_the_same_config_when_fed_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    changed = ["--steps", "7", "--data", "a/*.txt", "b c.jsonl", "--optimizer.clip-norm", "null", "--dtype", "bfloat16"]
+    changed += ["--learning-rate", "3e-5", "--strict", "--sample.prompt", "one: 'two' # ünï", "--tokenizer", "1.50"]
+    assert main(["train", *changed, "--print-config"]) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    config = load_config(changed)
+    assert config != TrainConfig()
+    assert load_config(["--config", str(file)]) == config
+
+
+def test_every_key_is_printed_below_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--print-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    keys = [index for index, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
+    assert len(keys) == len(train_options().leaves) + len(train_options().groups)
+    assert all(lines[index - 1].lstrip().startswith("# ") for index in keys)
+
+
+def test_the_example_is_current() -> None:
+    example = Path(__file__).parents[2] / "examples" / "train.yaml"
+    assert example.read_text(encoding="utf-8") == train_options().to_yaml(TrainConfig()), (
+        "write it anew: tawpipe train --print-config > examples/train.yaml"
+    )
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = load_config(["--output", str(tmp_path / "new" / "run"), "--nproc", "3", "--nodes", "3"])
+    config.output_path.mkdir(parents=True)
+    (config.output_path / "config.yaml").write_text(config_text(config))
+    assert load_config(["--config", str(config.output_path / "config.yaml")]) == config
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, before: bool) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("steps: 5\nseed: 6\noptimizer: {beta1: 0.5, beta2: 0.6}\n")
+    overrides = ["--steps=9", "--optimizer.beta1", "0.7"]
+    config = load_config([*overrides, "--config", str(file)] if before else ["--config", str(file), *overrides])
+    assert (config.steps, config.seed) == (9, 6)
+    assert (config.optimizer.beta1, config.optimizer.beta2) == (0.7, 0.6)
+    assert config.optimizer.eps == TrainConfig().optimizer.eps
+
+
+@pytest.mark.parametrize("name", ["steps", "plan", "inject", "dtype", "validation_fraction"])
+def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{name}: null\n")
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: got 'null'"):
+        load_config(["--config", str(file)])
+    assert load_config(["--nodes", "null"]).nodes is None
+
+
+def test_of_several_files_the_last_one_wins(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("steps: 5\noptimizer: {beta1: 0.5}\n")
+    second.write_text("steps: 6\noptimizer: {beta2: 0.6}\n")
+    config = load_config(["--config", str(first), f"--config={second}"])
+    assert (config.steps, config.optimizer.beta1, config.optimizer.beta2) == (6, 0.5, 0.6)
+
+
+def test_yaml_reads_numbers_and_lists_as_people_write_them(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("learning_rate: 3e-4\ndata: one.txt\noptimizer: {clip_norm: null}\nvirtual_nodes: true\n")
+    config = load_config(["--config", str(file)])
+    assert (config.learning_rate, config.data, config.optimizer.clip_norm) == (3e-4, ["one.txt"], None)
+    assert config.virtual_nodes is True
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("# nothing\n")
+    assert load_config(["--config", str(file)]) == TrainConfig()
+
+
+def test_booleans_may_stand_alone_and_underscores_are_taken_for_dashes() -> None:
+    config = load_config(["--virtual-nodes", "--micro_batch", "2", "--log.tensorboard", "false", "--strict=true"])
+    assert (config.virtual_nodes, config.micro_batch, config.log.tensorboard, config.strict) == (True, 2, False, True)
+
+
+def test_the_time_of_the_start_names_the_output_folder_once() -> None:
+    named = with_output_named(TrainConfig(output="a/{time}"))
+    assert "{" not in named.output and named.output.startswith("a/2")
+    assert with_output_named(named) == named
+
+
+def test_settings_are_values_of_plain_types() -> None:
+    """So that no file can name a class, and every setting has words for what it may be."""
+    for leaf in train_options().leaves.values():
+        assert describe(leaf.hint)
+        assert yaml.safe_load(yaml.safe_dump(leaf.default)) == leaf.default
+    assert all(dataclasses.is_dataclass(getattr(TrainConfig(), group.path[0])) for group in train_options().groups)
+
+
+def test_help_lists_all_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{leaf.option} " in shown for leaf in train_options().leaves.values())
+    assert "--micro_batch" not in shown
+
+
+def test_help_and_version_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("tawpipe ")

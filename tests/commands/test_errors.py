@@ -1,0 +1,210 @@
+"""Bad input: exit code 2 and one message that names the setting, what it was and what it may be; never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tawpipe.cli import main
+from tawpipe.errors import RunError, UserError
+from tawpipe.launch.gpus import Gpu
+from tawpipe.train.checks import validate
+from tawpipe.train.config import TrainConfig, load_config
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*TORCHRUN, "TAWPIPE_LOCAL_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The message with which ``tawpipe train`` refuses these words."""
+    assert main(["train", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("tawpipe: error: ") and said.err.count("\n") == 1, said.err
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value", "expected"),
+    [
+        ("--steps 0", "--steps", "0", "at least 1"),
+        ("--steps many", "--steps", "'many'", "a whole number at least 1"),
+        ("--steps 1.5", "--steps", "1.5", "a whole number"),
+        ("--steps", "--steps", "nothing", "a whole number"),
+        ("--steps=-3", "--steps", "-3", "at least 1"),
+        ("--global-batch -1", "--global-batch", "-1", "at least 1"),
+        ("--sequence-length 1", "--sequence-length", "1", "at least 2"),
+        ("--learning-rate nan", "--learning-rate", "nan", "above 0"),
+        ("--learning-rate inf", "--learning-rate", "inf", "above 0"),
+        ("--optimizer.beta2 1.5", "--optimizer.beta2", "1.5", "below 1"),
+        ("--optimizer.clip-norm -1", "--optimizer.clip-norm", "-1", "at least 0 or null"),
+        ("--dtype float16", "--dtype", "float16", "float32, bfloat16, float64"),
+        ("--strict maybe", "--strict", "maybe", "true or false"),
+        ("--schedule.placement here", "--schedule.placement", "here", "spread, striped, whole"),
+        ("--micro-batch 5 --global-batch 4", "--micro-batch", "5", "at most --global-batch, which is 4"),
+        ("--nodes 3 --nproc 4", "--nodes", "3", "a divisor of --nproc, which is 4"),
+        ("--nproc 0", "--nproc", "0", "at least 1"),
+        ("--resume nowhere", "--resume", "nowhere", "the folder of a checkpoint"),
+        ("--resume auto", "--resume", "auto", "--output"),
+        ("--validation-fraction 1", "--validation-fraction", "1", "0 up to"),
+        ("--device cuda --output runs/x", "--device", "cuda", "cpu or auto"),
+    ],
+)
+def test_value_that_cannot_work(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    setting: str,
+    value: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = refused(capsys, *words.split())
+    assert f"{setting}: got" in message and value in message and expected in message
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--micro-bach", "--micro-batch"),
+        ("--clip-norm", "--optimizer.clip-norm"),
+        ("--modle=x", "--model"),
+        ("--step", "--steps"),
+        ("--zzzzzz", "--help"),
+    ],
+)
+def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+    message = refused(capsys, word, "3")
+    assert word.partition("=")[0] in message and meant in message
+
+
+def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'stray'" in refused(capsys, "--steps", "3", "stray")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stpes: 3", ["'stpes'", "did you mean steps?"]),
+        ("clip_norm: 3", ["'clip_norm'", "did you mean optimizer.clip_norm?"]),
+        ("optimizer: {beta3: 1}", ["'optimizer.beta3'", "did you mean optimizer.beta"]),
+        ("sequence-length: 3", ["'sequence-length'", "sequence_length"]),
+        ("class_path: os.system", ["'class_path'"]),
+        ("steps: {class_path: os.system, init_args: {command: 'touch owned'}}", ["--steps", "a whole number"]),
+        ("model: {class_path: os.system, init_args: {command: 'touch owned'}}", ["--model", "a text"]),
+        ("steps: !!python/object/apply:os.system ['touch owned']", ["--config", "without tags"]),
+        ("optimizer: 3", ["optimizer in", "3", "a mapping"]),
+        ("optimizer: null", ["optimizer in", "a mapping"]),
+        ("- steps", ["--config", "a mapping of settings to values, not list"]),
+        ("steps: [1", ["--config", "plain YAML"]),
+        ("steps: three", ["--steps", "'three'", "a whole number"]),
+        ("steps: true", ["--steps", "True", "a whole number"]),
+        ("data: 3", ["--data", "3", "a list of texts"]),
+        ("data: [1, 2]", ["--data", "a list of texts"]),
+        ("data: []", ["--data", "at least one glob"]),
+        ("output: 2024", ["--output", "2024", "a text"]),
+    ],
+)
+def test_yaml_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "bad.yaml").write_text(text + "\n")
+    message = refused(capsys, "--config", "bad.yaml")
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "owned").exists()
+
+
+def test_config_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "'missing.yaml'" in refused(capsys, "--config", "missing.yaml")
+    (tmp_path / "latin.yaml").write_bytes("model: é\n".encode("latin-1"))
+    assert "'latin.yaml'" in refused(capsys, "--config", "latin.yaml")
+    assert "--config: got 'nothing'" in refused(capsys, "--steps", "3", "--config")
+
+
+def test_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--output: got 'file/run'" in refused(capsys, "--output", "file/run")
+    assert "--output: got '/proc/run'" in refused(capsys, "--output", "/proc/run")
+
+
+@pytest.mark.parametrize("left", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_output_of_another_run_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path, left: str) -> None:
+    (tmp_path / "run" / left).mkdir(parents=True)
+    message = refused(capsys, "--output", "run")
+    assert left in message and "--resume auto" in message
+    (tmp_path / "elsewhere").mkdir()
+    assert left in refused(capsys, "--output", "run", "--resume", "elsewhere")
+
+
+def test_torchrun_decides_how_many_processes_there_are() -> None:
+    for words in (["--nodes", "2"], ["--nproc", "4"]):
+        with pytest.raises(UserError, match=rf"{words[0]}: got {words[1]}; unset under torchrun.*--virtual-nodes"):
+            validate(load_config(words), environ=TORCHRUN)
+        validate(load_config([*words, "--virtual-nodes"]), environ=TORCHRUN)
+        validate(load_config(words), environ={**TORCHRUN, "TAWPIPE_LOCAL_LAUNCHER": "1"})
+    with pytest.raises(UserError, match="--nodes: got 3; a divisor of the 4 processes"):
+        validate(load_config(["--nodes", "3", "--virtual-nodes"]), environ=TORCHRUN)
+    with pytest.raises(UserError, match="--nproc: got 2; 4, as many as torchrun started"):
+        validate(load_config(["--nproc", "2", "--virtual-nodes"]), environ=TORCHRUN)
+
+
+def test_torchrun_needs_the_output_folder_in_full(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert "named in full under torchrun" in refused(capsys)
+
+
+def test_bfloat16_needs_a_device_that_has_it() -> None:
+    config = TrainConfig(dtype="bfloat16")
+    with pytest.raises(UserError, match="--dtype: got 'bfloat16'; float32 on V100"):
+        validate(config, gpus=[Gpu("0", "V100", 7.0)])
+    validate(config, gpus=[Gpu("0", "A100", 8.0)])
+    validate(TrainConfig(dtype="bfloat16", device="cpu"))
+
+
+def test_every_kind_of_end_has_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_with(error: BaseException) -> int:
+        def run(argv: object) -> int:
+            raise error
+
+        monkeypatch.setattr("tawpipe.cli.COMMANDS", {"train": type("C", (), {"help": "", "run": staticmethod(run)})})
+        return main(["train"])
+
+    assert ends_with(UserError("--a", 1, "2")) == 2
+    assert ends_with(RunError("the loss is not finite")) == 1
+    assert ends_with(KeyboardInterrupt()) == 130
+    assert ends_with(OSError(errno.ENOSPC, "No space left on device")) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert ends_with(OSError(errno.ENOENT, "ours")) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert ends_with(ValueError("ours")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "'trian'" in capsys.readouterr().err
+
+
+def test_settings_are_refused_before_torch_is_imported() -> None:
+    script = (
+        "import sys; from tawpipe.cli import main; code = main(['train', '--steps', '0']); "
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ)
+    assert answer.stdout.split() == ["2", "False", "False"]

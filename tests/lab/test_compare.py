@@ -1,0 +1,143 @@
+"""Comparisons: the smoke suite end to end where root and tc are there, suites and tables everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.lab import ours
+from tawpipe.lab.compare import bounds_of, compare
+from tawpipe.lab.suite import load_suite, read_suite, shipped_suites
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.topology import Topology
+
+WORKLOAD = {
+    "layers": 6,
+    "layer_bytes": 40000,
+    "forward_s": 0.001,
+    "backward_input_s": 0.002,
+    "backward_weight_s": 0.001,
+    "micro_batches": 8,
+    "activation_bytes": 4000,
+}
+
+needs_tc = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and tc (iproute2) to build a cluster"
+)
+
+
+@needs_tc
+def test_the_smoke_suite(tmp_path, capsys):
+    assert main(["lab", "compare", "--suite", "smoke", "--samples", "2", "--out", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert {"versions", "machine", "command", "date"} <= content["environment"].keys()
+    rows = {row["strategy"]: row for row in content["rows"]}
+    assert set(rows) == {"fsdp2", "tawpipe-spread"}
+    for row in rows.values():
+        assert row["status"] in ("ok", "void"), row["reason"]
+        assert len(row["seconds_per_step"]["samples"]) == 2
+        assert row["physical_bound_s"] <= row["seconds_per_step"]["median"]
+        assert row["physical_bound_s"] <= row["dependency_bound_s"] * 1.0001
+    mine = rows["tawpipe-spread"]
+    for sent, predicted in zip(mine["link_bytes_sent"], mine["link_bytes_predicted"], strict=True):
+        assert sent == pytest.approx(predicted, rel=0.03)
+    assert "tawpipe-spread" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "chart.png").stat().st_size > 5000
+
+
+@needs_tc
+@pytest.mark.slow
+def test_strategies_alone_and_their_timelines(tmp_path):
+    """Every strategy in a launch of its own; one that does not run is given no timeline of another."""
+    cell = {"name": "c", "nodes": 2, "local": 1, "rate": "none", "workload": WORKLOAD}
+    broken = {"strategy": "weipipe", "knobs": {"no_such_knob": 1}}
+    suite = {"name": "alone", "samples": 1, "memory": True, "alone": True, "cells": [cell]}
+    suite["strategies"] = [{"strategy": "tawpipe-spread"}, broken, {"strategy": "flat"}]
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    words = ["lab", "compare", "--suite", str(tmp_path / "suite.yaml"), "--traces", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    rows = {row["strategy"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
+    assert rows["weipipe"]["status"] == "failed"
+    for name in ("tawpipe-spread", "flat"):
+        assert rows[name]["status"] in ("ok", "void")
+        assert rows[name]["peak_gib"] > 0 and rows[name]["peak_gib_predicted"] > 0
+        assert rows[name]["idle_start_s"] >= 0 and rows[name]["idle_end_s"] >= 0
+    drawn = {path.name for path in (tmp_path / "out" / "traces").glob("*.png")}
+    assert drawn == {"c-tawpipe-spread.png", "c-flat.png"}
+
+
+@pytest.mark.parametrize("name", shipped_suites())
+def test_every_suite_can_be_read_and_bounded(name):
+    suite = load_suite(name)
+    for cell in suite.cells:
+        for entry in suite.strategies:
+            bounds = bounds_of(cell, entry)
+            assert bounds.physical_s > 0, entry
+            assert bounds.dependency_s is None or bounds.physical_s <= bounds.dependency_s * 1.0001, entry
+
+
+@pytest.mark.parametrize("strategy", ours.NAMES)
+def test_every_strategy_of_ours_makes_a_proved_schedule(strategy):
+    from tawpipe.lab.workload import TimedWorkload
+
+    verify(ours.schedule_of(strategy, TimedWorkload(**WORKLOAD), Topology.grid(2, 2), {}))
+
+
+def test_mistakes_in_suites_are_named(tmp_path):
+    with pytest.raises(UserError, match="smoke"):
+        load_suite("nowhere")
+    with pytest.raises(UserError, match="cell"):
+        read_suite({"name": "x", "cells": [{"name": "a", "nods": 2}], "strategies": []})
+    good = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
+    with pytest.raises(UserError, match="strategies"):
+        read_suite({"name": "x", "cells": [good], "strategies": []})
+    with pytest.raises(UserError, match="forward_s"):
+        read_suite({"name": "x", "cells": [{**good, "workload": {"layers": 2}}], "strategies": [{"strategy": "flat"}]})
+    file = tmp_path / "bad.yaml"
+    file.write_text("a: [")
+    with pytest.raises(UserError, match="YAML"):
+        load_suite(str(file))
+    with pytest.raises(UserError, match="--only"):
+        load_suite("smoke").only(["nobody"])
+
+
+def test_an_unknown_strategy_or_knob_is_named():
+    with pytest.raises(UserError, match="placement"):
+        ours.settings_of("flat", {"no_such_knob": 1})
+    with pytest.raises(UserError, match="tawpipe-spread"):
+        ours.settings_of("nobody", {})
+
+
+def test_cells_that_were_measured_are_kept_and_others_are_not(tmp_path, monkeypatch):
+    suite = load_suite("smoke")
+    first = suite.cells[0]
+    suite = replace(suite, cells=(first, replace(first, name="second")))
+    labels = [entry.label for entry in suite.strategies]
+    measured: list[str] = []
+
+    def measure(_, cell, *__):
+        measured.append(cell.name)
+        return [{"suite": suite.name, "cell": cell.spelled_out(), "label": label} for label in labels]
+
+    monkeypatch.setattr("tawpipe.lab.compare._measure_cell", measure)
+    monkeypatch.setattr("tawpipe.lab.compare._line", lambda row: "")
+    monkeypatch.setattr("tawpipe.lab.compare.disturbance", lambda row, rows: {})
+    monkeypatch.setattr(
+        "tawpipe.lab.compare.write_results",
+        lambda suite, rows, out: (out / "results.json").write_text(json.dumps({"rows": rows})),
+    )
+    compare(replace(suite, cells=(first,)), tmp_path, tell=lambda _: None)
+    assert len(compare(suite, tmp_path, resume=True, tell=lambda _: None)) == 2 * len(labels)
+    assert measured == [first.name, "second"]  # the first was not measured again
+    slower = replace(first, rate="123mbit")
+    compare(replace(suite, cells=(slower,)), tmp_path, resume=True, tell=lambda _: None)
+    assert measured[2:] == [first.name]  # another setting under the same name is another cell
+    with pytest.raises(UserError, match="results of the suite"):
+        compare(replace(suite, name="other"), tmp_path, resume=True, tell=lambda _: None)

@@ -1,0 +1,211 @@
+"""DeepSpeed's rivals on the timed workload. What trains is left out where DeepSpeed is not installed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from pool import WorkerPool
+from tawpipe.errors import UserError
+from tawpipe.lab.bounds import shipped_bounds
+from tawpipe.lab.contender import make
+from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.runtime.world import World
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from timed import LAYERS, STEPS, WORKLOAD
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+WORLD, NODE = 4, 2
+PADDED = 1004
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero3": ("zero3", {}),
+    "zero3 without prefetch": ("zero3", {"prefetch": 0}),
+    "zero3, far ahead": ("zero3", {"prefetch": 2}),
+    "zero3, kept": ("zero3", {"reshard_after_forward": False}),
+    "zero-hpz": ("zero-hpz", {}),
+    "zero-hpz, two per gather": ("zero-hpz", {"micro_batches_per_gather": 2}),
+    "zero3 after zero-hpz, two per gather": ("zero3", {"micro_batches_per_gather": 2}),
+}
+
+
+# what the workers run
+
+
+class _Gathers:
+    """Watches the all-gathers that are issued: what over how many ranks, and how many nobody has waited for yet."""
+
+    def __init__(self) -> None:
+        self.elements: Counter[int] = Counter()
+        self.under_way = 0
+        self._gather = dist.all_gather_into_tensor
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        work = self._gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        self.elements[dist.get_world_size(group)] += output_tensor.numel()
+        if not async_op:
+            return work
+        self.under_way += 1
+        return _Work(self, work)
+
+
+class _Work:
+    def __init__(self, gathers: _Gathers, work: Any) -> None:
+        self._gathers, self._work = gathers, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._gathers.under_way -= 1
+
+
+def alternate(world: World) -> dict[str, dict[str, Any]]:
+    """Single steps of all contenders in turn, FSDP2 among them; what each one did."""
+    workload = TimedWorkload(**WORKLOAD)
+    fsdp2: Any = make("fsdp2", workload, world.topology, world.rank)
+    gathers = _Gathers()
+    dist.all_gather_into_tensor = gathers  # DeepSpeed looks it up once, when it starts
+    made: dict[str, Any] = {
+        title: make(name, workload, world.topology, world.rank, **knobs) for title, (name, knobs) in CONTENDERS.items()
+    }
+    found: dict[str, dict[str, Any]] = {title: {"asked_s": [], "busy_s": []} for title in made}
+    for _ in range(STEPS):
+        fsdp2.step()
+        for title, contender in made.items():
+            before = contender.sleeper.asked_s
+            contender.busy()
+            gathers.elements.clear()
+            compute = contender.sleeper.compute
+            ahead: list[int] = []
+
+            def watched(seconds: float, compute: Any = compute, ahead: list[int] = ahead) -> None:
+                ahead.append(gathers.under_way)
+                compute(seconds)
+
+            contender.sleeper.compute = watched
+            contender.step()
+            contender.sleeper.compute = compute
+            assert gathers.under_way == 0
+            found[title]["asked_s"].append(contender.sleeper.asked_s - before)
+            found[title]["busy_s"].append(contender.busy()["COMPUTE"])
+            found[title]["gathered"] = tuple(gathers.elements[ranks] / PADDED for ranks in (WORLD, NODE))
+            found[title]["ahead"] = max(ahead)
+    expected = [p.full_tensor() for p in fsdp2.parameters if isinstance(p, DTensor)]
+    norm = fsdp2.gradient_norm.full_tensor()
+    from deepspeed.utils import safe_get_full_fp32_param  # type: ignore[import-not-found]
+
+    for title, contender in made.items():
+        weights = [safe_get_full_fp32_param(p) for p in contender.model.parameters()]
+        assert len(weights) == len(expected) == LAYERS
+        found[title]["difference"] = max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True))
+        found[title]["learnt"] = min(float((w - INITIAL_WEIGHT).abs().min()) for w in weights)
+        found[title]["norm"] = float(contender.gradient_norm) / float(norm)
+        contender.close()
+    return found
+
+
+def step_without_optimizer(world: World) -> float:
+    workload = TimedWorkload(**WORKLOAD, optimizer=False)
+    contender: Any = make("zero3", workload, world.topology, world.rank, clip=False)
+    contender.step()
+    from deepspeed.utils import safe_get_full_fp32_param  # type: ignore[import-not-found]
+
+    return max(float((safe_get_full_fp32_param(p) - INITIAL_WEIGHT).abs().max()) for p in contender.model.parameters())
+
+
+# tests
+
+
+@pytest.fixture(scope="module")
+def alternated(pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
+    # DeepSpeed keeps the process groups of its first start, so the workers cannot be used again.
+    return pool.run_once(f"{__name__}:alternate", WORLD // NODE, NODE)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("title", CONTENDERS)
+def test_it_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
+    share = TimedWorkload(**WORKLOAD).compute_s / WORLD
+    for rank in alternated:
+        found = rank[title]
+        assert found["asked_s"] == pytest.approx([share] * STEPS)
+        assert all(busy >= asked for busy, asked in zip(found["busy_s"], found["asked_s"], strict=True))
+        assert found["norm"] == pytest.approx(1.0, rel=1e-5)
+        assert found["difference"] < 1e-7 < 2e-4 < found["learnt"]
+
+
+@needs_deepspeed
+def test_it_gathers_what_the_bounds_count(alternated: list[dict[str, dict[str, Any]]]) -> None:
+    """Layers over all ranks and inside the node; two rounds where a gather serves one micro-batch."""
+    expected = {
+        "zero3": (2 * (2 * LAYERS - 1), 0),
+        "zero3 without prefetch": (2 * (2 * LAYERS - 1), 0),
+        "zero3, far ahead": (2 * (2 * LAYERS - 2), 0),  # what would be gathered ahead is there, and is kept
+        "zero3, kept": (2 * LAYERS, 0),
+        "zero-hpz": (LAYERS, (LAYERS - 1) + (2 * LAYERS - 1)),
+        "zero-hpz, two per gather": (LAYERS, LAYERS - 1),
+        "zero3 after zero-hpz, two per gather": (2 * LAYERS - 1, 0),
+    }
+    for rank in alternated:
+        assert {title: rank[title]["gathered"] for title in CONTENDERS} == expected
+
+
+@needs_deepspeed
+def test_gathers_are_under_way_while_it_computes(alternated: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in alternated:
+        ahead = {title: rank[title]["ahead"] for title in CONTENDERS}
+        assert (ahead["zero3 without prefetch"], ahead["zero3"], ahead["zero-hpz"]) == (0, 1, 1)
+        assert ahead["zero3, far ahead"] == 2
+
+
+@needs_deepspeed
+def test_without_an_optimizer_weights_stay(pool: WorkerPool) -> None:
+    assert max(pool.run_once(f"{__name__}:step_without_optimizer", 1, 2)) < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "change", "shape", "setting"),
+    [
+        ("zero3", {"nonsense": 1}, {}, (2, 2), "knob of zero3"),
+        ("zero3", {"quantized": True}, {}, (2, 2), "quantized"),
+        ("zero3", {"prefetch": -1}, {}, (2, 2), "prefetch"),
+        ("zero3", {"micro_batches_per_gather": 3}, {}, (2, 2), "micro_batches"),
+        ("zero-hpz", {}, {"micro_batches": 6}, (2, 2), "micro_batches"),
+        ("zero-hpz", {}, {}, (4, 1), "topology"),
+        ("zero-hpz", {}, {}, (1, 4), "topology"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(
+    name: str, knobs: dict[str, Any], change: dict[str, Any], shape: tuple[int, int], setting: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make(name, TimedWorkload(**{**WORKLOAD, **change}), Topology.grid(*shape), 0, **knobs)
+    assert caught.value.setting == setting
+
+
+def test_without_deepspeed_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match="pip install deepspeed"):
+        make("zero3", TimedWorkload(**WORKLOAD), Topology.grid(2, 2), 0)
+
+
+def test_what_crosses_between_nodes() -> None:
+    work, link, topology = TimedWorkload(12, 8_000_000, 0.1, 0.2, 0.1, 24, 0), LinkModel(50e6), Topology.grid(3, 2)
+
+    def sent(name: str, **knobs: Any) -> float:
+        return shipped_bounds(name, work, topology, link, knobs).sent_bytes[0] / (12 * 8e6)
+
+    ring = 5 / 6
+    assert sent("zero3") == pytest.approx(4 * ring * (3 - 1 / 12))
+    assert sent("zero3", prefetch=2) == pytest.approx(4 * ring * (3 - 2 / 12))
+    assert sent("zero3", reshard_after_forward=False) == pytest.approx(4 * ring * 2)
+    assert sent("zero-hpz", micro_batches_per_gather=2) == pytest.approx(ring * (1 + 2))

@@ -1,0 +1,245 @@
+"""The rivals as shipped by torch, on the timed workload: they compute what they should, in steps that alternate."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pool import WorkerPool
+from tawpipe.errors import UserError
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import make, makers
+from tawpipe.lab.rivals import deepspeed
+from tawpipe.lab.rivals.fsdp_collectives import (
+    HierarchicalGather,
+    HierarchicalReduction,
+    RingReduction,
+    TransferLanes,
+)
+from tawpipe.lab.rivals.pipelining import ZBV_NEEDS
+from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+from timed import LAYERS, STEPS, WORKLOAD
+
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2", {}),
+    "fsdp2 by itself": ("fsdp2", {"prefetch": 0}),
+    "fsdp2, two per gather": ("fsdp2", {"micro_batches_per_gather": 2}),
+    "fsdp2, far ahead": ("fsdp2", {"prefetch": LAYERS}),
+    "fsdp2, ring": ("fsdp2", {"reduction": "ring", "in_flight": 1}),
+    "fsdp2, reduced once": ("fsdp2", {"reduce_every_round": False}),
+    "fsdp2, kept": ("fsdp2", {"keep_weights": True}),
+    "fsdp2-node": ("fsdp2-node", {}),
+    "hsdp": ("hsdp", {}),
+    "hsdp, kept": ("hsdp", {"keep_weights": True}),
+    "fsdp2-hierarchical": ("fsdp2-hierarchical", {}),
+    "fsdp2-hierarchical, reduced once": ("fsdp2-hierarchical", {"reduce_every_round": False}),
+    "fsdp2-hierarchical, two per gather": ("fsdp2-hierarchical", {"micro_batches_per_gather": 2}),
+    "1f1b": ("1f1b", {}),
+    "interleaved-1f1b": ("interleaved-1f1b", {"parts_per_layer": 2}),
+    "zbv": ("zbv", {"parts_per_layer": 2}),
+}
+if torch.__version__ < ZBV_NEEDS:
+    del CONTENDERS["zbv"]
+
+
+# what the workers run
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _watch_unsharded(contender: Any) -> list[int]:
+    """How many layers have their whole weights, at every piece of computation."""
+    seen: list[int] = []
+    compute = contender.sleeper.compute
+
+    def watched(seconds: float) -> None:
+        seen.append(sum(not isinstance(layer.weight, DTensor) for layer in getattr(contender, "layers", ())))
+        compute(seconds)
+
+    contender.sleeper.compute = watched
+    return seen
+
+
+def alternate(world: World) -> dict[str, dict[str, Any]]:
+    """Single steps of all contenders in turn, all in one set of processes; what each one did."""
+    workload = TimedWorkload(**WORKLOAD)
+    made: dict[str, Any] = {
+        title: make(name, workload, world.topology, world.rank, **knobs) for title, (name, knobs) in CONTENDERS.items()
+    }
+    found: dict[str, dict[str, Any]] = {
+        title: {"unsharded": _watch_unsharded(contender), "asked_s": [], "busy_s": []}
+        for title, contender in made.items()
+    }
+    for _ in range(STEPS):
+        for title, contender in made.items():
+            before = contender.sleeper.asked_s
+            contender.busy()
+            contender.step()
+            found[title]["asked_s"].append(contender.sleeper.asked_s - before)
+            found[title]["busy_s"].append(contender.busy()["COMPUTE"])
+    for title, contender in made.items():
+        norm = contender.gradient_norm
+        found[title]["norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        weights = [_local(p.detach()) for p in contender.model.parameters()]
+        found[title]["weights"] = [float(f(w)) for w in weights if w.numel() for f in (torch.min, torch.max)]
+        contender.close()
+    return found
+
+
+def run_once(world: World, *, name: str, workload: dict[str, Any], knobs: dict[str, Any]) -> list[float]:
+    contender: Any = make(name, TimedWorkload(**workload), world.topology, world.rank, **knobs)
+    contender.step()
+    contender.step()
+    weights = [_local(p.detach()) for p in contender.model.parameters()]
+    found = [float(f(w)) for w in weights if w.numel() for f in (torch.min, torch.max)]
+    contender.close()
+    return found
+
+
+def compare_collectives(world: World) -> list[bool]:
+    """Ours beside torch's, on values that are all different."""
+    topology, rank, size, length = world.topology, world.rank, world.size, 5
+    lanes, everyone = TransferLanes(BusyTime()), dist.group.WORLD
+    assert everyone is not None
+    right = []
+    whole = torch.arange(size * length, dtype=torch.float32)
+    gather = HierarchicalGather(topology, rank, lanes)
+    for asynchronous in (False, True):
+        gathered = torch.zeros(size * length)
+        mine = gathered[rank * length : (rank + 1) * length]
+        mine.copy_(whole[rank * length : (rank + 1) * length])
+        work = gather(gathered, mine, everyone, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        right.append(torch.equal(gathered, whole))
+    expected = (whole * sum(r + 1 for r in range(size)))[rank * length : (rank + 1) * length]
+    for reduction in (
+        RingReduction(topology, lanes, in_flight=2),
+        HierarchicalReduction(topology, rank, lanes, in_flight=2),
+    ):
+        outputs = [torch.zeros(length) for _ in range(4)]
+        for output in outputs:
+            reduction(output, whole * (rank + 1), everyone, op=dist.ReduceOp.SUM)
+        reduction.finish()
+        right += [torch.equal(output, expected) for output in outputs]
+    lanes.close()
+    return right
+
+
+# tests
+
+
+@pytest.fixture(scope="module")
+def alternated(pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
+    return pool.run(f"{__name__}:alternate", 2, 2)
+
+
+@pytest.mark.parametrize("title", CONTENDERS)
+def test_every_rank_computes_its_share(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
+    """Whatever the schedule, also where the backward pass is cut in two: no part runs twice and none is left out."""
+    share = TimedWorkload(**WORKLOAD).compute_s / len(alternated)
+    for rank in alternated:
+        found = rank[title]
+        assert found["asked_s"][1:] == pytest.approx([share] * (STEPS - 1)), "after the first step, which infers shapes"
+        assert all(busy >= asked for busy, asked in zip(found["busy_s"], found["asked_s"], strict=True))
+
+
+@pytest.mark.parametrize("title", CONTENDERS)
+def test_gradients_and_weights_are_those_of_one_process(
+    alternated: list[dict[str, dict[str, Any]]], title: str
+) -> None:
+    """Every element's gradient is the number of micro-batches over the activation's elements, in all layers."""
+    workload = TimedWorkload(**WORKLOAD)
+    each = workload.micro_batches / (workload.activation_bytes // 4)
+    norm = each * math.sqrt(workload.layers * workload.layer_elements)
+    weight = torch.tensor([INITIAL_WEIGHT], requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=1e-4)
+    for _ in range(STEPS):
+        weight.grad = torch.tensor([each / norm])
+        optimizer.step()
+    for rank in alternated:
+        assert rank[title]["norm"] == pytest.approx(norm, rel=1e-5)
+        assert rank[title]["weights"] == pytest.approx([weight.item()] * len(rank[title]["weights"]), abs=1e-7)
+
+
+def test_sharded_layers_are_gathered_where_they_are_used_and_not_longer(
+    alternated: list[dict[str, dict[str, Any]]],
+) -> None:
+    for rank in alternated:
+        for title in ("fsdp2 by itself", "fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical"):
+            seen = rank[title]["unsharded"]
+            assert min(seen) >= 1 and max(seen) <= 2, (title, seen)
+        assert max(rank["hsdp, kept"]["unsharded"]) == LAYERS
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (2, 1), (1, 3)])
+def test_our_collectives_for_fsdp2_are_those_of_torch(pool: WorkerPool, shape: tuple[int, int]) -> None:
+    assert all(all(rank) for rank in pool.run(f"{__name__}:compare_collectives", *shape))
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical", "1f1b"])
+def test_without_an_optimizer_weights_stay(pool: WorkerPool, name: str) -> None:
+    workload = {**WORKLOAD, "optimizer": False}
+    for rank in pool.run(f"{__name__}:run_once", 1, 2, name=name, workload=workload, knobs={"clip": False}):
+        assert rank == pytest.approx([INITIAL_WEIGHT] * len(rank))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical"])
+def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tuple[int, int]) -> None:
+    for rank in pool.run(f"{__name__}:run_once", *shape, name=name, workload=WORKLOAD, knobs={}):
+        assert rank == pytest.approx([INITIAL_WEIGHT - 2e-4] * len(rank), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "change", "setting"),
+    [
+        ("nonsense", {}, {}, "strategy"),
+        ("fsdp2", {"nonsense": 1}, {}, "knob of fsdp2"),
+        ("fsdp2", {}, {"micro_batches": 6}, "micro_batches"),
+        ("fsdp2", {"micro_batches_per_gather": 3}, {}, "micro_batches"),
+        ("fsdp2", {"micro_batches_per_gather": 0}, {}, "micro_batches_per_gather"),
+        ("fsdp2", {"reduction": "nonsense"}, {}, "reduction"),
+        ("hsdp", {"reduction": "ring"}, {}, "reduction"),
+        ("1f1b", {}, {"layers": 6}, "layers"),
+        ("1f1b", {}, {"micro_batches": 3}, "micro_batches"),
+        ("1f1b", {"stages_per_rank": 2}, {}, "stages_per_rank"),
+        ("interleaved-1f1b", {"stages_per_rank": 1}, {}, "stages_per_rank"),
+        ("interleaved-1f1b", {"parts_per_layer": 2}, {"micro_batches": 9}, "micro_batches"),
+        ("interleaved-1f1b", {}, {}, "layers"),
+        ("1f1b", {"parts_per_layer": 0}, {}, "parts_per_layer"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(
+    name: str, knobs: dict[str, Any], change: dict[str, Any], setting: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make(name, TimedWorkload(**{**WORKLOAD, **change}), Topology.grid(2, 2), 0, **knobs)
+    assert caught.value.setting == setting
+
+
+def test_every_name_has_a_maker() -> None:
+    assert {name for name, _ in CONTENDERS.values()} | {"zbv", *deepspeed.NAMES} == set(makers())
+
+
+def test_sleeping_is_counted() -> None:
+    sleeper = Sleeper(BusyTime())
+    begin = time.perf_counter()
+    sleeper.compute(0.01)
+    passed = time.perf_counter() - begin
+    assert sleeper.asked_s == 0.01
+    assert 0.01 <= sleeper.busy.take()["COMPUTE"] <= passed
+    assert sleeper.busy.take() == {}

@@ -1,0 +1,269 @@
+"""The border to peft and to models with parts that come and go: adapters whose training a chain runs are as in a plain
+process, all others are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from borders import Make, assert_same, llama, opt, piped, piped_numbers, plain_numbers, right_or_refused, rows_of
+from model_families import family_config, keep_fp64, real_model
+from tawpipe.errors import UserError
+
+peft = pytest.importorskip("peft")
+RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)]
+PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch):
+    torch.set_num_threads(1)
+    keep_fp64(monkeypatch)
+
+
+def shaken(model: Any) -> Any:
+    """With adapters that do something: some start at 0."""
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model.double()
+
+
+def adapted(config: Any, base: Make | None = None) -> Make:
+    def make() -> Any:
+        torch.manual_seed(8)
+        return shaken(peft.get_peft_model((base or llama())(), config))
+
+    return make
+
+
+def _lora(**given: Any) -> Any:
+    return peft.LoraConfig(r=3, target_modules=PROJECTIONS, task_type="CAUSAL_LM", **given)
+
+
+# Adapters that must be right
+
+RIGHT = {
+    "lora": lambda: _lora(),
+    "lora of all linear": lambda: peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+    "rslora": lambda: _lora(use_rslora=True, lora_alpha=7),
+    "lora with biases": lambda: _lora(lora_bias=True),
+    "dora": lambda: _lora(use_dora=True),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "head saved": lambda: _lora(modules_to_save=["lm_head"]),
+    "embedding saved": lambda: _lora(modules_to_save=["embed_tokens"]),
+    "both saved": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
+    "norm saved": lambda: _lora(modules_to_save=["norm"]),
+    "lora of some layers": lambda: _lora(layers_to_transform=[0, 2]),
+    "lora of the head": lambda: peft.LoraConfig(r=3, target_modules=["lm_head", "q_proj"], task_type="CAUSAL_LM"),
+    "lora of the embedding": lambda: peft.LoraConfig(r=3, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("what", RIGHT)
+def test_adapters_are_as_in_a_plain_process(what, recompute):
+    assert right_or_refused(adapted(RIGHT[what]()), rows_of(), recompute=recompute) == "right"
+
+
+@pytest.mark.parametrize("what", ["lora", "dora", "both saved"])
+def test_adapters_of_a_tied_model(what):
+    base = llama(tied=True)
+    refused = "tied|modules_to_save"
+    assert right_or_refused(adapted(RIGHT[what](), base), rows_of(), refused=refused) in ("right", "refused")
+
+
+# Adapters that may be right or refused
+
+OTHERS = {
+    "loha": (lambda: peft.LoHaConfig(r=2, target_modules=PROJECTIONS), "loha"),
+    "lokr": (lambda: peft.LoKrConfig(r=2, target_modules=PROJECTIONS), "lokr"),
+    "oft": (lambda: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]), "oft"),
+    "boft": (lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"]), "boft"),
+    "vera": (lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]), "vera"),
+    "layer norms": (lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]), "ln.?tuning"),
+    "vblora": (
+        lambda: peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=8, topk=2, target_modules=["q_proj"]),
+        "vb.?lora",
+    ),
+    "hra": (lambda: peft.HRAConfig(r=2, target_modules=["q_proj"]), "hra"),
+    "shira": (lambda: peft.ShiraConfig(r=2, target_modules=["q_proj"]), "shira"),
+    "randlora": (lambda: peft.RandLoraConfig(r=4, target_modules=["q_proj"]), "randlora"),
+    "trainable tokens": (
+        lambda: peft.TrainableTokensConfig(token_indices=[4, 7, 9], target_modules=["embed_tokens"]),
+        "trainable.?tokens",
+    ),
+    "lora with tokens": (lambda: _lora(trainable_token_indices=[4, 7, 9]), "trainable.?token"),
+    "adaption prompt": (
+        lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM"),
+        "adaption.?prompt",
+    ),
+    "lora of layers twice": (lambda: _lora(layer_replication=[(0, 2), (1, 3)]), "layer_replication|layers"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_adapters_are_right_or_refused_by_name(what):
+    config, refused = OTHERS[what]
+    limit = 1e-6 if what == "adaption prompt" else 1e-9  # peft computes its softmax in fp32
+    right_or_refused(adapted(config()), rows_of(), refused=refused, limit=limit)
+
+
+@pytest.mark.parametrize("active", ["default", "other", ["default", "other"]], ids=str)
+def test_two_adapters_of_which_some_are_active(active):
+    """Those that are not are neither used nor trained."""
+
+    def make() -> Any:
+        model = adapted(_lora())()
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj", "q_proj"]))
+        model.base_model.set_adapter(active)
+        return shaken(model)
+
+    right_or_refused(make, rows_of(), refused="adapter")
+
+
+def test_adapters_that_are_switched_off_are_refused():
+    def make() -> Any:
+        model = adapted(_lora())()
+        model.base_model.disable_adapter_layers()
+        return model
+
+    with pytest.raises(UserError, match=r"adapter|trainable|train"):
+        piped_numbers(make, rows_of())
+
+
+def test_merged_adapters_are_refused():
+    """Nothing that is trained takes part in the forward pass."""
+
+    def make() -> Any:
+        model = adapted(_lora())()
+        model.merge_adapter()
+        return model
+
+    with pytest.raises(UserError, match=r"merge|adapter|train"):
+        piped_numbers(make, rows_of())
+
+
+def test_lora_dropout_draws_the_same_again():
+    losses = [
+        piped_numbers(adapted(_lora(lora_dropout=0.3)), rows_of(), recompute=recompute, seed=2)
+        for recompute in ("full", "none", "selective")
+    ]
+    for each in losses[1:]:
+        assert_same(each, losses[0], 1e-12)
+
+
+# What must be refused: a loss of its own, or parameters that are not those of layers
+
+REFUSED = {
+    "adalora": (
+        lambda: peft.AdaLoraConfig(
+            init_r=4, target_r=2, total_step=100, target_modules=PROJECTIONS, task_type="CAUSAL_LM"
+        ),
+        "adalora",
+    ),
+    "prompt tuning": (lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "prompt.?tuning"),
+    "prefix tuning": (lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "prefix.?tuning"),
+    "p-tuning": (
+        lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+        "p.?tuning|prompt.?encoder",
+    ),
+    "multitask prompt tuning": (
+        lambda: peft.MultitaskPromptTuningConfig(num_virtual_tokens=4, num_tasks=2, task_type="CAUSAL_LM"),
+        "prompt.?tuning",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_adapters_with_a_loss_or_inputs_of_their_own_are_refused_by_name(what):
+    config, refused = REFUSED[what]
+    model = peft.get_peft_model(llama()(), config()).double()
+    with pytest.raises(UserError, match=f"(?i){refused}"):
+        piped(model).close()
+
+
+# Without a model of peft's around
+
+
+def test_adapters_by_transformers_own_integration():
+    def make() -> Any:
+        model = llama()()
+        torch.manual_seed(8)
+        model.add_adapter(_lora())
+        return shaken(model)
+
+    right_or_refused(make, rows_of(), refused="add_adapter|get_peft_model")
+
+
+def test_adapters_by_injection():
+    def make() -> Any:
+        torch.manual_seed(8)
+        return shaken(peft.inject_adapter_in_model(_lora(), llama()()))
+
+    right_or_refused(make, rows_of(), refused="inject_adapter|get_peft_model")
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_adapters_of_parameters(recompute):
+    """Of experts, which are no linear modules."""
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    )
+    base = lambda: real_model(family_config("qwen3_moe"))  # noqa: E731
+    right_or_refused(adapted(config, base), rows_of(), refused="target_parameters", limit=1e-6, recompute=recompute)
+
+
+def test_adapters_of_parameters_of_a_dense_model():
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"])
+    right_or_refused(adapted(config), rows_of(), refused="target_parameters")
+
+
+def test_export_of_transformers_own_integration_is_an_adapter_or_refused(tmp_path):
+    model = llama()()
+    model.add_adapter(_lora())
+    try:
+        pipeline = piped(model.double())
+        pipeline.export(tmp_path / "out")
+    except UserError as error:
+        assert "adapter" in str(error)
+        return
+    opened = peft.PeftModel.from_pretrained(llama()(), tmp_path / "out")
+    assert any("lora_A" in name for name, _ in opened.named_parameters())
+    pipeline.close()
+
+
+# Layers that are left out now and then
+
+
+def test_opt_with_layerdrop_is_right_or_refused():
+    """A layer that is left out in the forward pass must be left out in the backward pass."""
+    make = lambda: opt(layerdrop=0.5)  # noqa: E731
+    for seed in range(4):
+        found: list[Any] = []
+        torch.manual_seed(seed)
+        try:
+            found = [piped_numbers(make, rows_of(), recompute=r, seed=seed) for r in ("full", "none", "full")]
+        except UserError as error:
+            assert "layerdrop" in str(error)
+        for each in found[1:]:
+            assert_same(each, found[0], 1e-12)
+
+
+def test_opt_without_layerdrop_is_right():
+    assert right_or_refused(lambda: opt(layerdrop=0.0), rows_of()) == "right"
+
+
+def test_the_adapters_here_do_something():
+    """Otherwise a model whose adapters are never called would pass."""
+    plain: dict[str, Tensor] = plain_numbers(adapted(_lora()), rows_of()).change
+    assert all(value.any() for name, value in plain.items() if "lora_" in name)
+    assert plain_numbers(adapted(_lora()), rows_of()).loss != plain_numbers(llama(), rows_of()).loss

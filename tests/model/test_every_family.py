@@ -1,0 +1,38 @@
+"""Every causal LM that transformers knows trains as the plain model does, or is refused for a reason that is known."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from every_family import equal_families, families, outcome, page
+from tawpipe.model.tested import TESTED_TRANSFORMERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+same_release = pytest.mark.skipif(
+    not transformers.__version__.startswith(f"{TESTED_TRANSFORMERS}."), reason="written with another transformers"
+)
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_family_is_equal_or_refused(family):
+    found = outcome(family)
+    assert found.expected, f"{family} is {found.kind}: {found.reason}"
+
+
+@same_release
+def test_the_page_of_models_is_true():
+    written = PAGE.read_text(encoding="utf-8")
+    versions = re.search(r"with (transformers \S+ and torch \S+);", written)
+    assert versions
+    assert written == page({family: outcome(family) for family in families()}, versions[1])
+
+
+@same_release
+def test_the_list_of_tested_families_is_true():
+    written = (ROOT / "src" / "tawpipe" / "model" / "tested.py").read_text(encoding="utf-8")
+    assert written == equal_families({family: outcome(family) for family in families()})

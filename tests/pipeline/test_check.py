@@ -1,0 +1,142 @@
+"""The check of the user's own model before the first step finds what discovery cannot see, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
+
+from borders import llama, rows_of
+from model_families import family_config, meta_model, real_model
+from tawpipe import check
+from tawpipe.errors import UserError
+from tawpipe.model import cut
+from tawpipe.pipeline.pipeline import Pipeline
+
+
+class LayerWithPast(LlamaDecoderLayer):
+    """Adds to its input what the layer before it was given: a path for gradients that no chain has."""
+
+    def forward(self, hidden_states, **kwargs):
+        earlier = hidden_states if self.self_attn.layer_idx == 0 else PAST["hidden"]
+        PAST["hidden"] = hidden_states
+        return super().forward(hidden_states + 0.1 * earlier, **kwargs)
+
+
+PAST: dict[str, torch.Tensor] = {}
+
+
+def with_past():
+    model = real_model(family_config("llama"))
+    for layer in model.model.layers:
+        layer.__class__ = LayerWithPast
+    return model
+
+
+class WithPenalty(LlamaForCausalLM):
+    """A model whose loss is more than the cross-entropy."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.01 * output.logits.square().mean()  # type: ignore[union-attr]
+        return output
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_models_that_are_right_pass(family, on_meta):
+    config = family_config(family)
+    pipeline = Pipeline(meta_model(config) if on_meta else real_model(config), check="always")
+    assert "layers checked" in pipeline.checked
+    pipeline.close()
+
+
+def test_a_model_that_is_not_what_its_blocks_are_is_refused_with_the_place():
+    with pytest.raises(UserError, match=r"layer \d of LlamaForCausalLM|gradient"):
+        Pipeline(with_past())
+    Pipeline(with_past(), check="never").close()
+
+
+def test_a_loss_of_the_models_own_is_noticed():
+    model = real_model(family_config("llama"))
+    model.__class__ = WithPenalty
+    with pytest.raises(UserError, match="head and its loss"):
+        Pipeline(model)
+
+
+def test_auto_leaves_alone_what_the_tests_compare():
+    model = real_model(family_config("llama"))
+    assert check.is_tested(model, None)
+    assert not check.is_tested(model, lambda logits, labels: logits.sum())
+    assert not check.is_tested(with_past(), None)
+    hooked = real_model(family_config("llama"))
+    hooked.model.layers[1].register_forward_hook(lambda *_: None)
+    assert not check.is_tested(hooked, None)
+    pipeline = Pipeline(model)
+    assert not pipeline.checked
+    pipeline.close()
+
+
+def test_another_transformers_means_another_check(monkeypatch):
+    monkeypatch.setattr(check, "TESTED_TRANSFORMERS", "4.0")
+    pipeline = Pipeline(real_model(family_config("llama")))
+    assert "layers checked" in pipeline.checked
+    pipeline.close()
+
+
+def test_a_large_vocabulary_is_cut_for_the_check(monkeypatch):
+    """Neither the model that is trained nor its result notices."""
+    monkeypatch.setattr(cut, "SMALL_VOCABULARY", 16)
+    monkeypatch.setattr(cut, "LARGE_TABLE", 1000)
+    losses = []
+    for choice in ("always", "never"):
+        pipeline = Pipeline(llama()(), check=choice, dtype=torch.float64)
+        losses.append(pipeline.step(rows_of()).loss)
+        pipeline.close()
+    assert losses[0] == losses[1]
+
+
+def test_adapters_are_checked_although_they_begin_with_zeros():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        real_model(family_config("llama")), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    pipeline = Pipeline(model)
+    assert "layers checked" in pipeline.checked
+    pipeline.close()
+
+
+def test_a_model_that_does_not_run_alone_is_said_not_to_be_checked():
+    model = real_model(family_config("llama"))
+    model.loss_function = len  # its own forward pass with labels ends with an error
+    pipeline = Pipeline(model, check="always")
+    assert "was not checked" in pipeline.checked
+    pipeline.close()
+
+
+def test_a_method_replaced_on_the_object_is_refused():
+    model = real_model(family_config("llama"))
+    model.model.forward = model.model.forward
+    with pytest.raises(UserError, match="make a subclass"):
+        Pipeline(model)
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(UserError, match="auto, always, never"):
+        Pipeline(real_model(family_config("llama")), check="sometimes")
+
+
+@pytest.mark.parametrize("nodes", [2])
+def test_all_processes_end_alike(pool, nodes):
+    messages = pool.run("test_check:refused_everywhere", nodes, 1)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("--model: got 'layer 1 of LlamaForCausalLM'")
+
+
+def refused_everywhere(world) -> str:
+    try:
+        Pipeline(with_past(), world=world)
+    except UserError as error:
+        return str(error)
+    return "not refused"

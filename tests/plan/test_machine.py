@@ -1,0 +1,121 @@
+"""Topology files: what is written is read back; what contradicts itself is named."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine
+from tawpipe.plan.measure import machine_of
+from tawpipe.plan.probe import free_memory, tournament
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+
+MACHINE = Machine(
+    (4, 2),
+    LinkModel(1.25e9, 2e-5),
+    LinkModel(5e10, 5e-6, shared=False),
+    {1: LinkModel(2.5e8, 2e-5)},
+    LinkModel(2e10, 1e-5, full_duplex=False),
+    Device("NVIDIA H100", 80 * 2**30),
+)
+
+
+def test_a_file_comes_back(tmp_path):
+    save_machine(MACHINE, tmp_path / "a.yaml", notes="measured\ntoday")
+    assert (tmp_path / "a.yaml").read_text().startswith("# measured\n# today\n")
+    assert load_machine(tmp_path / "a.yaml") == MACHINE
+    assert MACHINE.topology == Topology(((0, 1, 2, 3), (4, 5))) and MACHINE.world_size == 6
+
+
+def test_links_without_a_limit_come_back(tmp_path):
+    free = Machine((1,), LinkModel(math.inf), LinkModel(math.inf))
+    save_machine(free, tmp_path / "a.yaml")
+    assert load_machine(tmp_path / "a.yaml") == free
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": 2}, "format: got 2; 1"),
+        ({"nodes": []}, "nodes: got"),
+        ({"nodes": [2, 0]}, "nodes: got"),
+        ({"nodes": [2, True]}, "nodes: got"),
+        ({"between": None}, "between: got None"),
+        ({"between": {"gbit_per_s": 0}}, "gbit_per_s: got 0; a number above 0"),
+        ({"between": {"gbit_per_s": 1, "gbyte_per_s": 1}}, "one of gbit_per_s, gbyte_per_s"),
+        ({"between": {"speed": 3}}, "between: got 'speed'"),
+        ({"inside": {"gbyte_per_s": 1, "shared": "yes"}}, "shared: got 'yes'; true or false"),
+        ({"inside": {"gbyte_per_s": 1, "latency_us": -1}}, "latency_us: got -1"),
+        ({"between_of": {5: {"gbit_per_s": 1}}}, "between_of: got 5; a node, 0 to 1"),
+        ({"device": {"memory_gib": "80 GB"}}, "memory_gib: got '80 GB'"),
+        ({"devices": 8}, "got 'devices'"),
+    ],
+)
+def test_contradictions_are_named(change, reason):
+    content = {"format": 1, "nodes": [2, 2], "between": {"gbit_per_s": 10}, "inside": {"gbyte_per_s": 10}} | change
+    with pytest.raises(UserError, match=reason):
+        machine_from(content)
+
+
+def test_several_nodes_need_a_link():
+    with pytest.raises(UserError, match="between: got None; the link of a node to the others"):
+        machine_from({"format": 1, "nodes": [2, 2], "inside": {"gbyte_per_s": 10}})
+    with pytest.raises(UserError, match="inside: got None"):
+        machine_from({"format": 1, "nodes": [2], "between": {"gbit_per_s": 10}})
+
+
+def test_topologies_in_short(tmp_path):
+    made = machine_of("3x8@10gbit", device=Device("CPU"))
+    assert made.nodes == (8, 8, 8) and made.between.bytes_per_s == 1.25e9 and made.inside.shared
+    assert machine_of("1x4", device=Device("NVIDIA H100")).nodes == (4,)
+    with pytest.raises(UserError, match="3x8@10gbit"):
+        machine_of("3x8", device=Device())
+    with pytest.raises(UserError, match="--topology"):
+        machine_of(str(tmp_path / "nothing.yaml"), device=Device())
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "unnamed.yaml").write_text("format: 1\nnodes: [1]\n")
+    assert machine_of(str(tmp_path / "unnamed.yaml"), device=Device()).device.name == ""
+    with pytest.raises(UserError, match="YAML"):
+        machine_of(str(tmp_path / "broken.yaml"), device=Device())
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_everybody_meets_everybody_once(count):
+    rounds = list(tournament(count, 99))
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({one for pair in pairs for one in pair}) == 2 * len(pairs) for pairs in rounds)
+
+
+def test_the_probe_finds_the_nodes(pool):
+    """The numbers are those of a loopback; what counts is that all ranks agree and nothing is odd by construction."""
+    found = pool.run("cases:probed", 2, 2)
+    machine, rates = found[0]
+    assert all(other[0] == machine for other in found)
+    assert machine.nodes == (2, 2) and len(rates) == 2
+    assert 1e6 < machine.between.bytes_per_s < 1e12 and machine.between.latency_s > 0
+    assert machine.device.name == "CPU" and machine.device.memory_bytes > 2**20
+    assert torch.get_num_threads() >= 1
+
+
+def test_a_plan_for_the_machine_that_it_is_made_on(capfd):
+    words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "probe", "--sequence-length", "64"]
+    assert main([*words, "--global-batch", "4", "--dtype", "float32", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["chosen"]
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    whole = free_memory()
+    assert whole > 0
+    (tmp_path / "max").write_text("3000000\n")
+    (tmp_path / "current").write_text("1000000\n")
+    monkeypatch.setattr("tawpipe.plan.probe.CONTAINER", ((tmp_path / "max", tmp_path / "current"),))
+    assert free_memory() == 2000000
+    (tmp_path / "max").write_text("max\n")
+    assert free_memory() > 2000000

@@ -1,0 +1,344 @@
+"""Plans: profiles, predictions, the search, the answer, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config
+
+from questions import LAYERS, question
+from schedules import llama
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import chain_flops
+from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.plan import Answer, load_plan
+from tawpipe.plan.plan_file import PLACEMENTS, settings_of, spell_recompute
+from tawpipe.plan.profile import estimate, fit, measure, size_of
+from tawpipe.plan.request import _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
+from tawpipe.plan.search import STRATEGIES, search
+from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.build import build_training
+from tawpipe.schedule.placement import parse_homes
+from tawpipe.simulate import LinkModel, Seconds
+from tawpipe.train.config import load_config
+
+# profiles
+
+
+@given(fixed=st.floats(0, 1e-2), token=st.floats(1e-7, 1e-4), pair=st.sampled_from([0.0, 1e-9, 1e-7]))
+def test_a_fit_finds_what_made_the_seconds(fixed, token, pair):
+    sizes = [size_of([n]) for n in (1000, 500, 250)] + [size_of([125] * 8)]
+    truth = Seconds(fixed, token, pair)
+    found = fit(sizes, [truth.of(size) for size in sizes])
+    for size in sizes:
+        assert found.of(size) == pytest.approx(truth.of(size), rel=1e-5)
+    assert min(found.fixed, found.per_token, found.per_pair) >= 0
+
+
+def test_a_fit_has_no_negative_part():
+    sizes = [size_of([n]) for n in (1000, 500, 250)]
+    assert min(vars(fit(sizes, [1.0, 0.9, 0.1])).values()) >= 0
+
+
+def tiny(**changes) -> Chain:
+    model = build_model("tiny", vocab_size=500, max_positions=256).model
+    return Chain(model, **changes)
+
+
+def test_a_measured_profile_has_a_cost_for_every_block():
+    found = measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=256)
+    size = size_of([256])
+    assert len(found.blocks) == 10
+    assert len({id(cost) for cost in found.blocks[1:-1]}) == 1, "equal layers are measured once"
+    layer = found.blocks[1]
+    assert 0 < layer.forward.of(size) < layer.backward.of(size)
+    assert found.blocks[-1].backward.of(size) > 0 and found.update_s > 0
+    assert found.kept["graph"] > found.kept["kept"] > found.boundary == 256 * 4
+
+
+def test_an_estimate_counts_the_operations():
+    chain = tiny()
+    found = estimate(chain, dtype=torch.bfloat16, flops=1e12)
+    layer, numel = found.blocks[1], chain.units[1].numel
+    assert layer.forward.per_token == pytest.approx(2 * numel / 0.5e12)
+    assert layer.backward.of(size_of([64])) == pytest.approx(3 * layer.forward.of(size_of([64])))
+    assert found.blocks[0].forward == Seconds() and "estimated" in found.source
+
+
+# predictions
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    placement=st.sampled_from(["spread", "striped", "flat", "hybrid"]),
+    per_visit=st.integers(1, 2),
+    per_rank=st.integers(6, 9),
+    scope=st.sampled_from(["visit", "step"]),
+)
+def test_few_rounds_tell_about_many(placement, per_visit, per_rank, scope):
+    asked = question(global_batch=4 * per_rank)
+    scopes = {"gradients_scope": scope} if placement in ("spread", "hybrid") else {}
+    knobs = asked.knobs(placement=placement, micro_batches_per_visit=per_visit, **scopes)
+    made = predict(asked, knobs)
+    schedule = build_training(asked.model, asked.topology, knobs)
+    whole = _play(asked, schedule)
+    assert made.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+    assert made.memory == memory_of(asked, schedule)
+    assert memory_quickly(asked, knobs) == made.memory
+    assert bound_of(asked, knobs) <= made.step_seconds * 1.001
+
+
+def test_more_micro_batches_in_a_pipeline_are_added():
+    short, longer = question(global_batch=12), question(global_batch=40)
+    for kind in ("1f1b", "zero-bubble"):
+        made = [predict_pipeline(asked, kind, "nodes").step_seconds for asked in (short, longer)]
+        assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
+
+
+# the search
+
+
+def test_the_search_tries_every_strategy_and_puts_the_best_first():
+    asked = question()
+    found = search(asked)
+    assert {one.strategy for one in found} == {*STRATEGIES, "1f1b", "interleaved-1f1b", "zero-bubble"}
+    played = [one for one in found if one.prediction is not None]
+    assert [one.seconds for one in played] == sorted(one.seconds for one in played)
+    answer = Answer.of(asked, found)
+    assert answer.chosen is not None and answer.chosen.runnable
+    best = min(one.seconds for one in played if one.runnable)
+    assert answer.chosen.seconds == best
+    assert answer.chosen.strategy in answer.reason
+
+
+def test_memory_rules_strategies_out():
+    free = Answer.of(question(), search(question()))
+    assert free.chosen is not None and free.chosen.prediction is not None
+    least = min(one.prediction.peak_bytes for one in free.candidates if one.prediction is not None)
+    tight = question(memory=free.chosen.prediction.peak_bytes - 1)
+    answer = Answer.of(tight, search(tight))
+    assert answer.chosen is not None and answer.chosen.prediction is not None
+    assert answer.chosen.prediction.peak_bytes < free.chosen.prediction.peak_bytes
+    nothing = question(memory=least // 4)
+    answer = Answer.of(nothing, search(nothing))
+    assert answer.chosen is None and "nothing fits" in answer.reason and "GiB" in answer.reason
+    with pytest.raises(UserError, match="nothing fits"):
+        answer.text()
+
+
+def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
+    machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
+    free = next(one for one in search(question(machine)) if one.strategy == "tawpipe-spread")
+    assert free.knobs is not None and free.knobs.offloaded_layers == 0
+    lean = free.knobs
+    lean = replace(lean, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, kept_units=0, recompute=())
+    sizes = {
+        layers: sum(memory_quickly(question(machine), replace(lean, offloaded_layers=layers)).values())
+        for layers in (0, LAYERS // 2, LAYERS)
+    }
+    assert sizes[LAYERS] < sizes[LAYERS // 2] < sizes[0]
+    used = []
+    for memory in (sizes[0] - 1, sizes[LAYERS // 2] - 1, sizes[LAYERS]):
+        found = next(one for one in search(question(machine, memory=memory)) if one.strategy == "tawpipe-spread")
+        assert found.fits and found.knobs is not None and found.knobs.offloaded_layers > 0
+        used.append(found.knobs.offloaded_layers)
+    assert used == sorted(used) and used[0] == LAYERS // 2
+
+
+def test_slow_links_ask_for_fewer_bytes():
+    slow, fast = (question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
+    chosen = [Answer.of(asked, search(asked)).chosen for asked in (slow, fast)]
+    assert chosen[0] is not None and chosen[1] is not None
+    assert chosen[0].prediction is not None and chosen[1].prediction is not None
+    assert chosen[0].prediction.link_bytes <= chosen[1].prediction.link_bytes or chosen[0].strategy == "hsdp"
+    assert "busy" in Answer.of(slow, [chosen[0]]).reason
+
+
+def test_one_node_and_one_device_have_plans():
+    for nodes, local in ((1, 1), (1, 4)):
+        asked = question(uniform(nodes, local, between=LinkModel(1e9), inside=LinkModel(1e8)))
+        answer = Answer.of(asked, search(asked))
+        assert answer.chosen is not None
+        assert answer.as_json()["candidates"][0]["link_bytes"] == 0
+
+
+def test_uneven_nodes_have_plans(monkeypatch):
+    monkeypatch.setattr("tawpipe.plan.place.EFFORT", 0.2)
+    machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
+    answer = Answer.of(question(machine), search(question(machine)))
+    assert answer.chosen is not None
+
+
+# the answer
+
+
+def test_the_contract_of_the_json():
+    asked = question(flops=1e9, peak_flops=1e12)
+    content = json.loads(json.dumps(Answer.of(asked, search(asked)).as_json(), allow_nan=False))
+    assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
+    keys = {"strategy", "knobs", "runnable", "step_seconds", "tokens_per_second_per_device", "mfu"}
+    keys |= {"exposed_communication_s", "idle_s", "link_bytes", "peak_gib", "fits"}
+    for row in content["candidates"]:
+        assert keys <= row.keys()
+    first = content["candidates"][0]
+    assert first["tokens_per_second_per_device"] == pytest.approx(16 * 10 / first["step_seconds"] / 4)
+    assert 0 < first["mfu"] < 1
+
+
+def test_a_saved_plan_is_settings(tmp_path):
+    asked = question()
+    answer = Answer.of(asked, search(asked))
+    answer.save(tmp_path / "plan.yaml")
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert answer.chosen is not None and answer.chosen.knobs is not None
+    assert plan["strategy"] == answer.chosen.strategy and plan["nodes"] == [2, 2]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"schedule": plan["schedule"]}))
+    chosen = load_config(["--config", str(config)]).schedule
+    assert chosen.look_ahead == answer.chosen.knobs.look_ahead
+
+
+@pytest.mark.parametrize("setting", ["full", "none", "none:2,selective:1,full", "selective:3,full"])
+def test_recompute_is_spelled_as_it_is_read(setting):
+    model = llama(4)
+    assert recompute_of_blocks(spell_recompute(recompute_of_blocks(setting, model)), model) == recompute_of_blocks(
+        setting, model
+    )
+
+
+def test_settings_name_the_builder():
+    asked = question()
+    assert settings_of(asked.knobs(placement="hybrid"))["builder"] == "hsdp"
+    assert settings_of(asked.knobs(placement="striped"))["placement"] == "striped"
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
+def test_a_broken_plan_is_named(tmp_path, content):
+    (tmp_path / "plan.yaml").write_text(content)
+    with pytest.raises(UserError, match="--plan"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+# the command
+
+WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
+WORDS += ["--topology", "2x2@1gbit", "--dtype", "float32", "--device", "cpu", "--device-name", "cpu"]
+
+
+def test_the_command(tmp_path, capsys):
+    assert main([*WORDS, "--save", str(tmp_path / "plan.yaml"), "--explain", "tawpipe-spread"]) == 0
+    said, progress = capsys.readouterr()
+    assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
+    assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
+    assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
+    assert main([*WORDS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] in STRATEGIES
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--topology", "nowhere.yaml"], "--topology"),
+        (["--topology", "2x2"], "3x8@10gbit"),
+        (["--sequence-length", "1"], "--sequence-length"),
+        (["--global-batch", "0"], "--global-batch"),
+        (["--micro-batch", "9"], "--micro-batch"),
+        (["--lengths", "3,4"], "--lengths: got 7"),
+        (["--lengths", "a"], "--lengths"),
+        (["--profile", "guess"], "--profile"),
+        (["--device-name", "Abacus", "--profile", "estimate"], "a device whose peak is known"),
+        (["--explain", "magic"], "--explain"),
+        (["--memory", "0"], "--memory: got 0.0; more than 0"),
+        (["--vocab-size", "0"], "--vocab-size"),
+        (["--lengths", "70,-6"], "--lengths"),
+        (["--topology", "2x2@1.2.3gbit"], "--topology"),
+        (["--model", "nothing"], "--model"),
+    ],
+)
+def test_complaints(words, reason, capsys):
+    assert main([*WORDS, *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", ["auto", "estimate", "measure"])
+@pytest.mark.parametrize("file", ["", "device: {memory_gib: 80}"])
+def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, capsys, file, profile):
+    """A large model is not measured on the processors of a machine that only plans."""
+    monkeypatch.setattr("tawpipe.plan.measure.build_model", lambda *_, **__: pytest.fail("went on"))
+    (tmp_path / "two.yaml").write_text(f"format: 1\nnodes: [1, 1]\nbetween: {{gbit_per_s: 1}}\n{file}\n")
+    topology = str(tmp_path / "two.yaml") if file else "3x8@10gbit"
+    words = ["plan", "--model", "llama-8b", "--topology", topology, "--sequence-length", "64", "--global-batch", "8"]
+    assert main([*words, "--device", "cpu", "--profile", profile]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tawpipe: error: --device-name: got 'nothing'") and "H100, " in said and "CPU" in said
+
+
+def test_an_estimate_without_a_known_peak_names_the_device(capsys):
+    assert main([*WORDS, "--profile", "estimate"]) == 2
+    assert "--device-name: got 'CPU'; a device whose peak is known: GB200" in capsys.readouterr().err
+
+
+def test_a_long_measurement_says_what_it_is_at(monkeypatch):
+    monkeypatch.setattr("tawpipe.plan.profile.QUIET_S", 0.0)
+    said: list[str] = []
+    measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=16, tell=said.append)
+    for words in (
+        "block 0 (embedding), 16 tokens",
+        "block 1 (layer), 16 tokens",
+        "(head)",
+        "the optimizer, run 4 of 4",
+    ):
+        assert any(words in line for line in said), words
+
+
+def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp_path, capsys):
+    GPT2Config(vocab_size=500, n_embd=32, n_layer=2, n_head=2, n_positions=40).save_pretrained(tmp_path)
+    words = [*WORDS, "--model", str(tmp_path)]
+    assert main([*words, "--lengths", "30,34"]) == 0
+    assert main(words) == 2
+    assert "--sequence-length: got 64; at most 40" in capsys.readouterr().err
+
+
+def test_what_fits_nowhere_ends_with_1(capsys):
+    assert main([*WORDS, "--memory", "0.001"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+# plans that are run
+
+
+def test_plans_agree_and_one_repeats_bit_by_bit(pool):
+    """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
+    asked = question()
+    names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")
+    chosen = [one for one in search(asked) if one.strategy in names]
+    assert len(chosen) == 5
+    results = []
+    for one in (*chosen, chosen[0]):
+        assert one.knobs is not None
+        settings = settings_of(one.knobs)
+        placement = PLACEMENTS.get(settings.pop("builder"))
+        settings |= {"homes": parse_homes(settings.pop("homes", ""))}
+        knobs = {"placement": placement, **settings} if placement else settings
+        results.append(pool.run("cases:weights_after", 2, 2, rows=8, **knobs)[0])
+    losses, weights = results[0]
+    for other_losses, other in results[1:]:
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        assert all(torch.allclose(value, weights[name], rtol=1e-8, atol=1e-10) for name, value in other.items())
+    assert results[-1][0] == losses and all(torch.equal(value, weights[name]) for name, value in results[-1][1].items())
+
+
+def test_what_a_mixture_of_experts_needs_is_not_guessed():
+    chain = tiny()
+    assert chain_flops(chain, [64])
+    chain.config.num_experts = 8
+    assert chain_flops(chain, [64]) is None

@@ -1,0 +1,207 @@
+"""Pages, and predicted steps beside executed ones: of a plan, of a run, of a comparison."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from questions import question
+from schedules import llama
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.lab.page import write_compare_page
+from tawpipe.plan.machine import uniform
+from tawpipe.plan.page import write_plan_page
+from tawpipe.plan.plan import Answer, load_plan
+from tawpipe.plan.plan_file import knobs_from, question_from, record_of, settings_of
+from tawpipe.plan.replay import replay
+from tawpipe.plan.request import Question, timeline_of
+from tawpipe.plan.search import search
+from tawpipe.report import Bar, predicted_bars
+from tawpipe.report.differences import differences, matched
+from tawpipe.report.page import check_page, timeline_section
+from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.simulate import LinkModel
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.page import write_run_page
+
+pytest.importorskip("plotly")
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    asked = question(flops=1e9, peak_flops=1e12)
+    return Answer.of(asked, search(asked))
+
+
+@pytest.fixture(scope="module")
+def plan(answer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    answer.save(path)
+    return path
+
+
+def whole(path: Path) -> str:
+    """A page that needs nothing else."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert "<script src=" not in text and "<link" not in text and "@import" not in text
+    assert "NaN" not in text.split("<body>")[1].split("<script")[0]
+    return text
+
+
+# a question as data
+
+
+def test_a_question_survives_being_written(answer):
+    asked: Question = answer.question
+    content = yaml.safe_load(yaml.safe_dump(json.loads(json.dumps(record_of(asked)))))
+    again = question_from(content, where="here")
+    for name in ("model", "machine", "size", "widths", "global_batch", "clip", "flops", "profile"):
+        assert getattr(again, name) == getattr(asked, name), name
+
+
+def test_a_tied_model_survives_being_written():
+    asked = question(model=llama(6, tied=True))
+    assert question_from(record_of(asked), where="here").model == asked.model
+
+
+@pytest.mark.parametrize("placement", ["spread", "striped", "whole", "flat", "hybrid", "ring"])
+def test_knobs_survive_being_settings(placement):
+    asked = question(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))
+    scopes = {"gradients_scope": "step"} if placement == "hybrid" else {}
+    knobs = asked.knobs(placement=placement, micro_batches_per_visit=2, look_ahead=3, **scopes)
+    knobs = replace(knobs, recompute=recompute_of_blocks("none:2,full", asked.model))
+    assert knobs_from(settings_of(knobs), asked) == knobs
+
+
+def test_a_saved_plan_is_played_again(answer, plan):
+    made, left_out = replay(plan)
+    assert not left_out
+    assert answer.chosen.prediction is not None
+    assert made.step_seconds == pytest.approx(answer.chosen.prediction.step_seconds, rel=0.02)
+    assert made.schedule.topology.world_size == 4
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "machine"])
+def test_a_plan_without_what_the_clock_needs_is_named(plan, tmp_path, damage, capsys):
+    content = yaml.safe_load(plan.read_text())
+    if damage == "gone":
+        del content["clock"]
+    elif damage == "empty":
+        content["clock"] = {}
+    else:
+        content["clock"]["machine"]["nodes"] = [0]
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(content))
+    assert main(["trace", str(path)]) == 2
+    assert "plan.yaml" in capsys.readouterr().err
+
+
+# trace
+
+
+def test_trace_draws_a_plan(plan, tmp_path, capsys):
+    assert main(["trace", str(plan), "--out", str(tmp_path), "--report", str(tmp_path / "page.html")]) == 0
+    assert "predicted:" in capsys.readouterr().out
+    assert {"trace.json", "timeline.svg", "timeline.png", "page.html"} == {path.name for path in tmp_path.iterdir()}
+    assert "The step, predicted" in whole(tmp_path / "page.html")
+
+
+def recorded(folder: Path, bars: list[Bar], slower: float) -> None:
+    """Bars as a run writes them, every action ``slower`` times as long."""
+    folder.mkdir(parents=True)
+    for rank in sorted({bar.rank for bar in bars}):
+        mine = [bar for bar in bars if bar.rank == rank]
+        spans = [[str(bar.action), bar.begin * slower, bar.end * slower] for bar in mine]
+        content = {"format": 1, "rank": rank, "node": mine[0].node, "step": 3, "spans": spans}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+
+
+def test_trace_puts_a_run_beside_its_plan(plan, tmp_path, capsys):
+    run = tmp_path / "run"
+    recorded(run / "traces" / "step-00000003", predicted_bars(replay(plan)[0]), 1.5)
+    (run / "plan.yaml").write_text(plan.read_text())
+    out = tmp_path / "out"
+    assert main(["trace", str(run), "--out", str(out), "--report", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert "(+50.0%)" in said and "farthest from the prediction, computing:" in said
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert {name.partition(" (")[0] for name in names} >= {"predicted rank 0", "executed rank 3"}
+    assert "Predicted and executed" in whole(tmp_path / "page.html")
+
+
+def test_actions_are_matched_by_their_words(answer):
+    bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
+    assert len(matched(bars, bars)) == len(bars)
+    assert any("(+0.0%)" in line for line in differences(bars, bars))
+    assert list(differences(bars, [])) == ["the plan is for another schedule: no action of it is in the recording"]
+
+
+# pages
+
+
+def test_a_timeline_says_whose_lanes_it_shows(answer, monkeypatch):
+    bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
+    section = timeline_section("A step", bars, "3 of 9 rounds.")
+    assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node." in section.text
+    monkeypatch.setattr("tawpipe.report.page.MOST_BARS", len(bars) // 3)
+    section = timeline_section("A step", bars, ranks=[0, 1, 2, 3])
+    assert "Only rank 0 of 0, 1, 2, 3: more than" in section.text
+    drawn = {name.rpartition(" ")[0] for trace in section.figures[0].data for name in trace.y}
+    assert drawn == {"rank 0"}
+
+
+def test_the_page_of_a_plan(answer, tmp_path):
+    write_plan_page(answer, tmp_path / "page.html")
+    text = whole(tmp_path / "page.html")
+    for title in ("Where a step", "Memory of a device", "With other links", "With other sequence lengths"):
+        assert title in text
+    assert answer.chosen.strategy in text
+
+
+def test_the_page_of_a_comparison(tmp_path):
+    results = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*links*/results.json"))
+    content = json.loads(results[-1].read_text())
+    write_compare_page("links", content["environment"], content["rows"], tmp_path / "page.html")
+    text = whole(tmp_path / "page.html")
+    assert "All cells" in text and "physical bound" in text
+
+
+def test_the_page_of_a_run(plan, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {"step": i, "loss": 3.0 - i / 10, "seconds": 0.5, "grad_norm": None, "tokens_per_second": 9.0} for i in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "plan.yaml").write_text(plan.read_text())
+    write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [("model", "tiny")], [("steps", "2 in 1 s")])
+    text = whole(tmp_path / "page.html")
+    assert "Loss" in text and "predicted" in text and "2 in 1 s" in text and "Gradient norm" not in text
+
+
+def test_a_page_needs_a_folder(tmp_path):
+    check_page(None)
+    check_page(str(tmp_path / "page.html"))
+    for path in (tmp_path, tmp_path / "nowhere" / "page.html"):
+        with pytest.raises(UserError, match="--report"):
+            check_page(str(path))
+
+
+def test_words_in_a_page_are_not_markup(tmp_path):
+    rows = [("prompt", "<script>alert(1)</script>")]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), rows, rows)
+    assert "<script>alert" not in (tmp_path / "page.html").read_text()
+
+
+def test_plans_load_with_their_clock(plan):
+    assert load_plan(plan)["clock"]["machine"]["nodes"] == [2, 2]

@@ -1,0 +1,108 @@
+"""WeiPipe's ring: who holds what in which turn, and what that makes of a rank's program."""
+
+from __future__ import annotations
+
+import pytest
+
+from schedules import llama, make
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.build import place_units
+from tawpipe.schedule.routes.ring import Ring, Stream, slots_of_blocks
+from tawpipe.schedule.spec import Knobs, share_micro_batches
+from tawpipe.topology import Topology
+
+
+def ring(nodes: int, local: int, count: int, *, layers: int = 0, per_visit: int = 1, training: bool = True) -> Ring:
+    topology = Topology.grid(nodes, local)
+    shares = share_micro_batches(count, topology.world_size)
+    knobs = Knobs("ring", shares, micro_batches_per_visit=per_visit)
+    model = llama(layers or topology.world_size)
+    return Ring(model, topology, knobs, place_units(model, topology, "ring"), training)
+
+
+@pytest.mark.parametrize(("layers", "size"), [(6, 6), (12, 6), (7, 3), (8, 5), (1, 1)])
+def test_slots_are_even_in_layers(layers, size):
+    slots = slots_of_blocks(llama(layers), size)
+    assert list(slots) == sorted(slots)
+    per_slot = [slots[1:-1].count(slot) for slot in range(size)]
+    assert sum(per_slot) == layers and max(per_slot) - min(per_slot) <= 1
+
+
+def test_every_slot_has_a_home_of_its_own():
+    made = ring(3, 2, 6, layers=12)
+    homes = {
+        made.home(unit)
+        for unit, spec in enumerate(made.model.units)
+        if made.model.blocks[spec.blocks[0]].kind == "layer"
+    }
+    assert homes == set(range(6))
+
+
+def test_a_turn_is_one_forward_and_one_backward_of_different_passes():
+    made = ring(2, 2, 12)
+    steady = 0
+    for position in range(4):
+        for turn in range(made.num_turns):
+            forward, backward = made.forward_at(position, turn), made.backward_at(position, turn)
+            if forward and backward:
+                steady += 1
+                assert forward[0] == backward[0] + made.size
+                assert forward[1] == made.size - 1 - backward[1]
+    assert steady == 4 * 4 * (3 - 1)  # all but each rank's first forward and last backward pass
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11])
+def test_what_a_pass_uses_is_there_in_its_turn(count):
+    made = ring(2, 2, count)
+    there = {
+        (journey.stream, journey.slot, (journey.start + turn - journey.departure) % made.size, turn)
+        for journey in made.journeys
+        for turn in range(journey.departure, journey.arrival + 1)
+    }
+    for number in made.passes:
+        for slot in range(made.size):
+            position = number % made.size
+            assert (Stream.FORWARD, slot, position, made.forward_turn(number, slot)) in there
+            assert (Stream.BACKWARD, slot, position, made.backward_turn(number, slot)) in there
+            assert (Stream.GRADIENT, slot, position, made.backward_turn(number, slot)) in there
+    assert all(journey.departure >= 0 for journey in made.journeys)
+    ends = {
+        (journey.start + journey.hops) % made.size - made.home(journey.unit)
+        for journey in made.journeys
+        if journey.stream is Stream.GRADIENT
+    }
+    assert ends == {0}
+
+
+def test_passes_over_an_edge_are_the_hops_over_it():
+    made = ring(3, 2, 13)
+    for journey in made.journeys:
+        walked = [(journey.start + hop) % made.size for hop in range(journey.hops)]
+        assert [journey.passes(position, made.size) for position in range(made.size)] == [
+            walked.count(position) for position in range(made.size)
+        ]
+
+
+def test_a_turn_ends_with_one_exchange_a_lane_between_neighbours():
+    schedule = make(llama(12), 3, 2, 18, placement="ring")
+    for rank, program in enumerate(schedule.programs):
+        exchanges = [action for action in program if action.op is Op.EXCHANGE]
+        assert {action.lane for action in exchanges} == {Lane.INTER_W, Lane.INTER_G}
+        assert {action.group for action in exchanges} == {"world"}
+        for action in exchanges:
+            assert {t.peer for t in action.transfers if t.send} <= {(rank + 1) % 6}
+            assert {t.peer for t in action.transfers if not t.send} <= {(rank - 1) % 6}
+        turns = 3 * 6 + 2 * 6 - 1  # of the last rank's last backward, counted from the first forward
+        assert sum(action.lane is Lane.INTER_W for action in exchanges) <= turns
+
+
+def test_weights_wait_for_nothing_but_buffers():
+    """With more buffers the ring runs further ahead: a rank has posted more of it before it computes for the first
+    time.
+    """
+    ahead = []
+    for look_ahead in (1, 2, 4):
+        program = make(llama(4), 2, 2, 8, placement="ring", look_ahead=look_ahead).programs[0]
+        first = next(i for i, action in enumerate(program) if action.op is Op.FORWARD)
+        ahead.append(sum(action.op is Op.EXCHANGE for action in program[:first]))
+    assert ahead == [1, 2, 4]

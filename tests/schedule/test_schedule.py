@@ -1,0 +1,289 @@
+"""Schedules as data: every builder's result is proved right, gives the right numbers, and a broken one is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedule_numbers import check_numbers
+from schedules import SCOPED, llama, make, schedules
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane, Op, is_activation, is_gradient, is_weight
+from tawpipe.schedule.build import build_evaluation, place_units
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.placement import ALL_PLACEMENTS
+from tawpipe.schedule.proof.symbolic import Content, Contents, Running
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.spec import Schedule, share_micro_batches
+from tawpipe.topology import Topology
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=schedules())
+def test_every_built_schedule_is_proved(schedule):
+    verify(schedule)
+    for program in schedule.programs:
+        for action in program:
+            assert Action.parse(str(action)) == action
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(schedule=schedules())
+def test_thousands_of_schedules_are_proved(schedule):
+    verify(schedule)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=schedules(), seed=st.integers(0, 1000))
+def test_every_order_gives_the_numbers_of_one_process(schedule, seed):
+    check_numbers(schedule, seed=seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=schedules())
+def test_every_buffer_is_of_one_kind(schedule):
+    for program in schedule.programs:
+        for name in {name for action in program for name in (*action.reads, *action.writes)} - {"norm", "count"}:
+            assert is_weight(name) + is_gradient(name) + is_activation(name) == 1, name
+
+
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+@pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (3, 1), (3, 2)])
+def test_every_copy_of_a_unit_is_whole_and_no_rank_has_two(placement, nodes, local):
+    model, topology = llama(6), Topology.grid(nodes, local)
+    for unit, home in zip(model.units, place_units(model, topology, placement), strict=True):
+        assert home.padded >= unit.numel
+        assert len(home.copies) == (nodes if placement == "hybrid" else 1)
+        ranks = [rank for copy in home.copies for rank in copy]
+        assert len(set(ranks)) == len(ranks)
+        for copy in home.copies:
+            assert [home.index(rank) for rank in copy] == list(range(len(copy)))
+        assert all(home.index(rank) is None for rank in set(topology.group("world", 0)) - set(ranks))
+
+
+def _edit(schedule: Schedule, rank: int, change) -> Schedule:
+    programs = list(schedule.programs)
+    programs[rank] = tuple(change(list(programs[rank])))
+    return replace(schedule, programs=tuple(programs))
+
+
+def _drop(op: Op, lane: Lane, which: int = 0):
+    def change(program):
+        found = [i for i, action in enumerate(program) if action.op is op and action.lane is lane]
+        del program[found[which]]
+        return program
+
+    return change
+
+
+def _swap(lane: Lane):
+    def change(program):
+        a, b = [i for i, action in enumerate(program) if action.lane is lane][:2]
+        program[a], program[b] = program[b], program[a]
+        return program
+
+    return change
+
+
+@pytest.mark.parametrize("placement", ["spread", "striped", "whole"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _drop(Op.ADD, Lane.INTER_G),
+        _drop(Op.BACKWARD, Lane.COMPUTE, 3),
+        _drop(Op.UPDATE, Lane.COMPUTE),
+        _swap(Lane.INTER_W),
+        _swap(Lane.GATHER),
+        _swap(Lane.REDUCE),
+    ],
+    ids=["lost add", "lost backward", "lost update", "pulls swapped", "gathers swapped", "reductions swapped"],
+)
+def test_a_broken_schedule_is_refused(placement, change):
+    schedule = make(llama(5), 3, 2, 12, placement=placement)
+    verify(schedule)
+    with pytest.raises(ScheduleError):
+        verify(_edit(schedule, 0, change))
+
+
+def test_a_buffer_that_is_reused_too_early_is_found():
+    schedule = make(llama(5), 2, 2, 4, placement="spread")
+
+    def change(program):
+        return [
+            replace(action, writes=("W1.0",)) if action.lane is Lane.GATHER and action.writes == ("W1.1",) else action
+            for action in program
+        ]
+
+    with pytest.raises(ScheduleError):
+        verify(_edit(schedule, 1, change))
+
+
+def test_a_gradient_counted_twice_is_found():
+    schedule = make(llama(3), 2, 2, 4, placement="spread")
+
+    def change(program):
+        i = next(i for i, action in enumerate(program) if action.op is Op.ADD)
+        return [
+            *program[: i + 1],
+            replace(program[i], reads=(*program[i].writes, *program[i].reads)),
+            *program[i + 1 :],
+        ]
+
+    with pytest.raises(ScheduleError, match="twice"):
+        verify(_edit(schedule, 0, change))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda g: g[::-1], lambda g: g[:1], lambda g: (*g, g[0])], ids=["swapped", "less", "more"]
+)
+def test_gradients_of_a_block_match_its_units_one_by_one(change):
+    """An adapter makes two trainable units of a block; equal sizes, so that nothing but the order tells them apart."""
+    model = llama(3)
+    model = replace(model, blocks=(*model.blocks[:1], replace(model.blocks[1], units=(1, 2)), *model.blocks[2:]))
+    model = replace(model, units=(*model.units[:2], replace(model.units[2], blocks=(1, 2)), *model.units[3:]))
+    schedule = make(model, 2, 2, 4, placement="spread")
+    verify(schedule)
+
+    def edit(program):
+        i = next(i for i, action in enumerate(program) if action.op is Op.BACKWARD and action.block == 1)
+        writes = tuple(name for name in program[i].writes if not is_gradient(name))
+        program[i] = replace(program[i], writes=(*writes, *change(program[i].gradients)))
+        return program
+
+    with pytest.raises(ScheduleError):
+        verify(_edit(schedule, 0, edit))
+
+
+def test_one_device_moves_nothing():
+    schedule = make(llama(3), 1, 1, 4, placement="spread", micro_batches_per_visit=2)
+    assert {action.lane for action in schedule.programs[0]} == {Lane.COMPUTE}
+    assert schedule.pools == ((),)
+
+
+# scopes of copies
+
+
+@pytest.mark.parametrize("placement", SCOPED)
+def test_kept_weights_enter_a_node_once_a_step(placement):
+    schedule = make(llama(4, tied=True), 2, 2, 12, placement=placement, weights_scope="step")
+    for rank in range(4):
+        pulls = [action for action in schedule.programs[rank] if action.lane is Lane.INTER_W]
+        pulled = [action.unit for action in pulls if action.op is Op.COLLECTIVE]
+        pulled += [transfer.unit for action in pulls for transfer in action.transfers if not transfer.send]
+        assert len(set(pulled)) == len(pulled)
+        assert placement != "spread" or sorted(pulled) == list(range(len(schedule.model.units)))
+
+
+def test_what_keeping_costs_is_in_the_pools():
+    model = llama(4)
+    visit, step = (make(model, 3, 2, 12, placement="spread", weights_scope=s) for s in ("visit", "step"))
+    kept = sum(pool.count * pool.elements for pool in step.pools[0] if pool.name.startswith("K"))
+    assert kept == sum(home.padded // 2 for home in step.homes)
+    slices = sum(pool.count * pool.elements for pool in visit.pools[0] if pool.name.startswith("S"))
+    assert step.pool_elements(0, "weight") == visit.pool_elements(0, "weight") + kept - slices
+
+
+def test_a_unit_that_is_visited_once_is_not_kept():
+    schedule = make(
+        llama(4), 2, 2, 12, build_evaluation, placement="spread", weights_scope="step", micro_batches_per_visit=3
+    )
+    assert not any(pool.name.startswith("K") for pools in schedule.pools for pool in pools)
+
+
+def test_a_kept_slice_of_the_step_before_is_refused():
+    schedule = make(llama(2), 2, 1, 4, placement="spread", weights_scope="step")
+    forward = next(action for action in schedule.programs[0] if action.op is Op.FORWARD)
+    (name,), contents = forward.weights, Contents(schedule)
+    contents.held[0][name] = Content("w", 0, (0, 1), version=0)
+    with pytest.raises(ScheduleError, match=r"version=1.*finds.*version=0"):
+        contents.local(Running(0, 1, 0, forward))
+
+
+@pytest.mark.parametrize("placement", [*SCOPED, "hybrid"])
+def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(placement):
+    schedule = make(llama(4), 2, 2, 12, placement=placement, gradients_scope="step")
+    for program in schedule.programs:
+        left: dict[int, int] = {}
+        for i, action in enumerate(program):
+            if action.lane is Lane.INTER_G and action.op in (Op.EXCHANGE, Op.COLLECTIVE):
+                for unit in [t.unit for t in action.transfers if t.send] if action.transfers else [action.unit]:
+                    assert unit not in left
+                    left[unit] = i
+        last = max(i for i, action in enumerate(program) if action.op is Op.BACKWARD)
+        assert min(left.values()) < last
+
+
+def test_a_gradient_that_leaves_once_is_summed_in_no_extra_buffer():
+    schedule = make(llama(4), 2, 2, 4, placement="spread", gradients_scope="step")
+    assert not any(pool.name.startswith("A") for pools in schedule.pools for pool in pools)
+
+
+def test_the_norm_counts_every_gradient_once():
+    schedule = make(llama(3), 3, 2, 6, placement="hybrid")
+    norms = [next(action for action in program if action.op is Op.NORM) for program in schedule.programs]
+    assert [any(is_gradient(name) for name in norm.reads) for norm in norms] == [True, True, False, False, False, False]
+    assert all(schedule.counts(rank)[Op.UPDATE] == len(schedule.model.units) for rank in range(6))
+
+
+# knobs
+
+
+@pytest.mark.parametrize(
+    ("setting", "knobs"),
+    [
+        ("look_ahead", {"look_ahead": -1}),
+        ("placement", {"placement": "nowhere"}),
+        ("weights_scope", {"weights_scope": "run"}),
+        ("weights_scope", {"placement": "flat", "weights_scope": "step"}),
+        ("gradients_scope", {"placement": "flat", "gradients_scope": "step"}),
+        ("weights_scope", {"placement": "hybrid", "weights_scope": "step"}),
+        ("gradients_scope", {"placement": "ring", "gradients_scope": "step"}),
+        ("look_ahead", {"placement": "ring", "look_ahead": 0}),
+        ("placement", {"placement": "ring", "layers": 3}),
+    ],
+)
+def test_bad_knobs_are_named(setting, knobs):
+    layers = knobs.pop("layers", 4)
+    with pytest.raises(UserError, match=rf"schedule\.{setting}: got"):
+        make(llama(layers), 2, 2, 4, **({"placement": "spread"} | knobs))
+
+
+def test_hazards_order_reads_and_writes():
+    hazards: Hazards[int] = Hazards()
+    assert hazards.add(0, reads=[], writes=["a"]) == []
+    assert hazards.add(1, reads=["a"], writes=["b"]) == [0]
+    assert hazards.add(2, reads=["a"], writes=["c"]) == [0]
+    assert hazards.add(3, reads=[], writes=["a"]) == [0, 1, 2]
+    assert hazards.add(4, reads=["b"], writes=[], frees=["b"]) == [1]
+    assert hazards.add(5, reads=[], writes=["b"]) == [4]
+
+
+def test_hazards_order_frees_between_lanes():
+    """What is freed on one lane may be made anew on another; on the same lane the order is enough."""
+    hazards: Hazards[int] = Hazards()
+    hazards.record(0, reads=[], writes=["x"], lane=Lane.COMPUTE)
+    assert hazards.before(reads=["x"], writes=[], frees=["x"], lane=Lane.HOST) == [0]
+    hazards.record(1, reads=["x"], writes=[], frees=["x"], lane=Lane.HOST)
+    assert hazards.before(reads=[], writes=["x"], lane=Lane.HOST) == []
+    assert hazards.before(reads=[], writes=["x"], lane=Lane.COMPUTE) == [1]
+
+
+def test_readers_on_one_lane_do_not_pile_up():
+    """A frozen weight at home is read in every step and never written."""
+    hazards: Hazards[int] = Hazards()
+    for event in range(1000):
+        hazards.record(event, reads=["home.w.0"], writes=[], lane=Lane.INTER_W if event % 2 else Lane.COMPUTE)
+    assert sorted(hazards.last_events()) == [998, 999]
+    assert sorted(hazards.before(reads=[], writes=["home.w.0"])) == [998, 999]
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(0, 50), world=st.integers(1, 12))
+def test_micro_batches_are_shared_once(count, world):
+    shares = share_micro_batches(count, world)
+    assert [m for own in shares for m in own] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,0 +1,52 @@
+"""Transforms of schedules: without overlap a rank does one thing at a time, and everything else stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedule_numbers import check_numbers
+from schedules import llama, make, schedules
+from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.traffic import link_elements
+from tawpipe.schedule.transform import without_overlap
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedule=schedules(), seed=st.integers(0, 1000))
+def test_without_overlap_is_right_on_one_lane(schedule, seed):
+    serial = without_overlap(schedule)
+    verify(serial)
+    check_numbers(serial, seed=seed)
+    assert link_elements(serial) == link_elements(schedule)
+    for before, after in zip(schedule.programs, serial.programs, strict=True):
+        assert {action.lane for action in after} <= {Lane.COMPUTE}
+        assert Counter(replace(action, lane=Lane.COMPUTE) for action in before) == Counter(after)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(schedule=schedules())
+def test_thousands_of_schedules_without_overlap_are_proved(schedule):
+    verify(without_overlap(schedule))
+
+
+@pytest.mark.parametrize("placement", ["spread", "flat", "hybrid"])
+def test_where_all_ranks_go_in_step_programs_keep_their_order(placement):
+    schedule = make(llama(6), 2, 2, 8, placement=placement, look_ahead=0)
+    for before, after in zip(schedule.programs, without_overlap(schedule).programs, strict=True):
+        assert tuple(replace(action, lane=Lane.COMPUTE) for action in before) == after
+
+
+@pytest.mark.parametrize("placement", ["striped", "whole"])
+def test_staggered_programs_cannot_simply_be_put_on_one_lane(placement):
+    schedule = make(llama(6), 3, 2, 12, placement=placement, look_ahead=0)
+    simply = tuple(tuple(replace(action, lane=Lane.COMPUTE) for action in own) for own in schedule.programs)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify(replace(schedule, programs=simply))
+    verify(without_overlap(schedule))

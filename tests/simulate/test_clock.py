@@ -1,0 +1,404 @@
+"""The clock: exact times of small schedules, sharing of links, and what it has in common with the proof."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import MOST_LAYERS, Shape, shapes
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.build import build_evaluation, build_training
+from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Pool, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.traffic import link_elements
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play, unlimited_buffers
+from tawpipe.simulate.clock import dependencies
+from tawpipe.simulate.network import Flow, share
+from tawpipe.topology import Topology
+
+FREE = LinkModel(math.inf)
+
+
+def layers_only(layers: int, elements: int = 4800) -> ModelSpec:
+    """Equal layers between an embedding and a head without weights."""
+    own = [BlockSpec((i,), "layer") for i in range(layers)]
+    blocks = (BlockSpec((), "embedding", False, False), *own, BlockSpec((), "head"))
+    return ModelSpec(blocks, tuple(UnitSpec(elements, True, (i + 1,)) for i in range(layers)))
+
+
+def build(nodes: int, local: int, *, layers: int = 4, count: int | None = None, elements: int = 4800, **knobs):
+    topology = Topology.grid(nodes, local)
+    shares = share_micro_batches(count or nodes * local, nodes * local)
+    return build_training(layers_only(layers, elements), topology, Knobs(micro_batches=shares, **knobs))
+
+
+def costs(layers: int = 4, *, rate: float = 1e5, inside: LinkModel = FREE, **settings) -> CostModel:
+    between = settings.pop("between", LinkModel(rate))
+    return CostModel.timed(layers=layers, forward_s=0.1, backward_s=0.3, between=between, inside=inside, **settings)
+
+
+POOLS = {"S": "weight", "W": "weight", "G": "gradient"}
+
+
+def by_hand(topology: Topology, programs, *, units: int = 1, stripe: int = 25, pools=()) -> Schedule:
+    """A schedule out of actions: every unit and every buffer of ``POOLS`` is one stripe of 25 elements, 100 bytes."""
+    home = Home((0,), stripe)
+    blocks = (BlockSpec((), "embedding", False, False), BlockSpec((0,), "layer"), BlockSpec((), "head"))
+    model = ModelSpec(blocks, (UnitSpec(stripe, True, (1,)),) * units)
+    shared = (*pools, *(Pool(name, kind, 9, stripe) for name, kind in POOLS.items()))
+    everyone = tuple(tuple(p) for p in programs)
+    knobs = Knobs("whole", ((),) * topology.world_size)
+    return Schedule("by hand", topology, model, knobs, (home,) * units, everyone, (shared,) * topology.world_size)
+
+
+def send(peer: int, unit: int = 0, lane: Lane = Lane.INTER_W, buffer: str = "W.0") -> Action:
+    return exchange(lane, (Transfer(True, peer, unit, buffer),))
+
+
+def receive(peer: int, unit: int = 0, lane: Lane = Lane.INTER_W, buffer: str = "W.1") -> Action:
+    return exchange(lane, (Transfer(False, peer, unit, buffer),))
+
+
+def compute(writes: str, *, reads: tuple[str, ...] = ()) -> Action:
+    """A forward pass of the layer: 0.1 s under ``costs``."""
+    return Action(Op.FORWARD, Lane.COMPUTE, reads, (writes,), block=1, micro_batch=0)
+
+
+def ends(schedule: Schedule, model: CostModel, rank: int) -> list[float]:
+    return [span.end for span in play(schedule, model, steps=1).spans(rank)]
+
+
+# exact times
+
+TWO = Topology.grid(2, 1)
+
+
+def test_a_transfer_takes_latency_and_bytes_over_rate():
+    schedule = by_hand(TWO, [[send(1)], [receive(0)]])
+    model = costs(between=LinkModel(50, latency_s=0.5))
+    assert ends(schedule, model, 0) == ends(schedule, model, 1) == [pytest.approx(0.5 + 100 / 50)]
+
+
+def test_a_send_waits_for_its_receive_and_holds_its_lane():
+    waits = [compute("x.0.2"), exchange(Lane.INTER_W, (Transfer(False, 0, 0, "W.1"),))]
+    waits[1] = replace(waits[1], reads=("x.0.2",))
+    schedule = by_hand(TWO, [[send(1)], waits])
+    timeline = play(schedule, costs(rate=100), steps=1)
+    sent = timeline.span(0, 0, 0)
+    assert (sent.start, sent.begin, sent.end) == (0, pytest.approx(0.1), pytest.approx(1.1))
+
+
+@pytest.mark.parametrize(("duplex", "expected"), [(True, 1.0), (False, 2.0)])
+def test_two_directions_share_a_half_duplex_link_only(duplex, expected):
+    rank0 = [send(1), receive(1, lane=Lane.INTER_G, buffer="G.0")]
+    rank1 = [receive(0), send(0, lane=Lane.INTER_G, buffer="G.1")]
+    model = costs(between=LinkModel(100, full_duplex=duplex))
+    assert ends(by_hand(TWO, [rank0, rank1]), model, 0) == [pytest.approx(expected)] * 2
+
+
+def test_transfers_in_flight_share_a_link_until_one_has_ended():
+    """100 and 200 bytes over 100 bytes/s: side by side until 2 s, the rest of the larger one alone until 3 s."""
+    large = [Action(Op.EXCHANGE, Lane.INTER_G, (), ()), Action(Op.EXCHANGE, Lane.INTER_G, (), ())]
+    large[0] = send(1, lane=Lane.INTER_G, buffer="H.0")
+    large[1] = receive(0, lane=Lane.INTER_G, buffer="H.1")
+    schedule = by_hand(TWO, [[send(1), large[0]], [receive(0), large[1]]], pools=(Pool("H", "gradient", 2, 50),))
+    assert ends(schedule, costs(rate=100), 0) == [pytest.approx(2.0), pytest.approx(3.0)]
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(True, 2.0), (False, 1.0)])
+def test_the_ranks_of_a_node_share_its_link_unless_each_has_its_own(shared, expected):
+    programs = [[send(2)], [send(3)], [receive(0)], [receive(1)]]
+    model = costs(between=LinkModel(100, shared=shared))
+    assert ends(by_hand(Topology.grid(2, 2), programs), model, 3) == [pytest.approx(expected)]
+
+
+def test_a_slow_node_slows_what_passes_its_link():
+    schedule = by_hand(Topology.grid(3, 1), [[send(1), send(2, lane=Lane.INTER_G)], [receive(0)], [
+        receive(0, lane=Lane.INTER_G)]])  # fmt: skip
+    model = costs(between=LinkModel(100), between_of={2: LinkModel(25)})
+    # Rank 2's link takes 25 bytes/s; what it leaves of the sender's 100 goes to rank 1.
+    assert ends(schedule, model, 0) == [pytest.approx(100 / 75), pytest.approx(4.0)]
+
+
+def _collective(name: str, group: str, lane: Lane, read: str, write: str) -> Action:
+    return Action(Op.COLLECTIVE, lane, (read,), (write,), unit=0, collective=name, group=group)
+
+
+@pytest.mark.parametrize(("name", "read"), [("all_gather", "S.0"), ("reduce_scatter", "L.0")])
+def test_a_rail_collective_moves_all_but_one_part_of_the_result(name, read):
+    """D = 3 pieces of 100 bytes: two of them in and out of every node, two latencies one after the other."""
+    action = _collective(name, "rail", Lane.INTER_W, read, "W.0")
+    schedule = by_hand(Topology.grid(3, 1), [[action]] * 3, pools=(Pool("L", "gradient", 1, 75),))
+    model = costs(between=LinkModel(100, latency_s=0.25))
+    assert ends(schedule, model, 1) == [pytest.approx(2 * 100 / 100 + 2 * 0.25)]
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(True, 6.0), (False, 2.0)])
+def test_a_node_collective_uses_the_fast_link(shared, expected):
+    """A ring of three passes 2 x 100 bytes from each rank to the next: 600 bytes over one device, 200 over each rank's
+    link.
+    """
+    action = _collective("all_gather", "node", Lane.GATHER, "S.0", "W.0")
+    schedule = by_hand(Topology.grid(2, 3), [[action]] * 6)
+    assert ends(schedule, costs(inside=LinkModel(100, shared=shared)), 4) == [pytest.approx(expected)]
+
+
+def test_a_collective_begins_with_its_last_member():
+    late = replace(_collective("all_gather", "rail", Lane.INTER_W, "S.0", "W.0"), reads=("S.0", "x.0.2"))
+    early = _collective("all_gather", "rail", Lane.INTER_W, "S.0", "W.0")
+    timeline = play(by_hand(TWO, [[early], [compute("x.0.2"), late]]), costs(rate=100), steps=1)
+    assert (timeline.span(0, 0, 0).start, timeline.span(0, 0, 0).begin) == (0, pytest.approx(0.1))
+    assert timeline.makespan == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("algorithm", "pieces"), [("ring", 3), ("pairwise", 4)])
+def test_a_reduction_over_the_world_costs_what_its_algorithm_sends(algorithm, pieces):
+    """2 x 2 ranks: the ring passes 3 pieces over each node's link, each of 2 ranks sends 2 pieces away pairwise."""
+    action = _collective("reduce_scatter", "world", Lane.INTER_G, "L.0", "G.0")
+    schedule = by_hand(Topology.grid(2, 2), [[action]] * 4, pools=(Pool("L", "gradient", 1, 100),))
+    assert ends(schedule, costs(rate=100, reduce_scatter=algorithm), 0) == [pytest.approx(pieces)]
+
+
+def test_a_buffer_is_written_when_its_last_reader_is_done():
+    rank1 = [receive(0, buffer="W.1"), compute("x.0.2", reads=("W.1",)), receive(0, buffer="W.1")]
+    schedule = by_hand(TWO, [[send(1), send(1)], rank1])
+    assert ends(schedule, costs(rate=100), 1) == [pytest.approx(1.0), pytest.approx(1.1), pytest.approx(2.1)]
+    assert ends(unlimited_buffers(schedule), costs(rate=100), 1)[2] == pytest.approx(2.0)
+
+
+def test_a_link_shares_what_others_cannot_use():
+    def flow(**ports):
+        return Flow(tuple(((name, 0, "out"), amount) for name, amount in ports.items()), None)
+
+    a, b, c = flow(p=10.0), flow(p=10.0, q=10.0), flow(q=10.0)
+    rates = dict(share([a, b, c], {("p", 0, "out"): 10.0, ("q", 0, "out"): 100.0}))
+    assert [rates[f] * 10 for f in (a, b, c)] == pytest.approx([5.0, 5.0, 95.0])
+
+
+def test_micro_batches_cost_by_their_size():
+    block = BlockCost(Seconds(1.0, 0.5, 0.25), Seconds())
+    model = CostModel((BlockCost(), block, BlockCost()), FREE, FREE, sizes={0: MicroBatchSize(4, 8)})
+    schedule = by_hand(Topology.grid(1, 1), [[compute("x.0.2")]])
+    assert play(schedule, model, steps=1).makespan == pytest.approx(1.0 + 2.0 + 2.0)
+    assert play(schedule, replace(model, compute_factor={0: 2.0}), steps=1).makespan == pytest.approx(10.0)
+
+
+# agreement with the proof
+
+
+def _edit(schedule: Schedule, rank: int, change) -> Schedule:
+    programs = list(schedule.programs)
+    programs[rank] = tuple(change(list(programs[rank])))
+    return replace(schedule, programs=tuple(programs))
+
+
+def _without(op: Op, lane: Lane):
+    def change(program):
+        del program[next(i for i, action in enumerate(program) if action.op is op and action.lane is lane)]
+        return program
+
+    return change
+
+
+def test_grouping_matters_on_the_links_that_are_there():
+    """Without grouping, for six nodes of one rank each, more crosses the links of the three real nodes."""
+    topology = Topology.grid(3, 2)
+    grouped, alone = (build(*grid, placement="spread", reuse=False) for grid in ((3, 2), (6, 1)))
+    model = costs(reduce_scatter="ring")
+    timeline = play(alone, model, physical=topology)
+    for node, link in enumerate(link_elements(alone, physical=topology)):
+        assert timeline.node_bytes[1][node].sent == pytest.approx(link.bytes_sent(4, 4))
+    ratio = timeline.node_bytes[1][0].sent / play(grouped, model).node_bytes[1][0].sent
+    assert ratio == pytest.approx((5 / 6) / (2 / 3))
+
+
+def test_a_deadlock_names_what_waits_for_what():
+    schedule = _edit(build(2, 2, layers=1, placement="whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify(schedule, steps=1)
+    with pytest.raises(ScheduleError, match=r"deadlock(.|\n)*waits for rank 1 to come to this collective"):
+        play(schedule, costs(1), steps=1)
+
+
+def test_an_exchange_without_its_other_side_is_named():
+    schedule = by_hand(TWO, [[send(1), receive(1, lane=Lane.INTER_G)], [receive(0)]])
+    with pytest.raises(ScheduleError, match="waits for rank 1 to send u0"):
+        play(schedule, costs(), steps=1)
+
+
+def test_lanes_that_wait_for_each_other_are_named():
+    """Each side receives before it sends."""
+    rank0 = [receive(1, buffer="W.1"), replace(compute("x.0.2"), reads=("W.1",)), send(1, buffer="W.1")]
+    rank1 = [receive(0, buffer="W.1"), send(0, buffer="W.1")]
+    with pytest.raises(ScheduleError) as error:
+        play(by_hand(TWO, [rank0, rank1]), costs(), steps=1)
+    assert "rank 0 step 0 #1: COMPUTE FORWARD" in str(error.value)
+    assert "waits for rank 0 step 0 #0: INTER_W EXCHANGE" in str(error.value)
+
+
+@pytest.mark.parametrize("lane", [Lane.INTER_W, Lane.GATHER, Lane.REDUCE])
+def test_operations_that_do_not_match_are_refused(lane):
+    def swap(program):
+        a, b = [i for i, action in enumerate(program) if action.lane is lane][:2]
+        program[a], program[b] = program[b], program[a]
+        return program
+
+    schedule = _edit(build(2, 2, placement="spread", layers=3), 0, swap)
+    for judge in (verify, lambda s: play(s, costs(3))):
+        with pytest.raises(ScheduleError, match="different operations"):
+            judge(schedule)
+
+
+def shaped(shape: Shape, build_it=build_training) -> Schedule:
+    return build_it(layers_only(shape.layers, 1001), shape.topology, shape.knobs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), training=st.booleans())
+def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
+    schedule = shaped(shape, build_training if training else build_evaluation)
+    model = costs(MOST_LAYERS, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
+    timeline = play(schedule, model, steps=2)
+    for node, link in enumerate(link_elements(schedule)):
+        for step in range(2):
+            moved = timeline.node_bytes[step][node]
+            assert moved.sent == pytest.approx(link.bytes_sent(2, 4))
+            assert moved.received == pytest.approx(link.bytes_received(2, 4))
+    for rank in range(schedule.topology.world_size):
+        for span in timeline.spans(rank):
+            assert 0 <= span.start <= span.begin <= span.end
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes())
+def test_unlimited_buffers_leave_a_right_schedule(shape):
+    verify(unlimited_buffers(shaped(shape)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(shape=shapes())
+def test_dependencies_repeat_from_step_to_step(shape):
+    """The clock derives them from two steps and shifts them; here from four, directly."""
+    for program in shaped(shape).programs:
+        same, before = dependencies(program)
+        hazards: Hazards[tuple[int, int]] = Hazards()
+        for step in range(4):
+            for index, action in enumerate(program):
+                found = hazards.add((step, index), reads=action.reads, writes=action.writes, frees=action.frees)
+                others = {(s, i) for s, i in found if program[i].lane is not action.lane}
+                expected = {(step, i) for i in same[index]} | {(step - 1, i) for i in before[index] if step}
+                assert others == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
+def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
+    """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance."""
+    schedule = shaped(shape)
+    fast = play(schedule, costs(MOST_LAYERS, rate=rate), steps=1).makespan
+    assert play(schedule, costs(MOST_LAYERS, rate=rate / slower), steps=1).makespan >= fast * 0.99
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(), latency=st.floats(0, 0.6))
+def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency):
+    """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
+    hold: what is needed later takes bandwidth from what is needed now."""
+    model = costs(MOST_LAYERS, between=LinkModel(math.inf, latency))
+    further = replace(shape, knobs=replace(shape.knobs, look_ahead=shape.knobs.look_ahead + 1))
+    less, more = shaped(shape), shaped(further)
+    assert play(more, model, steps=1).makespan <= play(less, model, steps=1).makespan + 1e-9
+
+
+def test_a_look_ahead_hides_what_no_look_ahead_shows():
+    steps = [
+        play(build(2, 2, count=8, placement="spread", look_ahead=n, reuse=False), costs()).step_seconds
+        for n in (0, 1, 2)
+    ]
+    assert steps[0] > steps[1] * 1.02
+    assert steps[1] >= steps[2]
+
+
+# what is read from a timeline
+
+
+def test_steps_become_periodic():
+    times = play(build(3, 2, placement="striped", layers=5), costs(5, rate=3e4), steps=5).step_times
+    assert times[2:] == pytest.approx([times[2]] * 3)
+
+
+def test_busy_and_idle_time_make_up_the_step():
+    timeline = play(build(3, 2, count=12, placement="spread"), costs(rate=2e4))
+    for rank in range(6):
+        busy, _ = timeline.lane_seconds(rank, Lane.COMPUTE)
+        assert busy == pytest.approx(4 * 2 * 0.4)
+        assert busy + timeline.idle(rank).total_s == pytest.approx(timeline.step_seconds, rel=0.02)
+    assert timeline.exposed_communication_s == pytest.approx(timeline.idle_s, rel=1e-6)
+    assert max(timeline.link_utilisation(0)) <= 1
+
+
+def test_waiting_for_a_slow_device_is_not_communication():
+    timeline = play(build(1, 2, placement="spread"), costs(inside=FREE, compute_factor={1: 2.0}))
+    idle = timeline.idle(0)
+    assert idle.transfer_s == pytest.approx(0.0, abs=1e-9)
+    assert idle.compute_s == pytest.approx(4 * 0.4, rel=1e-6)
+    assert timeline.idle(1).total_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_filling_and_draining_are_the_first_pull_and_the_last_push():
+    """Half of a layer of 19200 bytes comes in from the other node first, half of its gradient leaves last."""
+    timeline = play(build(2, 1, layers=2, placement="spread", reuse=False), costs(2, rate=1e4), steps=1)
+    assert timeline.fill_s == pytest.approx(4800 * 4 / 2 / 1e4)
+    assert timeline.drain_s == pytest.approx(4800 * 4 / 2 / 1e4)
+
+
+def test_a_large_play_takes_seconds():
+    schedule = build(3, 8, layers=12, count=24 * 8, elements=2_000_000, placement="spread")
+    began = time.process_time()
+    play(schedule, costs(12, rate=49e6, inside=LinkModel(2e9)), steps=4)
+    assert time.process_time() - began < 10
+
+
+# cost models
+
+
+def test_a_cost_model_survives_its_table():
+    model = costs(
+        2, between=LinkModel(5e7, 1e-4, False), between_of={1: LinkModel(1e7)}, sizes={3: MicroBatchSize(7, 9)}
+    )
+    assert CostModel.from_table(asdict(model)) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"between": None}, "costs.between"),
+        ({"between": {"bytes_per_s": 0}}, "bytes_per_s"),
+        ({"inside": {"rate": 5}}, "costs.inside"),
+        ({"inside": {"bytes_per_s": "fast"}}, "costs.inside"),
+        ({"blocks": 3}, "costs.blocks"),
+        ({"blocks": [{"forward": "long"}]}, r"costs.blocks\[0\].forward"),
+        ({"sizes": {"first": {}}}, "costs.sizes"),
+        ({"reduce_scatter": "tree"}, "costs.reduce_scatter"),
+        ({"colour": "red"}, "costs"),
+        ({"weight_bytes": "two"}, "costs"),
+    ],
+)
+def test_a_wrong_table_is_named(change, named):
+    table = {"between": {"bytes_per_s": 1.0}, "inside": {"bytes_per_s": 1.0}, "blocks": [{"forward": 1, "backward": 2}]}
+    CostModel.from_table(table)
+    with pytest.raises(UserError, match=named):
+        CostModel.from_table({**table, **change})
+
+
+def test_a_block_without_costs_is_named():
+    with pytest.raises(UserError, match="costs of block"):
+        play(build(1, 1, layers=5, placement="spread"), costs(2))

@@ -1,0 +1,703 @@
+"""What worker processes run for the tests: training beside a plain PyTorch loop, and comparisons."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tawpipe.checkpoint.memory import SecondCopies
+from tawpipe.checkpoint.state import file_name
+from tawpipe.checkpoint.store import Checkpoints, RunState, read_run
+from tawpipe.errors import RunError, UserError
+from tawpipe.pipeline.batches import Deal, LocalBatch
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.probe import probe
+from tawpipe.runtime.faults import flip_a_bit
+from tawpipe.runtime.lanes import random_delays
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.transport import TransportError
+from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.traffic import scratch_bytes
+
+LAYERS, VOCABULARY, LENGTH = 5, 61, 20
+STEPS = 5
+EPS = 1e-6
+"""Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
+update.
+"""
+
+
+def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
+    """transformers computes this in fp32 even for an fp64 model, which would hide anything below 1e-8."""
+    return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+_norm_in_own_dtype.__module__ = LlamaRMSNorm.__module__  # or every model here would be one that needs a check
+LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
+
+
+def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0) -> LlamaForCausalLM:
+    """Five layers, odd sizes, the same values in every process."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=36,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(7)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
+    """Rows with masked prompts of uneven lengths, so that ranks hold different numbers of tokens that count."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+        labels = ids.clone()
+        for row in range(rows):
+            labels[row, : 3 * row % LENGTH] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def plain_loop(
+    dtype: torch.dtype, tied: bool, rows: int, clip: float | None
+) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, gradient norms, the first step's gradients (clipped), and the weights after all steps."""
+    model = llama(dtype, tied=tied)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=EPS)
+    losses, norms, gradients = [], [], {}
+    for batch in batches(rows):
+        logits = model(batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)))
+        if not losses:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def exact(world: World, *, settings: list[dict[str, Any]]) -> list[float]:
+    """For every setting the largest relative difference to the plain loop: losses, norms, gradients and weights."""
+    return [_exact(world, **setting) for setting in settings]
+
+
+def _exact(
+    world: World,
+    *,
+    dtype: str,
+    tied: bool,
+    rows: int,
+    delays: float = 0.0,
+    evaluate_first: bool = False,
+    **knobs: Any,
+) -> float:
+    kind = getattr(torch, dtype)
+    delay = (lambda lane: random_delays(hash((lane, world.rank)), delays)) if delays else None
+    pipeline = Pipeline(
+        llama(kind, tied=tied),
+        optimizer=adamw(3e-4, eps=EPS),
+        dtype=kind,
+        world=world,
+        strict=True,
+        chunk_tokens=8,
+        delay=delay,
+        **knobs,
+    )
+    clip = knobs.get("clip_norm", 1.0)
+    expected_losses, expected_norms, expected_gradients, expected_weights = plain_loop(kind, tied, rows, clip)
+    worst = 0.0
+    for step, batch in enumerate(batches(rows)):
+        if evaluate_first:
+            pipeline.evaluate(batch)
+        result = pipeline.step(batch)
+        if step == 0:
+            pipeline.drain()
+            for name in pipeline.parameter_names:
+                gradient = pipeline.gradient(name)
+                if gradient is not None:
+                    worst = max(worst, relative(gradient, expected_gradients[name]))
+        worst = max(worst, abs(result.loss / expected_losses[step] - 1))
+        worst = max(worst, abs(result.grad_norm / expected_norms[step] - 1))
+    pipeline.drain()
+    for name in pipeline.parameter_names:
+        value = pipeline.parameter(name)
+        if value is not None:
+            worst = max(worst, relative(value, expected_weights[name]))
+    pipeline.close()
+    return worst
+
+
+def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, rows: int = 5, **knobs: Any) -> Any:
+    """Losses and weights (rank 0) after some steps; with dropout, or with random delays in every lane."""
+    delay: Callable | None = (lambda lane: random_delays(hash(lane) + world.rank, delays)) if delays else None
+    pipeline = Pipeline(
+        llama(torch.float64, dropout=dropout),
+        optimizer=adamw(3e-4, eps=EPS),
+        dtype=torch.float64,
+        world=world,
+        strict=True,
+        delay=delay,
+        **knobs,
+    )
+    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(rows)]]
+    pipeline.drain()
+    weights = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
+    pipeline.close()
+    return losses, weights
+
+
+def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]:
+    """A first step with messages in 8 bits beside one with full ones: the ratio of the gradients' norms, and for every
+    parameter the relative difference of its gradient (rank 0).
+    """
+    norms, gradients = [], []
+    for chosen in ({"placement": knobs["placement"]}, knobs):
+        pipeline = Pipeline(
+            llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen
+        )
+        norms.append(pipeline.step(batches(7)[0]).grad_norm)
+        pipeline.drain()
+        found = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
+        gradients.append({name: gradient for name, gradient in found.items() if gradient is not None})
+        pipeline.close()
+    return norms[1] / norms[0], [relative(gradients[1][name], gradient) for name, gradient in gradients[0].items()]
+
+
+def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
+    """The most boundary activations that a rank has on its device in a step with the inputs of all layers offloaded,
+    while one lane is slow; the most that the schedule says; and the places for what waits and comes back, likewise.
+    """
+    pipeline = Pipeline(
+        llama(torch.float64),
+        dtype=torch.float64,
+        world=world,
+        offloaded_layers=LAYERS,
+        delay=lambda lane: lambda: 0.02 if lane == slow else 0.0,
+    )
+    compute: Any = pipeline.executor.compute
+    most = 0
+
+    class Watched(dict):
+        def __setitem__(self, key: str, value: Any) -> None:
+            nonlocal most
+            super().__setitem__(key, value)
+            most = max(most, sum(name.startswith("x.") for name in list(self)))
+
+    compute._held = Watched()
+    pipeline.step(batches(4 * world.size)[0])
+    pipeline.drain()
+    schedule = pipeline.schedule(4 * world.size)
+    said = schedule.peak_activations(world.rank, {"x": 1})
+    places = len(compute._places), schedule.peak_activations(world.rank, {"host": 1, "slot": 1})
+    pipeline.close()
+    return most, said, *places
+
+
+def scratch(world: World) -> tuple[int, int]:
+    """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
+    model = llama(torch.float32)
+    pipeline = Pipeline(model, world=world, strict=True, weights_wire="int8", gradients_wire="fp8")
+    pipeline.step(batches(7)[0])
+    pipeline.drain()
+    held = sum(room.nbytes for room in pipeline.transport._scratch.values())
+    said = scratch_bytes(pipeline.schedule(7), world.rank)
+    pipeline.close()
+    return held, said
+
+
+def probed(world: World) -> Any:
+    """What the probe of links finds."""
+    found = probe(world)
+    return found.machine, found.rates
+
+
+def rank_without_rows(world: World) -> float:
+    """A batch smaller than the world."""
+    return _exact(world, dtype="float64", tied=False, rows=1, placement="spread")
+
+
+def packed_rows(world: World) -> list[int]:
+    """The rows of a batch that this rank's shares name, and that its micro-batches really hold."""
+    deal, batch = Deal(micro_batch=2, rank=world.rank, world_size=world.size), batches(7)[0]
+    shares, local = deal.shares(7), deal.local(batch)
+    for share, own in zip(shares, local.micro_batches, strict=True):
+        assert own.index == share.index
+        assert torch.equal(own.input_ids, batch["input_ids"][share.rows.start : share.rows.stop])
+    return [row for share in shares for row in share.rows]
+
+
+def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
+    """Packed documents of every family through the runtime: the worst relative difference of a loss or gradient."""
+    import pytest
+
+    import model_families
+    from model_families import family_config, keep_fp64, packed_batch, plain_loss_and_gradients, real_model
+
+    with pytest.MonkeyPatch.context() as patch:  # what runs later in this process minds
+        keep_fp64(patch)
+        worst = {}
+        lengths = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
+        parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
+        for name in names:
+            config = family_config(name, tied=tied)
+            pipeline = Pipeline(
+                real_model(config),
+                optimizer=adamw(0.0),
+                dtype=torch.float64,
+                world=world,
+                strict=True,
+                clip_norm=None,
+                chunk_tokens=6,
+                placement="striped",
+            )
+            mine = [parts[share.index] for share in pipeline.shares(len(parts))]
+            result = pipeline.step(LocalBatch(len(parts), 16, mine))
+            pipeline.drain()
+            found = {n: pipeline.gradient(n) for n in pipeline.parameter_names}
+            difference = 0.0
+            if world.rank == 0:
+                plain = model_families.real_model(family_config(name, tied=tied))
+                tokens = sum(part.tokens for part in parts)
+                losses, gradients = [], {}
+                for part in parts:
+                    loss, some = plain_loss_and_gradients(plain, part)
+                    losses.append(float(loss))
+                    for key, gradient in some.items():
+                        gradients[key] = gradients.get(key, 0) + gradient / tokens
+                difference = abs(result.loss - sum(losses) / tokens)
+                for key, gradient in gradients.items():
+                    mine_too = found[key]
+                    assert mine_too is not None
+                    if gradient.norm() > 0:
+                        difference = max(difference, relative(mine_too, gradient))
+            worst[name] = difference
+            pipeline.close()
+    return worst
+
+
+def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
+    """A frozen model with adapters: the difference to a plain loop, and the parameters that changed."""
+    from peft import LoraConfig, get_peft_model
+
+    def make() -> Any:
+        model = llama(torch.float64)
+        torch.manual_seed(11)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return adapted.to(torch.float64)
+
+    plain = make()
+    before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
+    pipeline = Pipeline(
+        make(),
+        optimizer=adamw(1e-3, betas=(0.9, 0.999)),
+        dtype=torch.float64,
+        world=world,
+        strict=True,
+        recompute=recompute,
+    )
+    for batch in batches(6, 2):
+        logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipeline.step(batch)
+    pipeline.drain()
+    worst, changed = 0.0, []
+    expected = dict(plain.get_base_model().named_parameters())
+    for name in pipeline.parameter_names:
+        value = pipeline.parameter(name)
+        if value is not None:
+            worst = max(worst, relative(value, expected[name].detach()))
+            if not torch.equal(value, before[name]):
+                changed.append(name)
+    pipeline.close()
+    return worst, changed
+
+
+def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:
+    """Train, save after ``steps``, train on; the losses after the save."""
+    pipeline = _checkpointed(world, **knobs)
+    given = batches(5, total)
+    for batch in given[:steps]:
+        pipeline.step(batch)
+    pipeline.drain()
+    Checkpoints(Path(folder), world, keep=2).save(pipeline, RunState(step=steps, samples=5 * steps, seed=0))
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[steps:]]]
+    pipeline.close()
+    return losses
+
+
+def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
+    """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
+    pipeline = _checkpointed(world, seed=99, **knobs)
+    path = Checkpoints(Path(folder), world).find("auto").path
+    assert path is not None
+    pipeline.load(path)
+    state = read_run(path)
+    pipeline.seed = 0  # random numbers go on from the run's seed
+    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[state.step :]]]
+    pipeline.close()
+    return losses
+
+
+def groups_of_lanes(world: World) -> bool:
+    """Whether every lane talks over groups of its own, each of which has carried something before any step."""
+    used: list[Any] = []
+    real = torch.distributed.all_reduce
+
+    def noted(values: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        used.append(group)
+        return real(values, *args, group=group, **kwargs)
+
+    torch.distributed.all_reduce = noted
+    try:
+        pipeline = Pipeline(llama(torch.float32), world=world)
+        found = list(pipeline.transport._groups.values())
+    finally:
+        torch.distributed.all_reduce = real
+    pipeline.close()
+    return len({id(group) for group in found}) == len(found) > 3 and all(group in used for group in found)
+
+
+def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
+    """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
+
+    Returns:
+        whether a copy was found, whether the losses are those of a run that went on, and what is left of the folder.
+    """
+    pipeline = _checkpointed(world, **knobs)
+    given = batches(5, 6)
+    copies = SecondCopies(Path(folder), world, world.with_group("copies", timedelta(seconds=60)))
+    copies.history = "this one"
+    for step, batch in enumerate(given[:4]):
+        pipeline.step(batch)
+        if step in (1, 3):
+            pipeline.start_copy(copies, run={"step": step + 1, "samples": 0, "seed": 0})
+            copies.wait()
+            assert not copies.problem, copies.problem
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[4:]]]
+    pipeline.close()
+    world.barrier()
+    if lost is not None and world.rank == 0:
+        shutil.rmtree(Path(folder) / f"node-{lost}")
+    world.barrier()
+    other = _checkpointed(world, seed=99, **knobs)
+    copies.history = "another"
+    assert copies.find() is None
+    copies.history = "this one"
+    if lost is None and world.rank == 0 and world.topology.num_nodes > 1:  # a file whose twin is sound
+        flip_a_bit(Path(folder) / "node-0" / "step-00000004" / file_name(0))
+    world.barrier()
+    found = copies.find()
+    if found is not None:
+        assert other.load_copy(copies, found)["step"] == 4
+        other.seed = 0
+    again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
+    other.close()
+    names = sorted(path.name for path in Path(folder).glob("node-*/*"))
+    world.barrier()  # all have looked
+    copies.remove()
+    return found is not None, again == losses, " ".join(names)
+
+
+def load_into_another_model(world: World, *, folder: str) -> str:
+    """The message for a checkpoint of another model."""
+    config = llama(torch.float32).config
+    config.intermediate_size += 4
+    pipeline = Pipeline(LlamaForCausalLM(config), world=world)
+    path = Checkpoints(Path(folder), world).find("auto").path
+    assert path is not None
+    try:
+        pipeline.load(path)
+    except UserError as error:
+        return str(error)
+    finally:
+        pipeline.close()
+    return "loaded"
+
+
+def _checkpointed(world: World, *, seed: int = 0, dtype: str = "float64", **knobs: Any) -> Pipeline:
+    kind = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama(torch.float32, dropout=0.2).config)
+    return Pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
+
+
+def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:
+    """A loss that is not finite: what is raised, whether every weight is as before, and whether training goes on from a
+    state that is loaded then.
+    """
+    poisoned = [False]
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total * float("inf") if poisoned[0] else total
+
+    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
+    batch = batches(5, 1)[0]
+    pipeline.step(batch)
+    pipeline.drain()
+    before = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
+    pipeline.save(folder)
+    poisoned[0] = world.rank == 0  # one rank's bad number is everyone's
+    assert not pipeline.step(batch).finite
+    poisoned[0] = False
+    assert not pipeline.step(batch).finite  # changes nothing either, and says so
+    try:
+        pipeline.drain()
+        message = "nothing was raised"
+    except RunError as error:
+        message = str(error)
+    same = _same_weights(pipeline, before)
+    pipeline.load(folder)
+    goes_on = pipeline.step(batch).finite
+    pipeline.drain()
+    changed = not _same_weights(pipeline, before)  # all ranks ask, rank 0 sees
+    goes_on = goes_on and (changed or world.rank > 0)
+    pipeline.close()
+    return message, same, goes_on
+
+
+def _same_weights(pipeline: Pipeline, before: Mapping[str, Tensor | None]) -> bool:
+    """Whether the weights are those of ``before``, which are None on ranks other than 0."""
+    now = {name: pipeline.parameter(name) for name in before}
+    pairs = zip(before.values(), now.values(), strict=True)
+    return all(old is None or (new is not None and torch.equal(old, new)) for old, new in pairs)
+
+
+def mismatched(world: World) -> str:
+    """Two ranks whose schedules disagree about what comes next, in strict mode: what rank 0 is told."""
+    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
+    schedule = pipeline.schedule(4)
+    if world.rank == 1:
+        program = list(schedule.programs[1])
+        a, b = [i for i, action in enumerate(program) if action.lane is Lane.INTER_W][:2]
+        program[a], program[b] = program[b], program[a]
+        programs = (schedule.programs[0], tuple(program), *schedule.programs[2:])
+        pipeline._schedules[4, True] = replace(schedule, programs=programs)
+    try:
+        pipeline.step(batches(4, 1)[0])
+        pipeline.drain()
+    except TransportError as error:
+        return str(error)
+    except Exception as error:
+        return f"other: {error}"
+    return "nothing"
+
+
+def low_precision(world: World) -> list[float]:
+    """Losses of bf16 compute with fp32 masters, on one batch again and again."""
+    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True)
+    batch = batches(6, 1)[0]
+    losses = [result.loss for result in [pipeline.step(batch) for _ in range(12)]]
+    pipeline.close()
+    return losses
+
+
+def memory_of_steps(world: World, *, steps: int) -> list[int]:
+    """Bytes that tensors hold after each step, nothing under way."""
+    import gc
+
+    pipeline = Pipeline(llama(torch.float32), world=world)
+    batch, sizes = batches(6, 1)[0], []
+    for _ in range(steps):
+        pipeline.step(batch)
+        pipeline.drain()
+        gc.collect()
+        stores = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter))
+        sizes.append(sum({store.data_ptr(): store.nbytes() for store in stores}.values()))
+    pipeline.close()
+    return sizes
+
+
+def failing_compute(world: World) -> tuple[str, float]:
+    """A loss that raises on one rank in the middle of a step: the error there, and how long it took to come out."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if world.rank == 1:
+            raise RuntimeError("the user's loss is broken")
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    pipeline = Pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
+    begin = time.perf_counter()
+    try:
+        pipeline.step(batches(8, 1)[0])
+        if world.rank == 1:
+            pipeline.drain()
+            return "nothing", 0.0
+        time.sleep(3)  # this rank waits for rank 1, whose lanes still hold the connections
+    except RuntimeError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])]), time.perf_counter() - begin
+    return "", 0.0
+
+
+def load_with_fault(world: World, *, folder: str, fault: str, copied: bool) -> tuple[str, bool, bool, bool]:
+    """A load of which rank 1 cannot read a file: before anything has changed, or afterwards.
+
+    Returns:
+        what is raised, whether weights are as before, whether a step raises then, and whether a load that succeeds goes
+        on as if nothing had been.
+    """
+    from tawpipe.checkpoint import load as loading
+
+    second_copy: Any = importlib.import_module("tawpipe.checkpoint.memory")
+    pipeline, expected = (_checkpointed(world, dtype="float32") for _ in range(2))
+    given = batches(5, 4)
+    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
+    expected.step(given[0])
+    expected.save(Path(folder) / "one")
+    expected.start_copy(copies)
+    copies.wait()
+    found = copies.find()
+    assert found is not None
+    load = partial(pipeline.load_copy, copies, found) if copied else partial(pipeline.load, Path(folder) / "one")
+    for batch in given[2:]:
+        pipeline.step(batch)
+    pipeline.drain()
+    before = {unit: master.clone() for unit, master in pipeline.storage.master.items()}
+
+    def fail(*_: Any) -> Any:
+        raise OSError("no such disk")
+
+    class Breaks:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def get_slice(self, name: str) -> Any:
+            piece = self.file.get_slice(name)
+            return type("Slice", (), {"get_shape": lambda _: piece.get_shape(), "__getitem__": fail})()
+
+    real, real_load = loading.open_file, second_copy.load_bytes
+    if world.rank == 1 and fault == "refused":
+        loading.open_file = second_copy.open_file = fail
+    elif world.rank == 1:
+        second_copy.load_bytes = fail
+        if not copied:
+            loading.open_file = lambda *where: Breaks(real(*where))
+    message, stopped = "nothing was raised", False
+    try:
+        load()
+    except (UserError, RunError) as error:
+        message = f"{type(error).__name__} {error}"
+    loading.open_file = second_copy.open_file = real
+    second_copy.load_bytes = real_load
+    same = all(torch.equal(before[unit], master) for unit, master in pipeline.storage.master.items())
+    if fault == "broken":
+        try:
+            pipeline.step(given[1])
+        except RunError:
+            stopped = True
+    load()
+    losses = [[one.step(batch).loss for batch in given[1:]] for one in (pipeline, expected)]
+    pipeline.close()
+    expected.close()
+    world.barrier()
+    copies.remove()
+    return message, same, stopped, losses[0] == losses[1]
+
+
+def frozen_values(world: World, *, folder: str, **knobs: Any) -> set[str]:
+    """A bf16 run over a frozen model whose fp32 values bf16 would round, and one over a model whose values are exact.
+
+    Returns:
+        ``exact`` if collecting, saving, loading and copies give the values that came in; ``host`` if the cost of that
+        in the host's memory is stated as it is; ``narrow`` if nothing is kept where nothing is rounded.
+    """
+
+    def make(*, exact: bool) -> Any:
+        model = llama(torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+            if exact:
+                parameter.data = parameter.data.bfloat16().float() * 2
+        given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        pipeline = Pipeline(model, optimizer=adamw(1e-2), dtype=torch.bfloat16, world=world, strict=True, **knobs)
+        return pipeline, given
+
+    def holds(pipeline: Pipeline, given: Mapping[str, Tensor]) -> bool:
+        pipeline.drain()
+        pipeline.check_copies()
+        found = {name: pipeline.parameter(name) for name in given if "q_proj" not in name}
+        return all(value is None or torch.equal(value, given[name]) for name, value in found.items())
+
+    (rounded, values), (narrow, others) = make(exact=False), make(exact=True)
+    batch, checks = batches(5, 1)[0], []
+    for pipeline, given in ((rounded, values), (narrow, others)):
+        pipeline.step(batch)
+        checks.append(holds(pipeline, given))
+    storage = rounded.storage
+    held = sum(m.nbytes for m in storage.master.values() if m.dtype == torch.float32) - sum(
+        gradient.nbytes for gradient in storage.gradient.values()
+    )
+    said = rounded.costs(5, LENGTH).host_bytes
+    kept = narrow.storage.exact
+    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
+    rounded.save(Path(folder) / "rounded")
+    narrow.save(Path(folder) / "narrow")
+    losses = [rounded.step(batch).loss]
+    rounded.load(Path(folder) / "narrow")
+    checks.append(holds(rounded, others) and not rounded.storage.exact)
+    narrow.load(Path(folder) / "rounded")
+    checks.append(holds(narrow, values))
+    losses.append(narrow.step(batch).loss)
+    narrow.start_copy(copies)
+    copies.wait()
+    assert not copies.problem, copies.problem
+    found = copies.find()
+    assert found is not None
+    rounded.load_copy(copies, found)
+    checks.append(holds(rounded, values))
+    rounded.close()
+    narrow.close()
+    world.barrier()
+    copies.remove()
+    results = {"exact"} if all(checks) and losses[0] == losses[1] else {f"not exact: {checks} {losses}"}
+    return (
+        results
+        | ({"host"} if max(world.gather_numbers(held)) == said > 0 else {f"{held} held, {said} said"})
+        | ({"narrow"} if not kept else {f"kept {kept}"})
+    )

@@ -1,0 +1,305 @@
+"""Every causal LM that transformers knows, tiny and random: one step through tawpipe against the plain model.
+
+python tests/support/every_family.py                   # prints the outcome of every family
+python tests/support/every_family.py FAMILY ...        # of some
+python tests/support/every_family.py --write docs/models.md src/tawpipe/model/tested.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import tawpipe
+from family_configs import ORDINARY_TOKENS, REMARKS, families, tiny_config
+from model_families import keep_fp64
+from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
+from tawpipe.pipeline.batches import LocalBatch
+
+PACKED = ((11, 6, 7), (13, 11))
+"""Lengths of the documents in the two rows of a step, each row a micro-batch."""
+ALONE = ((24,), (24,))
+"""The same without packing, for models that sample: a packed row draws its random numbers in another order."""
+TOLERANCE = 1e-9
+
+REFUSALS = {
+    r"carry a state across the documents": "state spaces, linear attention, convolutions and sparse attention",
+    r"does not use transformers' attention interface": "older code, whose masks are its own",
+    r"called one after the other with hidden states only": "layers that are called several times or share results",
+    r"counts positions along the row by itself": "decoders of encoder-decoder models, which take no position_ids",
+    r"computes with its attention mask": "masks that depend on the tokens",
+    r"config must say num_hidden_layers": "several stacks of layers",
+    r"mask must be causal or a sliding causal window": "prefix masks, or cross-attention beside positions of their own",
+}
+"""What a message of a refusal may say, and what is behind it."""
+NOT_BUILT = {
+    r"requires the timm library": "a vision tower of a package that is not installed",
+    r"Multiple valid text configs": "transformers' from_config does not know which part is the language model",
+    r"layer types producing a cache": "a draft model that only exists beside the model it drafts for",
+}
+"""Why transformers itself cannot build a family by ``AutoModelForCausalLM.from_config`` here."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a family's step compares: ``equal``, ``refused``, ``wrong``, ``broken``, or ``not built`` by transformers."""
+
+    kind: str
+    reason: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> bool:
+        """Equal, or not for a listed reason."""
+        listed = {"refused": REFUSALS, "not built": NOT_BUILT}.get(self.kind, {})
+        return self.kind == "equal" or any(re.search(pattern, self.reason) for pattern in listed)
+
+
+def random_model(family: str) -> Any:
+    """The family's model in training mode and fp64, with random values in all parameters and persistent buffers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        persistent = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point() and name in persistent:
+                buffer.add_(torch.randn_like(buffer))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped matrix products have no fp64
+    return model.double().train()
+
+
+def tokens(rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Random tokens [rows, S] for documents with these lengths."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(rows), sum(rows[0]))
+    return torch.randint(ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop, shape, generator=generator)
+
+
+def plain_step(
+    model: Any, rows: tuple[tuple[int, ...], ...], *, seeded: bool
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss per target and gradients of the model as it is, every document a row of its own."""
+    model.zero_grad()
+    targets, total = sum(length - 1 for row in rows for length in row), 0.0
+    for index, (ids, lengths) in enumerate(zip(tokens(rows), rows, strict=True)):
+        hooks = seed_layers(model, index) if seeded else []
+        for document in ids.split(lengths):
+            logits = model(input_ids=document[None], use_cache=False).logits
+            loss = F.cross_entropy(logits[0, :-1], document[1:], reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+        for hook in hooks:
+            hook.remove()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def seed_layers(model: Any, micro_batch: int) -> list[Any]:
+    """Seed every layer as a pipeline of seed 0 does in its first step (``runtime.compute``); hooks to remove."""
+    count = model.config.get_text_config().num_hidden_layers
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+
+    def seed(block: int) -> None:
+        words = np.random.SeedSequence([0, 0, micro_batch, block]).generate_state(2)
+        torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+
+    return [
+        layer.register_forward_pre_hook(lambda *_, block=block: seed(block)) for block, layer in enumerate(layers, 1)
+    ]
+
+
+def samples(model: Any) -> bool:
+    """Whether the model draws random numbers in training although all its dropout is 0."""
+    ids = tokens(PACKED)
+    with torch.no_grad(), torch.random.fork_rng():
+        first, second = (torch.manual_seed(seed) and model(input_ids=ids, use_cache=False).logits for seed in (1, 2))
+    return not torch.equal(first, second)
+
+
+def our_step(model: Any, rows: tuple[tuple[int, ...], ...]) -> tuple[float, dict[str, Tensor]]:
+    """The same by a pipeline, which takes the model's values away."""
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never")
+    ids = tokens(rows)
+    parts = [MicroBatch.of_documents(ids[i : i + 1], ids[i : i + 1], row, index=i) for i, row in enumerate(rows)]
+    try:
+        loss = pipeline.step(LocalBatch(ids.shape[0], ids.shape[1], parts)).loss
+        pipeline.drain()
+        gradients = {name: pipeline.gradient(name) for name in trainable}
+        return loss, {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+    finally:
+        pipeline.close()
+
+
+def differences(mine: tuple[float, dict[str, Tensor]], plain: tuple[float, dict[str, Tensor | None]]) -> list[str]:
+    """What differs by more than the tolerance. Gradients that are nothing are compared with the largest of all."""
+    largest = max(float(gradient.norm()) for gradient in plain[1].values() if gradient is not None)
+    found = []
+    if not abs(mine[0] - plain[0]) <= TOLERANCE * abs(plain[0]):
+        found.append(f"loss by {abs(mine[0] / plain[0] - 1):.0e}")
+    for name, gradient in mine[1].items():
+        expected = plain[1][name]
+        expected = torch.zeros_like(gradient) if expected is None else expected
+        size = float(expected.norm())
+        error = float((gradient - expected).norm()) / (size if size > 1e-12 * largest else largest)
+        if not error <= TOLERANCE:
+            found.append(f"gradient of {name} by {error:.0e}")
+    return found
+
+
+@cache
+def outcome(family: str) -> Outcome:
+    """One step of the family's tiny model, by a pipeline and plainly."""
+    remarks = [REMARKS[family]] if family in REMARKS else []
+    try:
+        model = random_model(family)
+    except Exception as error:
+        return Outcome("not built", _text(error))
+    with pytest.MonkeyPatch.context() as patch:
+        keep_fp64(patch)
+        try:
+            try:
+                mine = our_step(deepcopy(model), PACKED)
+            except UserError as error:
+                if "freeze them" not in error.expected:
+                    raise
+                remarks.append(f"freeze what text does not use: {', '.join(freeze_unused(model))}")
+                mine = our_step(deepcopy(model), PACKED)
+            rows = PACKED
+            if sampling := samples(model):
+                remarks.append("samples in training: compared with a plain model whose layers are seeded alike")
+                rows, mine = ALONE, our_step(deepcopy(model), ALONE)
+            found = differences(mine, plain_step(model, rows, seeded=sampling))
+        except UserError as error:
+            return Outcome("refused", error.expected, tuple(remarks))
+        except Exception as error:
+            return Outcome("broken", _text(error), tuple(remarks))
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return Outcome("wrong", ", ".join(found[:3]) + more, tuple(remarks))
+    return Outcome("equal", "", tuple(remarks))
+
+
+def freeze_unused(model: Any) -> list[str]:
+    """Freeze the parameters that a plain step on text gives no gradient; returns the modules that hold only such."""
+    gradients = plain_step(model, PACKED, seeded=False)[1]
+    used = [name for name, gradient in gradients.items() if gradient is not None]
+    found: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(gradients[name] is not None)
+        parts = name.split(".")
+        prefixes = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        if gradients[name] is None:
+            found[next(p for p in prefixes if not any(f"{other}.".startswith(f"{p}.") for other in used))] = None
+    return [f"`{name}`" for name in found]
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+# what is written down
+
+VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
+_SECTIONS = {
+    "equal": ("Trained as the plain model is", "", "remarks"),
+    "refused": ("Refused", "Before anything is allocated, with a message that says why.", "what the message says"),
+    "wrong": ("Wrong", "Known to differ; do not train them.", "what differs"),
+    "broken": ("Broken", "They end with an error that is not a refusal.", "error"),
+    "not built": ("Not tried", "`AutoModelForCausalLM.from_config` cannot build them by itself here.", "error"),
+}
+
+
+def page(found: dict[str, Outcome], versions: str = VERSIONS) -> str:
+    """docs/models.md."""
+    parts = [
+        f"""\
+# Which models
+
+Every causal LM that transformers knows, by its `model_type`, was tried: a tiny model of the family with random values
+in all parameters, one training step through `tawpipe.Pipeline` on rows of three and two packed documents, against the
+plain model as `AutoModelForCausalLM` makes it, which saw each document alone. Equal means: in fp64 the loss and the
+gradient of every parameter differ by less than 1e-9 in relative norm. A family that is new in a later transformers is
+tried by the same test without being added to it.
+
+Written by `python tests/support/every_family.py --write docs/models.md` with {versions};
+`tests/model/test_every_family.py` keeps it true.
+"""
+    ]
+    for kind, (title, introduction, column) in _SECTIONS.items():
+        chosen = {family: one for family, one in sorted(found.items()) if one.kind == kind}
+        if not chosen:
+            continue
+        parts.append(f"## {title}: {len(chosen)}\n")
+        if introduction:
+            parts.append(f"{introduction}\n")
+        rows = [f"| model_type | class | {column} |", "|---|---|---|"]
+        for family, one in chosen.items():
+            said = "; ".join(filter(None, [_cell(one.reason), *one.remarks]))
+            rows.append(f"| {family} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]} | {said} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(reason: str) -> str:
+    reason = re.sub(r" \([^()]*\)$", "", reason)  # what went wrong inside, which is not the same in every process
+    short = reason if len(reason) <= 240 else f"{reason[:237]}..."
+    return short.replace("|", "\\|")
+
+
+def equal_families(found: dict[str, Outcome]) -> str:
+    """src/tawpipe/model/tested.py."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    names = "".join(f'        "{family}",\n' for family, one in sorted(found.items()) if one.kind == "equal")
+    return f'''\
+"""Which families were found to train as the plain model does; written by every_family.py."""
+
+from __future__ import annotations
+
+TESTED_TRANSFORMERS = "{version}"
+"""The release with which they were compared."""
+TESTED_FAMILIES: frozenset[str] = frozenset(
+    {{
+{names}    }}
+)
+"""Values of ``config.model_type``."""
+'''
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", nargs="+", type=Path, default=[], help="files to write: a page (.md), a list (.py)")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for family in given.families or families():
+        found[family] = one = outcome(family)
+        print(f"{family:26} {one.kind:10} {'; '.join(filter(None, [one.reason, *one.remarks]))[:300]}", flush=True)
+    for path in given.write:
+        path.write_text(page(found) if path.suffix == ".md" else equal_families(found), encoding="utf-8")
+    if not all(one.expected for one in found.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A plan asked for without a model: made-up sizes, seconds and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules import llama
+from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.profile import Profile, size_of
+from tawpipe.plan.request import Question
+from tawpipe.schedule.footprint import Widths
+from tawpipe.simulate import BlockCost, LinkModel, Seconds
+
+LAYERS = 6
+
+
+def profile(layers: int = LAYERS, forward_s: float = 0.01) -> Profile:
+    layer = BlockCost(Seconds(forward_s), Seconds(3 * forward_s), Seconds(forward_s / 4))
+    ends = BlockCost(Seconds(forward_s / 10), Seconds(forward_s / 5))
+    return Profile((ends, *[layer] * layers, ends), 1e-9, {"graph": 300, "kept": 60}, 20, 300, 1000, "made up")
+
+
+def question(machine: Machine | None = None, *, global_batch: int = 16, memory: int = 0, **changes) -> Question:
+    machine = machine or uniform(2, 2, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device())
+    asked = Question(
+        model=llama(LAYERS),
+        profile=profile(),
+        machine=machine,
+        global_batch=global_batch,
+        micro_batch=1,
+        sequence_length=10,
+        size=size_of([10]),
+        widths=Widths(2, 4, 4, 2),
+        memory_bytes=memory,
+    )
+    return replace(asked, **changes)

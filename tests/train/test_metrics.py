@@ -1,0 +1,162 @@
+"""Metrics: one row a step whatever happens in between, FLOPs by the formula, and a console that only rank 0 has."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tawpipe.console import Console, duration
+from tawpipe.model.flops import mfu, peak_flops, training_flops
+from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
+
+ROW = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 100.0}
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(output: Path, steps: range, *, resumed_step: int = 0, loss: float = 2.5) -> None:
+    with MetricsWriter(output, tensorboard=False, resumed_step=resumed_step) as writer:
+        for step in steps:
+            writer.write(step, {**ROW, "loss": loss})
+
+
+def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "new", tensorboard=False)
+    writer.write(1, {**ROW, "validation_loss": 3.0, "mfu": None})
+    assert rows(tmp_path / "new") == [{"step": 1, **ROW, "validation_loss": 3.0, "mfu": None}]
+    writer.close()
+
+
+@pytest.mark.parametrize("resumed_step", [0, 3, 6, 9])
+def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int) -> None:
+    write(tmp_path, range(1, 7))
+    write(tmp_path, range(resumed_step + 1, 12), resumed_step=resumed_step, loss=1.0)
+    found = rows(tmp_path)
+    kept = min(resumed_step, 6)
+    assert [row["step"] for row in found] == [*range(1, kept + 1), *range(resumed_step + 1, 12)]
+    assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (11 - resumed_step)
+
+
+def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    write(tmp_path, range(4, 6), resumed_step=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert list(tmp_path.iterdir()) == [tmp_path / "metrics.jsonl"]
+
+
+def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(2, ROW)
+        with pytest.raises(AssertionError, match="step 2 after those of step 2"):
+            writer.write(2, ROW)
+        with pytest.raises(AssertionError, match="lack"):
+            writer.write(3, {"loss": 1.0})
+
+
+def test_every_row_is_strict_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {**ROW, "loss": float("nan"), "grad_norm": float("inf")})
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert row["loss"] is None and row["grad_norm"] is None
+
+
+def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, resumed, loss in ((range(1, 5), 0, 2.5), (range(3, 5), 2, 1.0)):
+        with MetricsWriter(tmp_path, resumed_step=resumed) as writer:
+            for step in steps:
+                writer.write(step, {**ROW, "loss": loss})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(board.Tags()["scalars"]) == set(ROW)
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [
+        (row["step"], row["loss"]) for row in rows(tmp_path)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        ("NVIDIA B200", "bfloat16", 2.25e15),
+        ("NVIDIA L40S", "bfloat16", 362.05e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
+        ("NVIDIA GeForce RTX 4060", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("cpu", "bfloat16", None),
+    ],
+)
+def test_peak_is_known_or_none(device: str, dtype: str, peak: float | None) -> None:
+    assert peak_flops(device, dtype) == peak
+
+
+def test_flops_count_pairs_of_tokens_inside_documents_only() -> None:
+    def flops(lengths: list[int], window: int | None = None) -> float:
+        return training_flops(matmul_parameters=10, num_layers=2, attention_width=4, lengths=lengths, window=window)
+
+    assert flops([8]) == 6 * 10 * 8 + 12 * 2 * 4 * 8 * 8 / 2
+    assert flops([4, 4]) - flops([8]) == -12 * 2 * 4 * (8 * 8 - 2 * 4 * 4) / 2
+    assert flops([8], window=8) == flops([8]) > flops([8], window=2)
+    assert flops([2], window=4) == flops([2])
+
+
+def test_mfu_is_a_share_of_all_devices_or_nothing() -> None:
+    assert mfu(50.0, 2.0, peak=10.0, num_devices=5) == 0.5
+    assert mfu(50.0, 2.0, peak=None, num_devices=5) is None
+
+
+def test_peak_memory_is_this_process_and_does_not_sink() -> None:
+    before = peak_memory_bytes("cpu")
+    held = bytearray(64 << 20)
+    held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+    most = peak_memory_bytes("cpu")
+    del held
+    assert most >= 0.99 * before and most > 64 << 20
+    assert peak_memory_bytes("cpu") >= 0.99 * most  # the kernel counts pages in batches
+
+
+def test_the_console_of_rank_0_speaks_in_plain_lines_where_there_is_no_terminal() -> None:
+    now = iter([0.0, 30.0])
+    stream = io.StringIO()
+    console = Console(stream=stream, clock=lambda: next(now))
+    console.topology("4 processes = 2 nodes x 2")
+    console.plan([("weights [bf16]", "1 GiB"), ("links", "2 GiB/s")])
+    for step in (10, 20):
+        console.progress(step, 150, loss=3.25, grad_norm=0.5, tokens_per_second=12345.6)
+    assert stream.getvalue().splitlines() == [
+        "4 processes = 2 nodes x 2",
+        "plan:",
+        "  weights [bf16]  1 GiB",
+        "  links           2 GiB/s",
+        "step  10/150 | loss 3.2500 | grad norm 0.5 | 12,346 tokens/s",
+        "step  20/150 | loss 3.2500 | grad norm 0.5 | 12,346 tokens/s | 6 min 30 s left",
+    ]
+
+
+def test_other_ranks_are_silent() -> None:
+    stream = io.StringIO()
+    console = Console(1, stream=stream)
+    console.topology("x")
+    console.plan([("a", "b")])
+    console.progress(1, 2, loss=1.0, grad_norm=1.0, tokens_per_second=1.0)
+    console.notice("x")
+    console.summary([("a", "b")])
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (75, "1 min 15 s"), (3725, "1 h 02 min")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

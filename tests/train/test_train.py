@@ -1,0 +1,401 @@
+"""The command from end to end, in processes of its own: what a user does, and what a user does wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, T5Config
+
+from runs import TIMEOUT_S, command, environment, rows, run
+from small import WORDS, make_small
+from tawpipe.cli import main
+from tawpipe.data.prepare import prepare_data
+from tawpipe.errors import UserError
+from tawpipe.train.config import load_config
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A small corpus and a small model's config."""
+    folder = tmp_path_factory.mktemp("train")
+    make_small(folder, files=60, layers=3, positions=256)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> Path:
+    """Four steps on two nodes of two, by a plan that is made at the start; step 3 is recorded."""
+    done = run(home, "first", "--plan", "auto", "--log.trace-step", "3", "--report", str(home / "first.html"))
+    assert done.returncode == 0, done.stderr
+    assert "4 processes = 2 nodes x 2" in done.stdout
+    assert "link of a node" in done.stdout and "sample" in done.stdout
+    assert "plan: measured and chosen in" in done.stdout
+    assert "\nweights: random (seed 0)\n" in done.stdout
+    return home
+
+
+def test_the_output_folder_holds_the_run(trained):
+    output = trained / "first"
+    found = rows(trained, "first")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert all({"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= row.keys() for row in found)
+    assert [row["step"] for row in found if "validation_loss" in row] == [2, 4]
+    assert yaml.safe_load((output / "config.yaml").read_text())["sequence_length"] == 64
+    assert list((output / "tensorboard").iterdir())
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_the_recorded_step_stands_beside_the_plan(trained, capsys):
+    assert main(["trace", str(trained / "first"), "--out", str(trained / "traced")]) == 0
+    said = capsys.readouterr().out
+    assert "step predicted" in said and "farthest from the prediction, computing:" in said
+    assert "backward: predicted" in said and "another schedule" not in said
+    assert main(["trace", str(trained / "first" / "plan.yaml"), "--out", str(trained / "planned")]) == 0
+    page = (trained / "first.html").read_text()
+    assert "step-00000003 as it ran" in page and "A step as the plan predicted it" in page
+
+
+def test_the_export_opens_and_computes(trained):
+    """Plain transformers, document by document, finds the validation loss that the run wrote after its last step."""
+    output = trained / "first"
+    config = load_config(["--config", str(output / "config.yaml")])
+    data = prepare_data(config, sequence_length=config.sequence_length, seed=config.seed, model=config.model)
+    assert data.validation is not None
+    batches = min(config.evaluation.batches, len(data.validation) // config.global_batch)
+    assert batches >= 1
+    model = AutoModelForCausalLM.from_pretrained(output / "model")
+    total, tokens = 0.0, 0
+    for number in range(batches * config.global_batch):
+        row = data.validation.sample(number)
+        for end, length in zip(accumulate(row.lengths), row.lengths, strict=True):
+            ids, labels = (torch.from_numpy(part[None, end - length : end]) for part in (row.input_ids, row.labels))
+            if count := int((labels[:, 1:] != -100).sum()):
+                with torch.no_grad():
+                    total += float(model(ids, labels=labels).loss) * count
+                tokens += count
+    assert total / tokens == pytest.approx(rows(trained, "first")[-1]["validation_loss"], rel=1e-5)
+    words = " ".join(WORDS)
+    assert AutoTokenizer.from_pretrained(output / "model")(words).input_ids == data.tokenizer(words).input_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--nproc", "1"), ("--nodes", "1", "--nproc", "3", "--schedule.placement", "whole")])
+def test_other_processes_see_the_same_losses(trained, words):
+    name = "same" + words[-1]
+    done = run(trained, name, *words, "--export.enabled", "false", "--sample.tokens", "0")
+    assert done.returncode == 0, done.stderr
+    for mine, other in zip(rows(trained, name), rows(trained, "first"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_resume_goes_on_with_the_identical_losses(trained):
+    shutil.copytree(trained / "first", trained / "again")
+    shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
+    done = run(trained, "again", "--resume", "auto", "--plan", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "weights: resumed from" in done.stdout and "step 2, 12 samples consumed" in done.stdout
+    assert "weights: random" not in done.stdout
+    before, after = rows(trained, "first"), rows(trained, "again")
+    assert [row["loss"] for row in after] == [row["loss"] for row in before]
+
+
+def test_going_back_leaves_no_checkpoint_of_the_other_history(trained):
+    """After a resume from step 2, the step 4 of the first run must not be what auto chooses."""
+    shutil.copytree(trained / "first", trained / "back")
+    older = str(trained / "back" / "checkpoints" / "step-00000002")
+    words = ("--nproc", "1", "--steps", "3", "--checkpoint.every", "1", "--export.enabled", "false")
+    done = run(trained, "back", "--resume", older, *words)
+    assert done.returncode == 0, done.stderr
+    found = sorted(path.name for path in (trained / "back" / "checkpoints").iterdir())
+    assert found == ["step-00000002", "step-00000003"]
+
+
+def test_a_failed_start_does_not_block_the_next(trained):
+    expect_refusal(run(trained, "typo", "--data", "nothing/*.txt", "--nproc", "1"), "--data")
+    words = ("--nproc", "1", "--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
+    assert run(trained, "typo", *words).returncode == 0
+
+
+def test_a_model_that_is_nowhere_is_the_models_fault(home):
+    expect_refusal(run(home, "nomodel", "--model", str(home / "missing"), "--nproc", "1"), "--model", "missing")
+
+
+def test_under_torchrun(trained):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = run(trained, "torchrun", "--steps", "2", "--schedule.kept-units", "2", program=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "--schedule.kept-units has no effect on one node" in done.stdout
+    assert "2 processes = 1 node x 2" in done.stdout
+
+
+@pytest.mark.slow
+def test_nodes_of_different_sizes(trained):
+    """Two processes on one machine and one on another: three groups of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    places = [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    words = [sys.executable, *command(trained, "uneven", "--steps", "2")]
+    processes = []
+    for rank, (node, local, size) in enumerate(places):
+        own = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
+        variables = {key: str(value) for key, value in own.items()}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(words, env=environment() | variables, **pipes))
+    said = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert "3 processes = 2 nodes of 2, 1, scheduled as 3 groups of 1" in said[0][0]
+    assert [row["loss"] for row in rows(trained, "uneven")] == pytest.approx(
+        [row["loss"] for row in rows(trained, "first")[:2]], rel=1e-4
+    )
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(trained):
+    words = [sys.executable, *command(trained, "killed", "--steps", "100000", "--evaluation.every", "0")]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        victim = next(pid for pid in children if b"RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(victim), signal.SIGKILL)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=30)
+        assert time.monotonic() - begin < 20
+        assert process.returncode == 1
+        assert "rank 2" in stderr and "SIGKILL" in stderr
+        assert not any(Path(f"/proc/{pid}/environ").exists() for pid in children)
+    finally:
+        process.kill()
+
+
+def expect_refusal(done, *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_refusals_that_only_workers_can_find(home):
+    expect_refusal(run(home, "r1", "--data", "nothing/*.txt", "--nproc", "1"), "--data", "nothing/*.txt")
+    T5Config(vocab_size=512).save_pretrained(home / "t5")
+    expect_refusal(run(home, "r2", "--model", str(home / "t5"), "--nproc", "1"), "--model", "t5")
+    small = LlamaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    small.save_pretrained(home / "small")
+    expect_refusal(run(home, "r3", "--model", str(home / "small"), "--nproc", "1"), "--tokenizer", "300")
+    assert not any(path.is_file() for name in ("r1", "r2", "r3") for path in (home / name).rglob("*")), "left behind"
+
+
+def alone(home: Path, output: str, *words: str) -> int:
+    """A run of one process, in this one."""
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--checkpoint.every", "0")
+    return main([*command(home, output, *quiet, *words)[2:]])
+
+
+def test_the_console_says_where_weights_come_from(home, capsys):
+    config = LlamaConfig.from_pretrained(home / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(home / "with-weights", max_shard_size="50KB")
+    files = len(list((home / "with-weights").glob("*.safetensors")))
+    words = ("--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
+    assert alone(home, "weighted", "--model", str(home / "with-weights"), *words) == 0
+    assert f"\nweights: {home / 'with-weights'}, {files} safetensors files\n" in capsys.readouterr().out and files > 1
+    (home / "with-weights" / "model.safetensors.index.json").rename(home / "with-weights" / "pytorch_model.bin")
+    assert alone(home, "pickled", "--model", str(home / "with-weights"), *words) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, capsys):
+    chat = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
+    (home / "cut.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    assert alone(home, "cut", "--data", str(home / "cut.jsonl")) == 2
+    said = capsys.readouterr()
+    assert "--data" in said.err and "--sequence-length" in said.err and "step" not in said.out
+    assert not (home / "cut" / "model").exists()
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, streaming):
+    """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
+    GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=160).save_pretrained(home / "table")
+    words = ("--model", str(home / "table"), "--streaming", streaming, "--packing", "fit", "--sequence-length", "400")
+    sample = ("--sample.tokens", "3", "--sample.prompt", "def " * 200)
+    assert alone(home, f"long-{streaming}", *words, "--steps", "2", *sample) == 0, capsys.readouterr().err
+    short = (home / "corpus" / "0.txt").read_text()
+    (home / "later.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [short] * 6 + ["a b " * 900]))
+    later = ("--data", str(home / "later.jsonl"), "--stream-window", "2", "--validation-fraction", "0")
+    assert alone(home, f"later-{streaming}", *words, "--steps", "3", *later) == 2
+    said = capsys.readouterr().err
+    assert "--sequence-length: got 400; at most 160 for" in said and "longest document in a row has 400" in said
+
+
+def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert alone(home, "roomless", "--steps", "1") == 1
+    said = capsys.readouterr().err
+    assert "could not be exported" in said and "No space left on device" in said and "Traceback" not in said
+    assert not list((home / "roomless").glob("model*"))
+
+
+def test_a_folder_that_cannot_be_written(home):
+    (home / "file").write_text("in the way")
+    expect_refusal(run(home, "file/output"), "--output")
+
+
+def test_unreadable_files_are_named_and_skipped(home):
+    mixed = home / "mixed"
+    mixed.mkdir()
+    for path in list((home / "corpus").iterdir())[:30]:
+        shutil.copy(path, mixed)
+    (mixed / "latin.txt").write_bytes("Grüße aus Köln".encode("latin-1") * 10)
+    done = run(home, "mixed-run", "--data", str(mixed / "*.txt"), "--nproc", "1", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "latin.txt" in done.stdout + done.stderr
+
+
+# bad days
+
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
+    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1")
+    done = run(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
+    assert [row["loss"] for row in rows(trained, "restarted")] == [row["loss"] for row in rows(trained, "first")]
+    assert not list((trained / "restarted" / "checkpoints").glob("*.incomplete"))
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses, as the kernel writes them, that a process and its children listen at."""
+    family = [pid]
+    for one in family:
+        for task in Path(f"/proc/{one}/task").iterdir():
+            family += map(int, (task / "children").read_text().split())
+    sockets = set()
+    for one in family:
+        for handle in Path(f"/proc/{one}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(str(handle.readlink()))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+def test_sigterm_ends_a_run_in_good_order(trained):
+    words = [sys.executable, *command(trained, "stopped", "--steps", "100000", "--resume", "auto", *QUIET)]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith("step"):
+                break
+        if sys.platform.startswith("linux"):
+            assert listening(process.pid) <= {"0100007F"}, "others can reach it"
+        assert "no sound checkpoint in" in said and "starting anew" in said
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+        step = int(stdout.split("stopped by SIGTERM after step ")[1].split(";")[0])
+        assert (trained / "stopped" / "checkpoints" / f"step-{step:08}").is_dir()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("kill:push", "bitflip:save"),
+        pytest.param(
+            ("disk-full:save", "exit:save", "hang:forward", "nan:backward", "kill:load"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_part_of_the_matrix_of_faults(tmp_path, cases):
+    root = Path(__file__).parents[2]
+    words = ["matrix", "--topologies", "2 x 2", "--out", str(tmp_path / "out"), "--cases", *cases]
+    command = [sys.executable, str(root / "benchmarks" / "faults.py"), *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "cases.json").read_text())["cases"]
+    assert len(found) == len(cases) and not any(one["left_behind"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named(trained):
+    words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
+    begin = time.monotonic()
+    done = run(trained, "hung", *QUIET, *words)
+    assert done.returncode == 1 and time.monotonic() - begin < 60
+    assert "tawpipe: stuck: rank 1 (node 0): waits for nobody: it computes" in done.stderr
+    assert "tawpipe: stuck: rank 3 (node 1): " in done.stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_one_checkpoint(trained):
+    done = run(trained, "full", *QUIET, "--inject", "rank=1,step=2,at=save,kind=disk-full")
+    assert done.returncode == 0, done.stderr
+    assert "could not be written, training goes on without it: rank 1: No space left on device" in done.stdout
+    assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.slow
+def test_a_bad_step_is_left_out_if_asked_for(trained):
+    words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
+    done = run(trained, "skipped", *QUIET, *words)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: loss" in done.stdout and "the update was left out, 1 of at most 10 in a row" in done.stdout
+    found = rows(trained, "skipped")
+    assert len(found) == 4 and found[1]["grad_norm"] is None and found[3]["loss"] is not None
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
+    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.every", "0")
+    words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
+    done = run(trained, "memory", *words, *QUIET, "--inject", "rank=3,step=4,at=forward,kind=kill")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from memory: step" in done.stdout
+    assert [row["loss"] for row in rows(trained, "memory")] == [row["loss"] for row in rows(trained, "first")]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--inject", "rank=1,step=9,at=push,kind=kill"), "at most|up to --steps"),
+        (("--inject", "rank=1,step=3,at=save,kind=kill"), "a step that is saved"),
+        (("--inject", "nonsense"), "--inject"),
+        (("--optimizer.nonfinite", "skip", "--optimizer.finite-check", "false", "--optimizer.clip-norm", "0"), "skip"),
+        (("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", "/nowhere"), "--checkpoint.memory-dir"),
+    ],
+)
+def test_faults_that_cannot_be_are_refused(home, words, reason):
+    from tawpipe.train.checks import validate
+
+    with pytest.raises(UserError, match=reason):
+        validate(load_config([*command(home, "refused", *words)[3:]]), environ={})
