@@ -1,1 +1,1 @@
-"""The schedule: what every rank does in one step, as data. Imports topology and errors only, no torch."""
+"""The schedule: what every rank does in one step, as data."""

@@ -1,9 +1,11 @@
-"""Actions: the words of a schedule, each with an exact text form that parses back. Imports nothing of the project."""
+"""Actions: the words of a schedule, each with an exact text form that parses back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from tawpipe.schedule.buffers import Buffer
 
 
 class Lane(StrEnum):
@@ -60,26 +62,6 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduc
 """What a COLLECTIVE may be. ``reduce`` and ``all_reduce`` work in place, the others from one buffer into another."""
 
 
-def is_weight(name: str) -> bool:
-    """Homes ``home.w.UNIT``, full units ``W..``, slices on their way ``S..``, slices kept in the node ``K..``."""
-    return name.startswith(("home.w.", "W", "S", "K"))
-
-
-def is_gradient(name: str) -> bool:
-    """Homes ``home.g.UNIT``, full units ``G..``, slices on their way ``H..``, slices that add up in the node ``A..``,
-    and ``R..`` received on the way home.
-    """
-    return name.startswith(("home.g.", "G", "H", "A", "R"))
-
-
-def is_activation(name: str) -> bool:
-    """What blocks hand to one another on one rank, ``x.. dx.. ctx..``, what a block keeps for its own backward pass,
-    ``graph..`` or ``kept..``, what waits for it in the host's memory, ``host..``, and comes back, ``slot..``, and the
-    losses ``loss..``.
-    """
-    return name.startswith(("x.", "dx.", "ctx.", "graph.", "kept.", "host.", "slot.", "loss."))
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One send or receive of an exchange.
@@ -87,14 +69,14 @@ class Transfer:
     Args:
         send: True for a send to ``peer``, False for a receive from it.
         peer: global rank of the other side.
-        unit: what travels.
+        unit: what travels: a unit's weights or gradients, or with an activation the block at whose border it is.
         buffer: where it is read, or written.
     """
 
     send: bool
     peer: int
     unit: int
-    buffer: str
+    buffer: Buffer
 
     def __str__(self) -> str:
         return f"{'SEND>' if self.send else 'RECV<'}{self.peer}:u{self.unit}:{self.buffer}"
@@ -102,7 +84,7 @@ class Transfer:
     @classmethod
     def parse(cls, text: str) -> Transfer:
         peer, unit, buffer = text[5:].split(":")
-        return cls(text.startswith("SEND>"), int(peer), int(unit[1:]), buffer)
+        return cls(text.startswith("SEND>"), int(peer), int(unit[1:]), Buffer.parse(buffer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +93,7 @@ class Action:
 
     Args:
         op, lane: what, and on which lane.
-        reads, writes: names of buffers. A buffer that is both is updated in place.
+        reads, writes: buffers. One that is both is updated in place.
         frees: those of ``reads`` that nobody reads afterwards (activations).
         block, micro_batch, unit: what it is about, -1 where that does not apply.
         collective: what a COLLECTIVE does.
@@ -119,24 +101,25 @@ class Action:
             the communicator whose order its transfers share.
         root: global rank, of a broadcast or reduce.
         transfers: of an EXCHANGE.
-        wire: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits (runtime/compression.py).
+        compression: ``int8`` or ``fp8`` where an EXCHANGE or COLLECTIVE sends its numbers in 8 bits
+            (runtime/compression.py).
 
     BACKWARD and ADD add to a gradient buffer that they read and write, and replace one that they only write. The
     weights that FORWARD and BACKWARD read come in the order of the block's units, the gradients that BACKWARD writes
     in the order of its trainable units. A broadcast reads on its root and writes on the others.
 
-    >>> action = Action(Op.FORWARD, Lane.COMPUTE, ("W0.1", "x.3.2"), ("x.3.3",), block=2, micro_batch=3)
+    >>> action = Action.parse("COMPUTE FORWARD b2 m3 | W0.1 x.3.2 -> x.3.3")
+    >>> action.block, action.micro_batch, action.weights
+    (2, 3, (Buffer(kind=<Kind.WEIGHT: 'weight'>, at=(1,), pool='W0'),))
     >>> str(action)
     'COMPUTE FORWARD b2 m3 | W0.1 x.3.2 -> x.3.3'
-    >>> Action.parse(str(action)) == action
-    True
     """
 
     op: Op
     lane: Lane
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    frees: tuple[Buffer, ...] = ()
     block: int = -1
     micro_batch: int = -1
     unit: int = -1
@@ -144,17 +127,17 @@ class Action:
     group: str = ""
     root: int = -1
     transfers: tuple[Transfer, ...] = ()
-    wire: str = ""
+    compression: str = ""
 
     @property
-    def weights(self) -> tuple[str, ...]:
+    def weights(self) -> tuple[Buffer, ...]:
         """The weight buffers among ``reads``."""
-        return tuple(name for name in self.reads if is_weight(name))
+        return tuple(buffer for buffer in self.reads if buffer.is_weight)
 
     @property
-    def gradients(self) -> tuple[str, ...]:
+    def gradients(self) -> tuple[Buffer, ...]:
         """The gradient buffers among ``writes``."""
-        return tuple(name for name in self.writes if is_gradient(name))
+        return tuple(buffer for buffer in self.writes if buffer.is_gradient)
 
     def __str__(self) -> str:
         words = [self.lane.value, self.op.value]
@@ -162,8 +145,8 @@ class Action:
             words.append(self.collective)
         if self.group and not (self.op is Op.EXCHANGE and self.group == "rail"):
             words.append(f"@{self.group}")
-        if self.wire:
-            words.append(f"~{self.wire}")
+        if self.compression:
+            words.append(f"~{self.compression}")
         for letter, number in (("b", self.block), ("m", self.micro_batch), ("u", self.unit), ("r", self.root)):
             if number >= 0:
                 words.append(f"{letter}{number}")
@@ -171,12 +154,12 @@ class Action:
         if self.transfers:
             words.extend(str(transfer) for transfer in self.transfers)
         else:
-            words.extend(self.reads)
+            words.extend(map(str, self.reads))
             words.append("->")
-            words.extend(self.writes)
+            words.extend(map(str, self.writes))
             if self.frees:
                 words.append("free")
-                words.extend(self.frees)
+                words.extend(map(str, self.frees))
         return " ".join(words)
 
     @classmethod
@@ -197,21 +180,26 @@ class Action:
                 elif word.startswith("@"):
                     fields["group"] = word[1:]
                 elif word.startswith("~"):
-                    fields["wire"] = word[1:]
+                    fields["compression"] = word[1:]
                 else:
                     fields[names[word[0]]] = int(word[1:])
             if fields["op"] is Op.EXCHANGE:
                 transfers = tuple(Transfer.parse(word) for word in tail.split(" "))
-                return exchange(fields["lane"], transfers, fields.get("group", "rail"), wire=fields.get("wire", ""))
-            buffers, _, frees = tail.partition(" free ")
-            reads, _, writes = f" {buffers} ".partition(" -> ")
-            return cls(reads=tuple(reads.split()), writes=tuple(writes.split()), frees=tuple(frees.split()), **fields)
+                group, compression = fields.get("group", "rail"), fields.get("compression", "")
+                return exchange(fields["lane"], transfers, group, compression=compression)
+            used, _, freed = tail.partition(" free ")
+            read, _, written = f" {used} ".partition(" -> ")
+            reads, writes, frees = (tuple(map(Buffer.parse, part.split())) for part in (read, written, freed))
+            return cls(reads=reads, writes=writes, frees=frees, **fields)
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(f"not an action: {text!r}") from error
 
 
-def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail", *, wire: str = "") -> Action:
-    """An EXCHANGE whose reads and writes are those of its transfers. The text form leaves out ``rail``."""
+def exchange(lane: Lane, transfers: tuple[Transfer, ...], group: str = "rail", *, compression: str = "") -> Action:
+    """An EXCHANGE whose reads and writes are those of its transfers. An activation that is sent is free afterwards. The
+    text form leaves out ``rail``.
+    """
     reads = tuple(dict.fromkeys(t.buffer for t in transfers if t.send))
     writes = tuple(t.buffer for t in transfers if not t.send)
-    return Action(Op.EXCHANGE, lane, reads, writes, group=group, transfers=transfers, wire=wire)
+    frees = tuple(buffer for buffer in reads if buffer.is_activation)
+    return Action(Op.EXCHANGE, lane, reads, writes, frees, group=group, transfers=transfers, compression=compression)

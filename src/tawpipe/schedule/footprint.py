@@ -1,13 +1,14 @@
-"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process. Imports topology
-and schedule only.
-"""
+"""What a schedule costs, stated before it is paid: bytes over every node's link, memory per process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tawpipe.schedule.spec import Schedule, wire_width
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.spec import compressed_width
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
 from tawpipe.topology import Topology
 
@@ -29,8 +30,8 @@ class Widths:
     optimizer_states: int
 
     def at_home(self, *, trainable: bool) -> int:
-        """Of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one only
-        the latter.
+        """Bytes of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one
+        only the latter.
         """
         if not trainable:
             return self.weight
@@ -39,7 +40,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one step. Where processes differ, memory is that of the process that needs most.
+    """Costs of one step. Where processes differ, memory is that of the process that needs most.
 
     Args:
         strategy, schedule: in words.
@@ -63,8 +64,16 @@ class Costs:
     host_bytes: int = 0
 
 
+def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:
+    """Bytes of an element of weights, and of gradients, between nodes."""
+    return (
+        compressed_width(settings.weights_compression, widths.weight),
+        compressed_width(settings.gradients_compression, widths.gradient),
+    )
+
+
 def costs(
-    schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[str, int], nodes: Topology | None = None
+    schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[Kind, int], nodes: Topology | None = None
 ) -> Costs:
     """Add up a schedule.
 
@@ -79,23 +88,22 @@ def costs(
         for rank in ranks
     ]
     buffers = [
-        schedule.pool_elements(rank, "weight") * widths.weight
-        + schedule.pool_elements(rank, "gradient") * widths.gradient
+        schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
+        + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
         + scratch_bytes(schedule, rank)
         for rank in ranks
     ]
-    on_host = {kind: each for kind, each in activation_bytes.items() if kind == "host"}
-    on_device = {kind: each for kind, each in activation_bytes.items() if kind != "host"}
-    knobs = schedule.knobs
-    units = schedule.model.units
-    far = wire_width(knobs.weights_wire, widths.weight), wire_width(knobs.gradients_wire, widths.gradient)
+    on_host = {kind: each for kind, each in activation_bytes.items() if kind is Kind.OFFLOADED}
+    on_device = {kind: each for kind, each in activation_bytes.items() if kind is not Kind.OFFLOADED}
+    settings, units = schedule.step.settings, schedule.model.units
+    far = far_widths(settings, widths)
     return Costs(
         parameters=sum(unit.numel for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
-        strategy=f"{schedule.name}, placement {knobs.placement}" + (", homes as given" if knobs.homes else ""),
+        strategy=schedule.name + (", homes as given" if settings.homes else ""),
         schedule=(
-            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(knobs.rounds, 'round')}, "
-            f"{knobs.micro_batches_per_visit} per visit, look-ahead {knobs.look_ahead}"
+            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(schedule.step.rounds, 'round')}, "
+            f"{settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
         ),
         link_sent_bytes=tuple(link.bytes_sent(*far) for link in traffic),
         link_received_bytes=tuple(link.bytes_received(*far) for link in traffic),

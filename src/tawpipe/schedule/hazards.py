@@ -1,4 +1,4 @@
-"""Which earlier actions an action waits for, from its buffers alone; for all players of a schedule. Imports nothing."""
+"""Which earlier actions an action waits for, from its buffers alone; for all players of a schedule."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Hazards(Generic[Event]):
     """
 
     def __init__(self) -> None:
-        self._writer: dict[str, Event] = {}
-        self._readers: dict[str, dict[object, Event]] = {}
+        self._writer: dict[Hashable, Event] = {}
+        self._readers: dict[Hashable, dict[object, Event]] = {}
         """Buffer -> lane -> its last reader there; readers without a lane stand for themselves."""
-        self._freed: dict[str, Hashable | None] = {}
+        self._freed: dict[Hashable, Hashable | None] = {}
         """Buffers that hold nothing, with the lane of what has freed them, which counts as their last writer."""
 
     def before(
         self,
         *,
-        reads: Iterable[str],
-        writes: Iterable[str],
-        frees: Iterable[str] = (),
+        reads: Iterable[Hashable],
+        writes: Iterable[Hashable],
+        frees: Iterable[Hashable] = (),
         lane: Hashable | None = None,
     ) -> list[Event]:
         """The events that an action must wait for: writers of what it reads, writers and readers of what it writes,
@@ -41,25 +41,25 @@ class Hazards(Generic[Event]):
         Args:
             lane: what the action runs on, as for ``record``: what reads or frees there ends before it begins.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         for name in reads:
             if name in self._writer:
-                found.append(self._writer[name])
+                events.append(self._writer[name])
         for name in writes:
             if name in self._writer and (lane is None or self._freed.get(name) != lane):
-                found.append(self._writer[name])
-            found.extend(self._readers.get(name, {}).values())
+                events.append(self._writer[name])
+            events.extend(self._readers.get(name, {}).values())
         for name in frees:
-            found.extend(event for key, event in self._readers.get(name, {}).items() if lane is None or key != lane)
-        return list(dict.fromkeys(found))
+            events.extend(event for key, event in self._readers.get(name, {}).items() if lane is None or key != lane)
+        return list(dict.fromkeys(events))
 
     def record(
         self,
         event: Event,
         *,
-        reads: Iterable[str],
-        writes: Iterable[str],
-        frees: Iterable[str] = (),
+        reads: Iterable[Hashable],
+        writes: Iterable[Hashable],
+        frees: Iterable[Hashable] = (),
         lane: Hashable | None = None,
     ) -> None:
         """Note an action's event.
@@ -81,16 +81,16 @@ class Hazards(Generic[Event]):
             self._freed[name] = lane
 
     def add(
-        self, event: Event, *, reads: Iterable[str], writes: Iterable[str], frees: Iterable[str] = ()
+        self, event: Event, *, reads: Iterable[Hashable], writes: Iterable[Hashable], frees: Iterable[Hashable] = ()
     ) -> list[Event]:
         """``before`` and ``record`` in one."""
-        found = self.before(reads=reads, writes=writes, frees=frees)
+        events = self.before(reads=reads, writes=writes, frees=frees)
         self.record(event, reads=reads, writes=writes, frees=frees)
-        return found
+        return events
 
     def last_events(self) -> list[Event]:
         """Every event that something could still wait for."""
-        found = list(self._writer.values())
+        events = list(self._writer.values())
         for readers in self._readers.values():
-            found.extend(readers.values())
-        return list(dict.fromkeys(found))
+            events.extend(readers.values())
+        return list(dict.fromkeys(events))

@@ -1,4 +1,4 @@
-"""Which weights are still in a buffer when they are needed again. Imports topology and schedule only.
+"""Which weights are still in a buffer when they are needed again.
 
 A step goes through the blocks forward, then backward, then forward again: what was used last before a turn is used
 first after it. Buffers that look-ahead needs anyway are therefore caches: a unit that is still in one is not pulled
@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from tawpipe.schedule.placement import Home
-from tawpipe.schedule.spec import Knobs, ModelSpec
+from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.visits import Visit
-from tawpipe.topology import Topology
 
 STREAMING = 2
 """Slices that are on their way through a node at one time: one arrives while the one before is gathered from."""
@@ -27,11 +25,11 @@ class Stay:
     """A unit in a buffer during one visit.
 
     Args:
-        slot: number of the buffer, among those of its size.
+        place: number of the buffer, among those of its size.
         held: it is there from an earlier visit; otherwise it has to come.
     """
 
-    slot: int
+    place: int
     held: bool
 
 
@@ -62,12 +60,12 @@ def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse
         for unit in units:
             held = reuse and unit in holds
             if held:
-                slot = holds.index(unit)
+                place = holds.index(unit)
             else:
-                free = [s for s in range(capacity) if last_use[s] < number - busy or holds[s] is None]
-                slot = max(free, key=lambda s: (next_use[s] if reuse else 0, -last_use[s], -s))
-            holds[slot], next_use[slot], last_use[slot] = unit, later[number][unit], number
-            stays[number][unit] = Stay(slot, held)
+                free = [p for p in range(capacity) if last_use[p] < number - busy or holds[p] is None]
+                place = max(free, key=lambda p: (next_use[p] if reuse else 0, -last_use[p], -p))
+            holds[place], next_use[place], last_use[place] = unit, later[number][unit], number
+            stays[number][unit] = Stay(place, held)
     return stays
 
 
@@ -96,27 +94,28 @@ class Residency:
                     yield unit
 
 
-def plan_residency(
-    model: ModelSpec, topology: Topology, homes: Sequence[Home], knobs: Knobs, visits: Sequence[Visit]
-) -> Residency:
-    """Stays for all sizes of units."""
-    uses = [model.blocks[visit.block].units for visit in visits if visit.weights is not None]
-    ahead, several = knobs.look_ahead, topology.num_nodes > 1 and knobs.placement in ("spread", "striped")
-    in_slices = several and topology.local_size > 1
-    kept = knobs.kept_units if several else 0
+def plan_residency(step: StepSpec, visits: Sequence[Visit], *, slices_busy: int | None) -> Residency:
+    """Stays for all sizes of units.
+
+    Args:
+        slices_busy: for how many visits a device's slice of a unit may still be in use after the one that it came for;
+            None where units do not come into a node as slices.
+    """
+    uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
+    ahead, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
+    cached = step.step_cache if step.topology.num_nodes > 1 else 0
     full: list[dict[int, Stay]] = [{} for _ in uses]
     slices: list[dict[int, Stay]] = [{} for _ in uses]
-    for size in {home.padded for home in homes}:
-        mine = [[unit for unit in units if homes[unit].padded == size] for units in uses]
+    for size in {home.padded for home in step.homes}:
+        mine = [[unit for unit in units if step.homes[unit].padded == size] for units in uses]
         most = max(map(len, mine), default=0)
         if not most:
             continue
-        capacity = ahead + 1 + (0 if in_slices else kept)
-        found = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=knobs.reuse)
-        missing = [[unit for unit, stay in visit.items() if not stay.held] for visit in found]
-        capacity, busy = ahead + 1 + kept, min(ahead, STREAMING - 1)
-        passing = plan_stays(missing, capacity=capacity * most, busy=busy, reuse=knobs.reuse)
+        capacity = ahead + 1 + (0 if in_slices else cached)
+        whole = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=reuse)
+        missing = [[unit for unit, stay in visit.items() if not stay.held] for visit in whole]
+        passing = plan_stays(missing, capacity=(ahead + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
         for number in range(len(uses)):
-            full[number].update(found[number])
+            full[number].update(whole[number])
             slices[number].update(passing[number])
     return Residency(tuple(full), tuple(slices) if in_slices else None)

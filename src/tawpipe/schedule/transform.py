@@ -1,4 +1,4 @@
-"""Transforms: pure functions from a schedule to another one. Imports schedule only."""
+"""Transforms: pure functions from a schedule to another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.symbolic import ScheduleError
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.step import Schedule
 
 
 def without_overlap(schedule: Schedule) -> Schedule:
@@ -51,9 +51,9 @@ class _Sequence:
             hazards: Hazards[_Waiting] = Hazards()
             self.left.append(deque())
             for index, action in enumerate(program):
-                found = hazards.before(reads=action.reads, writes=action.writes, frees=action.frees)
-                waiting = _Waiting(rank, index, action, len(found), [])
-                for other in found:
+                waits_for = hazards.before(reads=action.reads, writes=action.writes, frees=action.frees)
+                waiting = _Waiting(rank, index, action, len(waits_for), [])
+                for other in waits_for:
                     other.waiters.append(waiting)
                 hazards.record(waiting, reads=action.reads, writes=action.writes, frees=action.frees)
                 self.heads.setdefault((rank, action.lane), deque()).append(waiting)
@@ -104,11 +104,11 @@ class _Sequence:
             return self._exchanges(head)
         if not head.action.group:
             return [head]
-        found = [self._head(member, lane) for member in self.topology.group(head.action.group, rank)]
+        heads = [self._head(member, lane) for member in self.topology.group(head.action.group, rank)]
         met = [
-            one for one in found if one and one.action.group == head.action.group and one.action.op is head.action.op
+            one for one in heads if one and one.action.group == head.action.group and one.action.op is head.action.op
         ]
-        return met if len(met) == len(found) else []
+        return met if len(met) == len(heads) else []
 
     def _exchanges(self, head: _Waiting) -> list[_Waiting]:
         """All exchanges that have to be under way for this one to end, and for those to end."""

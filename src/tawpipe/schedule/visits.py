@@ -1,10 +1,11 @@
-"""The order in which blocks are visited in a step, the same for all ranks. Imports schedule only."""
+"""The order in which blocks are visited in a step, the same for all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tawpipe.schedule.spec import Knobs, ModelSpec
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import StepSpec
 
 
 @dataclass(frozen=True)
@@ -15,28 +16,30 @@ class Visit:
         block, round: which block, in which round of the step.
         backward: False for a forward visit. The head of a training step has only a backward visit: loss and gradient at
             once.
-        weights: the how-manieth visit with weights this is in the step, or None where none are needed.
-        gradients: the how-manieth visit that makes gradients, or None.
+        weight_index: position among the step's visits that need weights, or None.
+        gradient_index: position among the step's visits that make gradients, or None.
     """
 
     block: int
     round: int
     backward: bool
-    weights: int | None
-    gradients: int | None
+    weight_index: int | None
+    gradient_index: int | None
 
 
-def training_visits(model: ModelSpec, knobs: Knobs) -> tuple[Visit, ...]:
+def training_visits(step: StepSpec) -> tuple[Visit, ...]:
     """Every round: embedding and layers forward, head, layers and embedding backward as far as gradients are needed."""
+    model = step.model
     blocks = range(len(model.blocks))
     order = [(block, False) for block in blocks[:-1]]
     order += [(block, True) for block in reversed(blocks) if block == blocks[-1] or model.blocks[block].needs_backward]
-    return _numbered(model, [(block, number, backward) for number in range(knobs.rounds) for block, backward in order])
+    return _numbered(model, [(block, number, backward) for number in range(step.rounds) for block, backward in order])
 
 
-def forward_visits(model: ModelSpec, knobs: Knobs) -> tuple[Visit, ...]:
+def forward_visits(step: StepSpec) -> tuple[Visit, ...]:
     """Every round: all blocks forward, the head with its loss included."""
-    return _numbered(model, [(b, number, False) for number in range(knobs.rounds) for b in range(len(model.blocks))])
+    blocks = range(len(step.model.blocks))
+    return _numbered(step.model, [(b, number, False) for number in range(step.rounds) for b in blocks])
 
 
 def _numbered(model: ModelSpec, order: list[tuple[int, int, bool]]) -> tuple[Visit, ...]:

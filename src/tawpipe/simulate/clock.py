@@ -1,4 +1,4 @@
-"""Plays a schedule against the clock of a cost model. Imports topology, schedule and simulate only.
+"""Plays a schedule against the clock of a cost model.
 
 The rules are those that ``schedule/proof/verify.py`` proves and the runtime follows:
 
@@ -19,13 +19,13 @@ rounds, can then stand for all of them.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Lane, Op, Transfer
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.proof.verify import ScheduleError
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.proof.rendezvous import Rendezvous
+from tawpipe.schedule.proof.symbolic import ScheduleError
+from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.network import Flow, Network
 from tawpipe.simulate.timeline import NodeBytes, Record, Timeline
@@ -94,7 +94,7 @@ class End:
 
 
 @dataclass(eq=False, slots=True)
-class Journey:
+class Transit:
     """A transfer that has begun: which instances take part, when it began, which of them came last."""
 
     load: Load
@@ -106,7 +106,7 @@ class Journey:
 class Player:
     """The play. Instances of actions are numbered: those of a rank one after the other, step by step.
 
-    ``log`` keeps the order of all starts, ends and journeys: one in which nothing comes before what it depends on.
+    ``log`` keeps the order of all starts, ends and transits: one in which nothing comes before what it depends on.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, steps: int, physical: Topology | None = None) -> None:
@@ -127,12 +127,11 @@ class Player:
         self.lane_of: list[list[_Lane]] = []
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
-        self.gathering: dict[tuple, list[int]] = {}
+        self.rendezvous: Rendezvous[int] = Rendezvous(self.record.text)
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._taking_part: dict[tuple[int, str], int] = {}
         """First member and group -> how many are played; the others do what these do, when they do."""
-        self.open: dict[tuple, deque[tuple[int, Transfer]]] = {}
-        self.log: list[Start | End | Journey] = []
+        self.log: list[Start | End | Transit] = []
         for rank, program in enumerate(schedule.programs):
             self._prepare(rank, program)
 
@@ -166,7 +165,7 @@ class Player:
                 assert isinstance(what, int)
                 self._ended(what, now)
             elif kind == _ON_THE_WAY:
-                assert isinstance(what, Journey)
+                assert isinstance(what, Transit)
                 self.network.add(Flow(what.load.ports, what))
             elif isinstance(what, tuple):
                 flow, version = what
@@ -174,7 +173,7 @@ class Player:
                     self.network.remove(flow)
                     self._arrived(flow.what, now)
             else:
-                assert isinstance(what, Journey)
+                assert isinstance(what, Transit)
                 self._arrived(what, now)
             if not self.events or self.events[0][0] > now:
                 self._settle(now)  # once for all that happens at one time
@@ -215,12 +214,12 @@ class Player:
             self._at(now + self.seconds(lane.rank, action), _ENDED, number)
 
     def seconds(self, rank: int, action: Action) -> float:
-        """Of an action that no other rank takes part in."""
+        """Seconds of an action that no other rank takes part in."""
         costs = self.costs
         if action.op is Op.FORWARD:
             work = costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
-            again = self.schedule.knobs.recomputes(action.block)
+            again = self.schedule.step.recomputes(action.block)
             work = costs.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.BACKWARD_INPUT:
             work = costs.backward_s(rank, action.block, action.micro_batch)
@@ -241,27 +240,15 @@ class Player:
 
     def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:
         members = self._members(action.group, rank)
-        here = self.gathering.setdefault((action.lane, action.group, members[0]), [])
-        if here:
-            other = self.record.action(here[0])
-            if (other.op, other.collective, other.unit, other.root) != (
-                action.op,
-                action.collective,
-                action.unit,
-                action.root,
-            ):
-                texts = f"{self.record.text(number)} and {self.record.text(here[0])}"
-                raise ScheduleError(f"members of a group issue different operations: {texts}")
-        here.append(number)
-        if len(here) < self._taking_part[members[0], action.group]:
+        here = self.rendezvous.collective(number, action, members, self._taking_part[members[0], action.group])
+        if not here:
             return
         if action.op in (Op.COUNT, Op.NORM):
             load = self.transfers.norm(members)
         else:
             payer = next(n for n in here if action.root < 0 or self.record.rank(n) == action.root)
             load = self.transfers.collective(self.record.action(payer), members, self.record.rank(payer))
-        self._go(Journey(load, tuple(here), now, number))
-        here.clear()
+        self._go(Transit(load, tuple(here), now, number))
 
     def _members(self, group: str, rank: int) -> tuple[int, ...]:
         if (group, rank) not in self._groups:
@@ -271,38 +258,29 @@ class Player:
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
         self.open_parts[number] = len(action.transfers)
-        for transfer in action.transfers:
+        for transfer, other, _ in self.rendezvous.exchange(number, rank, action):
             sender, receiver = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
-            way = (action.lane, action.group, sender, receiver)
-            waiting = self.open.get((*way, not transfer.send))
-            if not waiting:
-                self.open.setdefault((*way, transfer.send), deque()).append((number, transfer))
-                continue
-            other, match = waiting.popleft()
-            if match.unit != transfer.unit:
-                texts = f"{self.record.text(number)} and {self.record.text(other)}"
-                raise ScheduleError(f"a send meets the receive of another unit: {texts}")
-            load = self.transfers.part(sender, receiver, transfer, action.wire)
-            self._go(Journey(load, (number, other), now, number))
+            load = self.transfers.part(sender, receiver, transfer, action.compression)
+            self._go(Transit(load, (number, other), now, number))
 
-    def _go(self, journey: Journey) -> None:
-        load, step = journey.load, self.record.step(journey.latest)
+    def _go(self, transit: Transit) -> None:
+        load, step = transit.load, self.record.step(transit.latest)
         for node, amount in load.sent:
             self.bytes[step][node].sent += amount
         for node, amount in load.received:
             self.bytes[step][node].received += amount
         for node, amount in load.inside:
             self.bytes[step][node].inside += amount
-        self.log.append(journey)
-        ready = journey.began + load.delay_s + self.costs.action_s
-        self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, journey)
+        self.log.append(transit)
+        ready = transit.began + load.delay_s + self.costs.action_s
+        self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, transit)
 
-    def _arrived(self, journey: Journey, now: float) -> None:
-        for number in journey.members:
+    def _arrived(self, transit: Transit, now: float) -> None:
+        for number in transit.members:
             self.open_parts[number] -= 1
             if self.open_parts[number] <= 0:
-                self.begin[number] = journey.began
-                self.record.latest[number] = journey.latest
+                self.begin[number] = transit.began
+                self.record.latest[number] = transit.latest
                 self._ended(number, now)
 
     def _ended(self, number: int, now: float) -> None:

@@ -194,7 +194,7 @@ class CostModel:
         return self._block(block).forward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
 
     def backward_s(self, rank: int, block: int, micro_batch: int, recompute: str = "full") -> float:
-        """Seconds of a backward pass that computes again what ``recompute`` says, see ``Knobs``."""
+        """Seconds of a backward pass that computes again what ``recompute`` says."""
         cost, size = self._block(block), self._size(micro_batch)
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
@@ -204,14 +204,13 @@ class CostModel:
         forward = self.forward_s(rank, block, micro_batch)
         return max(0.0, self.backward_s(rank, block, micro_batch) - forward) / 2
 
-    def activation_bytes(self, name: str) -> float:
-        """Bytes of a boundary activation, by its name, ``x.m.b`` or ``dx.m.b``."""
-        return self.boundary_bytes * self._size(int(name.split(".")[1])).tokens
+    def boundary(self, micro_batch: int) -> float:
+        """Bytes of a boundary activation: a block's input, or its gradient."""
+        return self.boundary_bytes * self._size(micro_batch).tokens
 
     def host_s(self, micro_batch: int) -> float:
         """Seconds in which a boundary activation passes between a device and its host."""
-        amount = self.boundary_bytes * self._size(micro_batch).tokens
-        return self.host.latency_s + amount / self.host.bytes_per_s
+        return self.host.latency_s + self.boundary(micro_batch) / self.host.bytes_per_s
 
     def update_seconds(self, rank: int, elements: int) -> float:
         return self.update_s * elements * self.compute_factor.get(rank, 1.0)

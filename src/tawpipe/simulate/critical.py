@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.spec import Schedule
-from tawpipe.simulate.clock import End, Journey, Player, Start, dependencies
+from tawpipe.schedule.step import Schedule
+from tawpipe.simulate.clock import End, Transit, Player, Start, dependencies
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.relax import unlimited_buffers
 from tawpipe.simulate.transfers import Port
@@ -50,7 +50,7 @@ def dependency_bound(
 
 
 class _Events:
-    """The starts and ends of a play's instances and the journeys between, in an order that keeps all dependencies."""
+    """The starts and ends of a play's instances and the transits between, in an order that keeps all dependencies."""
 
     def __init__(self, schedule: Schedule, costs: CostModel, physical: Topology | None, *, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
@@ -84,18 +84,18 @@ class _Events:
                     self.lengths[lane] += 1
 
     def _connect(self) -> None:
-        journeys: dict[int, list[int]] = {}
+        transits: dict[int, list[int]] = {}
         capacity = self.player.transfers.capacity
         self.ports: dict[Port, int] = {}
         self.work: list[tuple[int, int, float]] = []
-        """(journey's event, port, seconds that it keeps the port busy)."""
+        """(transit's event, port, seconds that it keeps the port busy)."""
         for i, event in enumerate(self.log):
-            if not isinstance(event, Journey):
+            if not isinstance(event, Transit):
                 continue
             busy = {port: amount / capacity(port) for port, amount in event.load.ports}
             self.work += [(i, self.ports.setdefault(port, len(self.ports)), s) for port, s in busy.items()]
             for number in event.members:
-                journeys.setdefault(number, []).append(i)
+                transits.setdefault(number, []).append(i)
                 self._edge(self.starts[number], i, 0.0)
                 self._edge(i, self.ends[number], max(busy.values(), default=0.0))
         for rank, program in enumerate(self.schedule.programs):
@@ -104,7 +104,7 @@ class _Events:
             for step in range(self.steps):
                 for index, action in enumerate(program):
                     number = self.record.number(rank, step, index)
-                    if number not in journeys:
+                    if number not in transits:
                         self._edge(self.starts[number], self.ends[number], self.player.seconds(rank, action))
                     needed = [self.record.number(rank, step, i) for i in same[index]]
                     needed += [self.record.number(rank, step - 1, i) for i in before[index] if step]
@@ -163,7 +163,7 @@ class _Events:
     def _weighs(self, i: int) -> bool:
         """Whether to look at the bytes before an event: every chain of transfers leads to compute or to NORM."""
         event = self.log[i]
-        if isinstance(event, Journey):
+        if isinstance(event, Transit):
             return False
         action = self.record.action(event.number)
         return action.lane is Lane.COMPUTE or action.op is Op.NORM
@@ -171,16 +171,16 @@ class _Events:
     def _work_on_the_way(self, inside: np.ndarray, marked: dict[int, tuple[int, int]]) -> Callable[[np.ndarray], float]:
         """A function from a vector clock to the seconds of the port that is busiest with what the clock has passed.
 
-        A journey counts at one of the instances that take part in it.
+        A transit counts at one of the instances that take part in it.
         """
         places = {self._number(i): place for i, place in marked.items()}
         offsets = np.concatenate([[0], np.cumsum([n + 1 for n in self.lengths])]).astype(np.int64)
         table = np.zeros((int(offsets[-1]), max(1, len(self.ports))))
         for i, port, seconds in self.work:
             if inside[i]:
-                journey = self.log[i]
-                assert isinstance(journey, Journey)
-                lane, position = places[journey.members[0]]
+                transit = self.log[i]
+                assert isinstance(transit, Transit)
+                lane, position = places[transit.members[0]]
                 table[offsets[lane] + position + 1, port] += seconds
         for lane, length in enumerate(self.lengths):
             cut = slice(offsets[lane], offsets[lane] + length + 1)
@@ -189,7 +189,7 @@ class _Events:
 
     def _number(self, i: int) -> int:
         event = self.log[i]
-        assert not isinstance(event, Journey)
+        assert not isinstance(event, Transit)
         return event.number
 
 

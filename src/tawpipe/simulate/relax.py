@@ -1,11 +1,12 @@
-"""Schedules freed of what their buffers impose. Imports schedule only."""
+"""Schedules freed of what their buffers impose."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tawpipe.schedule.actions import Action, Op, exchange
-from tawpipe.schedule.spec import Pool, Schedule
+from tawpipe.schedule.buffers import Buffer, pooled
+from tawpipe.schedule.step import Pool, Schedule
 
 
 def unlimited_buffers(schedule: Schedule) -> Schedule:
@@ -27,24 +28,23 @@ def unlimited_buffers(schedule: Schedule) -> Schedule:
 
 def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple[Action, ...], tuple[Pool, ...]]:
     used = {pool.name: 0 for pool in pools}
-    current: dict[str, str] = {}
+    current: dict[Buffer, Buffer] = {}
 
-    def fresh(name: str) -> str:
-        pool = name.rpartition(".")[0]
-        if pool not in used:
-            return name
-        current[name] = f"{pool}.{used[pool]}"
-        used[pool] += 1
-        return current[name]
+    def fresh(buffer: Buffer) -> Buffer:
+        if buffer.pool not in used:
+            return buffer
+        current[buffer] = pooled(buffer.pool, used[buffer.pool])
+        used[buffer.pool] += 1
+        return current[buffer]
 
     renamed = []
     for action in program:
         if action.op is Op.EXCHANGE:
             sends = {t.buffer: current.get(t.buffer, t.buffer) for t in action.transfers if t.send}
             parts = (replace(t, buffer=sends[t.buffer] if t.send else fresh(t.buffer)) for t in action.transfers)
-            renamed.append(exchange(action.lane, tuple(parts), action.group, wire=action.wire))
+            renamed.append(exchange(action.lane, tuple(parts), action.group, compression=action.compression))
             continue
-        reads = tuple(current.get(name, name) for name in action.reads)
-        writes = tuple(current.get(name, name) if name in action.reads else fresh(name) for name in action.writes)
+        reads = tuple(current.get(one, one) for one in action.reads)
+        writes = tuple(current.get(one, one) if one in action.reads else fresh(one) for one in action.writes)
         renamed.append(replace(action, reads=reads, writes=writes))
     return tuple(renamed), tuple(replace(pool, count=used[pool.name]) for pool in pools)

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import nan
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.topology import Topology
 

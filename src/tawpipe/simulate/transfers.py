@@ -1,4 +1,4 @@
-"""What a transfer loads: its messages, the ports that they pass, what they wait for. Imports schedule and simulate.
+"""What a transfer loads: its messages, the ports that they pass, what they wait for.
 
 A collective is one fluid: all its messages advance together, each port carries the bytes of its messages, and the
 slowest port sets the pace. This is exact for rings and for equal links; the steps of a pairwise exchange, in which
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tawpipe.schedule.actions import Action, Transfer, is_activation, is_weight
+from tawpipe.schedule.actions import Action, Transfer
+from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.proof.verify import ScheduleError
-from tawpipe.schedule.spec import Schedule, wire_width
+from tawpipe.schedule.spec import compressed_width
+from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel, LinkModel
 from tawpipe.topology import Topology
 
@@ -102,7 +104,7 @@ class Transfers:
         self._collectives: dict[tuple, Load] = {}
         self._parts: dict[tuple, Load] = {}
 
-    def elements(self, rank: int, buffer: str) -> int:
+    def elements(self, rank: int, buffer: Buffer) -> int:
         """Elements of a home stripe or of a pool's buffer."""
         if buffer not in self._elements[rank]:
             raise ScheduleError(f"{buffer} is in no pool and no home of rank {rank}")
@@ -112,11 +114,11 @@ class Transfers:
         """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
         buffer = action.reads[0]
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
-        key = (action.collective, action.group, members[0], action.root, whole, is_weight(buffer), action.wire)
+        key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, action.compression)
         if key not in self._collectives:
             costs, n = self.costs, len(members)
-            width = wire_width(action.wire, costs.weight_bytes if is_weight(buffer) else costs.gradient_bytes)
-            how = "pairwise" if action.wire else costs.reduce_scatter  # a ring would round at every hop
+            width = compressed_width(action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes)
+            how = "pairwise" if action.compression else costs.reduce_scatter  # a ring would round at every hop
             moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
             delay = self.latency(action.collective, members, action.root)
             if action.collective in ("reduce_scatter", "reduce", "all_reduce"):
@@ -150,18 +152,18 @@ class Transfers:
             self._collectives[key] = Load((), self.latency("all_reduce", members, -1), (), (), ())
         return self._collectives[key]
 
-    def part(self, sender: int, receiver: int, transfer: Transfer, wire: str = "") -> Load:
+    def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
-        if is_activation(transfer.buffer):
-            amount = self.costs.activation_bytes(transfer.buffer)
+        if transfer.buffer.is_activation:
+            amount = self.costs.boundary(transfer.buffer.at[0])
             key = (sender, receiver, amount)
             if key not in self._parts:
                 self._parts[key] = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
             return self._parts[key]
-        weights = is_weight(transfer.buffer)
-        key = (sender, receiver, transfer.unit, weights, wire)
+        weights = transfer.buffer.is_weight
+        key = (sender, receiver, transfer.unit, weights, compression)
         if key not in self._parts:
-            width = wire_width(wire, self.costs.weight_bytes if weights else self.costs.gradient_bytes)
+            width = compressed_width(compression, self.costs.weight_bytes if weights else self.costs.gradient_bytes)
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
             delay = self._latency(sender, receiver)
             self._parts[key] = self._load(iter([(sender, receiver, elements)]), width, delay)

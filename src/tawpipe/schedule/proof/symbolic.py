@@ -1,4 +1,4 @@
-"""What every buffer holds while the proof plays a schedule, and what every action makes of it. Imports schedule only.
+"""What every buffer holds while the proof plays a schedule, and what every action makes of it.
 
 Contents are symbolic: weights know their unit, stripes and version, gradients the contributions in them.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tawpipe.schedule.actions import Action, Op, is_activation, is_gradient, is_weight
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import Buffer, home_gradient, home_weight
+from tawpipe.schedule.step import Schedule
 
 
 class ScheduleError(AssertionError):
@@ -65,9 +66,9 @@ class Contents:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self._early = schedule, schedule.training and schedule.knobs.early_updates
-        self.held: list[dict[str, Content]] = []
-        self.alive: list[set[str]] = []
+        self.schedule, self._early = schedule, schedule.training and schedule.step.settings.early_updates
+        self.held: list[dict[Buffer, Content]] = []
+        self.alive: list[set[Buffer]] = []
         """Activations and losses of every rank."""
         self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
         self._normed = [-1] * schedule.topology.world_size
@@ -76,7 +77,7 @@ class Contents:
         """The step of every rank's last COUNT."""
         for rank in range(schedule.topology.world_size):
             homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
-            self.held.append({f"home.w.{unit}": Content("w", unit, (i,)) for unit, i in homes if i is not None})
+            self.held.append({home_weight(unit): Content("w", unit, (i,)) for unit, i in homes if i is not None})
             self.alive.append(set())
         self._everything = {
             unit: frozenset(
@@ -88,25 +89,24 @@ class Contents:
             for unit, spec in enumerate(schedule.model.units)
         }
 
-    def _read(self, name: str, running: Running) -> Content:
-        content = self.held[running.rank].get(name)
+    def _read(self, buffer: Buffer, running: Running) -> Content:
+        content = self.held[running.rank].get(buffer)
         if content is None:
-            raise ScheduleError(f"reads {name}, which holds nothing yet: {running}")
+            raise ScheduleError(f"reads {buffer}, which holds nothing yet: {running}")
         return content
 
-    def _write(self, name: str, content: Content, running: Running) -> None:
+    def _write(self, buffer: Buffer, content: Content, running: Running) -> None:
         elements = len(content.stripes) * self.schedule.homes[content.unit].stripe
-        if self._sizes[running.rank][name] != elements:
-            found = self._sizes[running.rank][name]
-            raise ScheduleError(f"writes {elements} elements into {name}, which has {found}: {running}")
-        if is_weight(name) != (content.kind == "w"):
-            raise ScheduleError(f"writes {content} into {name}: {running}")
-        self.held[running.rank][name] = content
+        if (size := self._sizes[running.rank][buffer]) != elements:
+            raise ScheduleError(f"writes {elements} elements into {buffer}, which has {size}: {running}")
+        if buffer.is_weight != (content.kind == "w"):
+            raise ScheduleError(f"writes {content} into {buffer}: {running}")
+        self.held[running.rank][buffer] = content
 
-    def _sum(self, found: Sequence[Content], running: Running) -> Content:
+    def _sum(self, parts: Sequence[Content], running: Running) -> Content:
         together: set[tuple[int, int]] = set()
-        first = found[0]
-        for content in found:
+        first = parts[0]
+        for content in parts:
             if content.kind != "g" or (content.unit, content.stripes, content.version) != (
                 first.unit,
                 first.stripes,
@@ -120,8 +120,16 @@ class Contents:
 
     # between ranks
 
-    def transfer(self, sender: Running, source: str, receiver: Running, target: str, unit: int) -> None:
+    def transfer(self, sender: Running, source: Buffer, receiver: Running, target: Buffer, unit: int) -> None:
         """One part of an exchange."""
+        if source.is_activation or target.is_activation:
+            if source != target or source not in self.alive[sender.rank]:
+                raise ScheduleError(f"sends {source} as {target}, or holds nothing there: {sender}")
+            if target in self.alive[receiver.rank]:
+                raise ScheduleError(f"receives {target} over something that nobody freed: {receiver}")
+            self.alive[sender.rank].remove(source)
+            self.alive[receiver.rank].add(target)
+            return
         content = self._read(source, sender)
         if content.unit != unit:
             raise ScheduleError(f"sends {content} as unit {unit}: {sender}")
@@ -131,18 +139,18 @@ class Contents:
         """A COLLECTIVE, with all members in the order of the group."""
         action = parts[0].action
         brings = [p for p in parts if action.collective != "broadcast" or p.rank == action.root]
-        found = [self._read(p.action.reads[0], p) for p in brings]
+        contents = [self._read(p.action.reads[0], p) for p in brings]
         kind = "w" if action.collective in ("all_gather", "broadcast") else "g"
-        for content, part in zip(found, brings, strict=True):
-            if (content.kind, content.unit, content.version) != (kind, action.unit, found[0].version):
+        for content, part in zip(contents, brings, strict=True):
+            if (content.kind, content.unit, content.version) != (kind, action.unit, contents[0].version):
                 raise ScheduleError(f"a member brings {content}: {part}")
         if action.collective == "all_gather":
-            stripes = tuple(stripe for content in found for stripe in content.stripes)
-            outputs = [Content("w", action.unit, stripes, found[0].version)] * len(parts)
+            stripes = tuple(stripe for content in contents for stripe in content.stripes)
+            outputs = [Content("w", action.unit, stripes, contents[0].version)] * len(parts)
         elif action.collective == "broadcast":
-            outputs = found * len(parts)
+            outputs = contents * len(parts)
         else:
-            total = self._sum(found, parts[0])
+            total = self._sum(contents, parts[0])
             outputs = [total] * len(parts)
             if action.collective == "reduce_scatter":
                 size, rest = divmod(len(total.stripes), len(parts))
@@ -159,9 +167,9 @@ class Contents:
 
     def norm(self, running: Running) -> None:
         """NORM on one of the ranks."""
-        for name in running.action.reads:
-            if is_gradient(name):
-                self._expect_complete(running, name, kind="m" if self._early else "g")
+        for buffer in running.action.reads:
+            if buffer.is_gradient:
+                self._expect_complete(running, buffer, kind="m" if self._early else "g")
         self._activations(running)
         self._normed[running.rank] = running.step
 
@@ -214,30 +222,30 @@ class Contents:
     def _activations(self, running: Running) -> None:
         """Activations and losses must be there when they are read, and be freed before they are made anew."""
         action, alive = running.action, self.alive[running.rank]
-        for name in filter(is_activation, action.reads):
-            if name not in alive:
-                raise ScheduleError(f"reads {name}, which holds nothing: {running}")
-        for name in filter(is_activation, action.writes):
-            if name in alive:
-                raise ScheduleError(f"writes {name} over something that nobody freed: {running}")
-            alive.add(name)
+        for buffer in action.reads:
+            if buffer.is_activation and buffer not in alive:
+                raise ScheduleError(f"reads {buffer}, which holds nothing: {running}")
+        for buffer in action.writes:
+            if buffer in alive:
+                raise ScheduleError(f"writes {buffer} over something that nobody freed: {running}")
+            if buffer.is_activation:
+                alive.add(buffer)
         alive.difference_update(action.frees)
 
-    def _expect_complete(self, running: Running, name: str, kind: str = "g") -> None:
-        content = self._read(name, running)
-        unit = int(name.rpartition(".")[2])
+    def _expect_complete(self, running: Running, home: Buffer, kind: str = "g") -> None:
+        content, (unit,) = self._read(home, running), home.at
         expected = Content(
             kind, unit, (self.schedule.homes[unit].index(running.rank) or 0,), running.step, self._everything[unit]
         )
         if content != expected:
             if missing := sorted(expected.parts - content.parts):
                 lacks = f"{len(missing)} of {len(expected.parts)} (block, micro-batch) pairs, the first {missing[0]}"
-                raise ScheduleError(f"{name} lacks {lacks}: {running}")
-            raise ScheduleError(f"{name} holds {content}: {running}")
+                raise ScheduleError(f"{home} lacks {lacks}: {running}")
+            raise ScheduleError(f"{home} holds {content}: {running}")
 
     def _update(self, running: Running) -> None:
         rank, unit = running.rank, running.action.unit
-        weights, gradient = f"home.w.{unit}", f"home.g.{unit}"
+        weights, gradient = home_weight(unit), home_gradient(unit)
         if (self._counted if self._early else self._normed)[rank] != running.step:
             raise ScheduleError(f"updates before the {'COUNT' if self._early else 'NORM'} of its step: {running}")
         self._expect_complete(running, gradient)
@@ -252,10 +260,10 @@ class Contents:
         """After all steps every home has its updates, and no activation is left behind."""
         for rank, (held, alive) in enumerate(zip(self.held, self.alive, strict=True)):
             if alive:
-                raise ScheduleError(f"rank {rank} never frees {sorted(alive)[:3]}")
+                raise ScheduleError(f"rank {rank} never frees {', '.join(sorted(map(str, alive))[:3])}")
             for unit, home in enumerate(self.schedule.homes):
                 index = home.index(rank)
                 if index is not None:
                     expected = Content("w", unit, (index,), self._version(unit, steps))
-                    if held[f"home.w.{unit}"] != expected:
-                        raise ScheduleError(f"rank {rank} ends with {held[f'home.w.{unit}']} at home, not {expected}")
+                    if (content := held[home_weight(unit)]) != expected:
+                        raise ScheduleError(f"rank {rank} ends with {content} at home, not {expected}")

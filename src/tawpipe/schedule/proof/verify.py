@@ -1,6 +1,6 @@
-"""Proves a schedule right before anything runs it. Imports schedule only.
+"""Proves a schedule right before anything runs it.
 
-The proof checks every action by itself (forms.py) and plays all programs with symbolic contents (contents.py), under
+The proof checks every action by itself (wellformed.py) and plays all programs with symbolic contents (symbolic.py), under
 the rules that hold for NCCL and for gloo in strict mode:
 
 * a lane runs its actions in their order, one at a time;
@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from tawpipe.schedule.actions import Action, Lane, Op, Transfer
+from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.hazards import Hazards
+from tawpipe.schedule.proof.rendezvous import Rendezvous
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running, ScheduleError
 from tawpipe.schedule.proof.wellformed import check_forms, check_programs
-from tawpipe.schedule.spec import Schedule
-from tawpipe.schedule.traffic import link_elements, link_elements_formula
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.traffic import link_elements
 
 __all__ = ["Content", "ScheduleError", "verify"]
 
@@ -47,8 +48,9 @@ def verify(schedule: Schedule, *, steps: int | None = None) -> None:
     check_forms(schedule)
     _Play(schedule, steps or (2 if schedule.training else 1)).run()
     check_programs(schedule)
-    counted, formula = link_elements(schedule), link_elements_formula(schedule)
-    if counted != formula:
+    counted = link_elements(schedule)
+    formula = schedule.step.strategy.traffic(schedule.step, training=schedule.training)
+    if formula is not None and counted != formula:
         raise ScheduleError(f"elements between nodes: the actions move {counted}, the formula says {formula}")
 
 
@@ -60,9 +62,7 @@ class _Play:
         self.contents = Contents(schedule)
         self.lanes: dict[tuple[int, Lane], deque[Running]] = {}
         self.waiters: dict[int, list[Running]] = {}
-        self.sends: dict[tuple, deque[tuple[Running, Transfer]]] = {}
-        self.receives: dict[tuple, deque[tuple[Running, Transfer]]] = {}
-        self.gathering: dict[tuple, list[Running]] = {}
+        self.rendezvous: Rendezvous[Running] = Rendezvous(str)
         self.everything: list[Running] = []  # ids stay unique while their objects live
         for rank in range(self.topology.world_size):
             self._enqueue(rank)
@@ -73,9 +73,9 @@ class _Play:
             for index, action in enumerate(self.schedule.programs[rank]):
                 running = Running(rank, step, index, action)
                 self.everything.append(running)
-                found = hazards.add(id(running), reads=action.reads, writes=action.writes, frees=action.frees)
-                running.waits = len(found)
-                for other in found:
+                waits_for = hazards.add(id(running), reads=action.reads, writes=action.writes, frees=action.frees)
+                running.waits = len(waits_for)
+                for other in waits_for:
                     self.waiters.setdefault(other, []).append(running)
                 self.lanes.setdefault((rank, action.lane), deque()).append(running)
 
@@ -114,17 +114,7 @@ class _Play:
     def _start_exchange(self, running: Running) -> list[Running]:
         running.open_parts = len(running.action.transfers)
         ended = []
-        for transfer in running.action.transfers:
-            sender, receiver = (running.rank, transfer.peer) if transfer.send else (transfer.peer, running.rank)
-            key = (running.action.lane, running.action.group, sender, receiver)
-            mine, theirs = (self.sends, self.receives) if transfer.send else (self.receives, self.sends)
-            waiting = theirs.get(key)
-            if not waiting:
-                mine.setdefault(key, deque()).append((running, transfer))
-                continue
-            other, match = waiting.popleft()
-            if match.unit != transfer.unit:
-                raise ScheduleError(f"a send meets the receive of another unit: {running} and {other}")
+        for transfer, other, match in self.rendezvous.exchange(running, running.rank, running.action):
             if transfer.send:
                 self.contents.transfer(running, transfer.buffer, other, match.buffer, transfer.unit)
             else:
@@ -137,21 +127,11 @@ class _Play:
 
     def _start_collective(self, running: Running) -> list[Running]:
         members = self.topology.group(running.action.group, running.rank)
-        here = self.gathering.setdefault((running.action.lane, running.action.group, members), [])
-        if here and _operation(here[0].action) != _operation(running.action):
-            raise ScheduleError(f"members of a group issue different operations: {running} and {here[0]}")
-        here.append(running)
-        if len(here) < len(members):
-            return []
-        ended = sorted(here, key=lambda part: members.index(part.rank))
-        here.clear()
+        met = self.rendezvous.collective(running, running.action, members, len(members))
+        ended = sorted(met, key=lambda part: members.index(part.rank))
         if running.action.op in (Op.COUNT, Op.NORM):
             for part in ended:
                 (self.contents.norm if part.action.op is Op.NORM else self.contents.count)(part)
-        else:
+        elif ended:
             self.contents.collective(ended)
         return ended
-
-
-def _operation(action: Action) -> tuple:
-    return action.op, action.collective, action.unit, action.root, action.wire

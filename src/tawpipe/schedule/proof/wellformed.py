@@ -1,4 +1,4 @@
-"""Checks every action by itself: are its lane, numbers and buffers what its operation takes? Imports schedule only.
+"""Checks every action by itself: are its lane, numbers and buffers what its operation takes?
 
 What the players (``runtime``, ``simulate``, the proof) take from an action's fields and what they take from its
 buffers must agree; hazards follow from the buffers alone, so a buffer too few is a race.
@@ -7,12 +7,28 @@ buffers must agree; hazards follow from the buffers alone, so a buffer too few i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange, is_activation, is_gradient, is_weight
-from tawpipe.schedule.blocks import left_behind, slot_of
+from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
+from tawpipe.schedule.blocks import left_behind
+from tawpipe.schedule.buffers import (
+    COUNT,
+    NORM,
+    TRAVELLING,
+    Buffer,
+    Kind,
+    block_input,
+    context,
+    home_gradient,
+    home_weight,
+    input_gradient,
+    loss,
+    offloaded,
+    pool_kind,
+    reloaded,
+)
 from tawpipe.schedule.proof.symbolic import ScheduleError
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.step import Schedule
 
 GROUPS = ("node", "rail", "world")
 
@@ -51,30 +67,30 @@ class _Checker:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.model, self.topology = schedule, rank, schedule.model, schedule.topology
         self.buffers = schedule.buffer_elements(rank)
-        self.own = schedule.knobs.micro_batches[rank]
+        self.step, self.own = schedule.step, schedule.step.micro_batches[rank]
         homes = [unit for unit, home in enumerate(schedule.homes) if home.index(rank) is not None]
-        self.early = schedule.training and schedule.knobs.early_updates
+        self.early = schedule.training and schedule.step.settings.early_updates
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
     def faults(self, action: Action) -> Iterator[str]:
-        """Of one action."""
-        for names in (action.reads, action.writes, action.frees):
-            if len(set(names)) < len(names):
+        """What is wrong with one action."""
+        for buffers in (action.reads, action.writes, action.frees):
+            if len(set(buffers)) < len(buffers):
                 yield "names a buffer twice"
-        for name in (*action.reads, *action.writes):
-            if name not in self.buffers and not is_activation(name) and name not in ("norm", "count"):
-                yield f"{name} is in no pool and no home"
+        for buffer in (*action.reads, *action.writes):
+            if buffer not in self.buffers and not buffer.is_activation and buffer not in (NORM, COUNT):
+                yield f"{buffer} is in no pool and no home"
         if bool(action.transfers) != (action.op is Op.EXCHANGE) or bool(action.collective) != (
             action.op is Op.COLLECTIVE
         ):
             yield "has transfers or a collective that its operation does not take, or none"
         if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
-        yield from self._wire(action)
+        yield from self._compression(action)
         if action.op is Op.UPDATE:
             yield from self._update(action)
             return
-        if any(name.startswith("home.w.") for name in action.writes):
+        if any(buffer.kind is Kind.HOME_WEIGHT for buffer in action.writes):
             yield "only UPDATE changes weights at home"
         checks = {
             Op.FORWARD: self._compute,
@@ -94,7 +110,7 @@ class _Checker:
         yield from checks[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
-        """Of a whole program."""
+        """What is wrong with a whole program."""
         counts = Counter(action.op for action in program)
         for op, wanted in ((Op.NORM, 1), (Op.COUNT, int(self.early))):
             if counts[op] != wanted:
@@ -105,10 +121,10 @@ class _Checker:
         pools = self.schedule.pools[self.rank]
         if len({pool.name for pool in pools}) < len(pools):
             yield "has two pools of one name"
-        if any(pool.kind != ("weight" if is_weight(pool.name) else "gradient") for pool in pools):
+        if any(pool.kind is not pool_kind(pool.name) for pool in pools):
             yield "has a pool of another kind than its name says"
-        unused = set(self.buffers) - {name for action in program for name in (*action.reads, *action.writes)}
-        if unused := sorted(name for name in unused if not name.startswith("home.")):
+        unused = set(self.buffers) - {buffer for action in program for buffer in (*action.reads, *action.writes)}
+        if unused := sorted(str(buffer) for buffer in unused if not buffer.is_home):
             yield f"has buffers that nothing uses: {', '.join(unused)}"
 
     def _compute(self, action: Action) -> Iterator[str]:
@@ -119,74 +135,76 @@ class _Checker:
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
         backward = action.op is Op.BACKWARD
-        kept = self.schedule.knobs.keeps(b) if self.schedule.training and spec.needs_backward else ""
+        saved = self.step.saves(b) if self.schedule.training and spec.needs_backward else None
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
-        reads, writes = {f"x.{m}.{b}", f"ctx.{m}"}, {f"x.{m}.{b + 1}"}
+        reads, writes = {block_input(m, b), context(m)}, {block_input(m, b + 1)}
         if b == 0:
-            reads, writes = {f"ctx.{m}"} if backward else set(), writes | {f"ctx.{m}"}
+            reads, writes = {context(m)} if backward else set(), writes | {context(m)}
         if self.schedule.training and (not backward or spec.kind == "head"):
-            reads |= set(left_behind(self.model, self.schedule.knobs, b, m))
+            reads |= set(left_behind(self.step, b, m))
         if spec.kind == "head":
-            writes = {f"loss.{m}"}
+            writes = {loss(m)}
         elif backward:
-            reads, writes = reads | {f"dx.{m}.{b + 1}"}, set()
-            if kept or self.schedule.knobs.offloads(b):
-                source = f"{kept}.{m}.{b}" if kept else slot_of(b, self._number(m))
-                reads = reads - {f"x.{m}.{b}"} | {source}
-        elif kept:
-            writes |= {f"{kept}.{m}.{b}"}
+            reads, writes = reads | {input_gradient(m, b + 1)}, set()
+            if saved or self.step.offloads(b):
+                source = Buffer(saved, (m, b)) if saved else reloaded(self._place(m), b)
+                reads = reads - {block_input(m, b)} | {source}
+        elif saved:
+            writes |= {Buffer(saved, (m, b))}
         if backward and b > self.model.first_backward:
-            writes |= {f"dx.{m}.{b}"}
-        if [set(filter(is_activation, names)) for names in (action.reads, action.writes)] != [reads, writes]:
-            yield f"reads and writes other activations than {sorted(reads)} and {sorted(writes)}"
+            writes |= {input_gradient(m, b)}
+        activations = [{buffer for buffer in side if buffer.is_activation} for side in (action.reads, action.writes)]
+        if activations != [reads, writes]:
+            yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
         needs = spec.kind == "head" or not backward or spec.backward_reads_weights
-        if len(action.weights) != (len(spec.units) if needs else 0) or any(map(is_weight, action.writes)):
+        if len(action.weights) != (len(spec.units) if needs else 0) or any(buffer.is_weight for buffer in action.writes):
             yield f"reads other weights than those of the units {spec.units}"
         makes = self.model.trainable_units(b) if backward else ()
         if len(action.gradients) != len(makes):
             yield f"makes other gradients than those of the units {makes}"
-        if not set(filter(is_gradient, action.reads)) <= set(action.writes):
+        if not {buffer for buffer in action.reads if buffer.is_gradient} <= set(action.writes):
             yield "reads a gradient that it does not add to"
-        if "norm" in (*action.reads, *action.writes):
+        if NORM in (*action.reads, *action.writes):
             yield "has nothing to do with the norm"
         if not set(action.frees) <= reads:
             yield "frees something else than an activation that it reads"
 
     def _host(self, action: Action) -> Iterator[str]:
         b, m = action.block, action.micro_batch
-        if not self.schedule.training or not self.schedule.knobs.offloads(b) or m not in self.own:
+        if not self.schedule.training or not self.step.offloads(b) or m not in self.own:
             yield "moves the input of a block that does not wait in the host's memory"
             return
-        there = f"host.{self._number(m)}.{b}"
-        expected = (f"x.{m}.{b}",), (there,), ()
+        there = (offloaded(self._place(m), b),)
+        expected = ((block_input(m, b),), there, ())
         if action.op is Op.RELOAD:
-            expected = (there,), (slot_of(b, self._number(m)),), (there,)
+            expected = (there, (reloaded(self._place(m), b),), there)
         if (action.reads, action.writes, action.frees) != expected:
-            yield f"must read {expected[0]}, write {expected[1]} and free {expected[2]}"
+            reads, writes, frees = map(_texts, expected)
+            yield f"must read {reads}, write {writes} and free {frees}"
 
-    def _number(self, m: int) -> int:
-        """Of a micro-batch in its round."""
-        return self.own.index(m) % self.schedule.knobs.micro_batches_per_visit
+    def _place(self, m: int) -> int:
+        """The place of a micro-batch in its round."""
+        return self.own.index(m) % self.step.settings.micro_batches_per_visit
 
     def _zero(self, action: Action) -> Iterator[str]:
         if action.reads or action.frees or len(action.writes) != 1 or not action.gradients or not self._unit(action):
             yield "must write one gradient of a unit and read nothing"
 
     def _add(self, action: Action) -> Iterator[str]:
-        if not all(map(is_gradient, (*action.reads, *action.writes))) or action.frees or not self._unit(action):
+        gradients = all(buffer.is_gradient for buffer in (*action.reads, *action.writes))
+        if not gradients or action.frees or not self._unit(action):
             yield "must read and write gradients of a unit"
         if len(action.writes) != 1 or not set(action.reads) - set(action.writes):
             yield "must add at least one other buffer to one buffer"
 
     def _unit(self, action: Action) -> bool:
-        """Whether the action's unit exists and is the one whose home it names, if it names one."""
-        homes = [name for name in (*action.reads, *action.writes) if name.startswith("home.")]
-        suffix = f".{action.unit}"
-        return 0 <= action.unit < len(self.model.units) and all(name.endswith(suffix) for name in homes)
+        """True if the action's unit exists and is the one whose home it names, if it names one."""
+        homes = [buffer for buffer in (*action.reads, *action.writes) if buffer.is_home]
+        return 0 <= action.unit < len(self.model.units) and all(buffer.at == (action.unit,) for buffer in homes)
 
     def _exchange(self, action: Action) -> Iterator[str]:
-        if action != exchange(action.lane, action.transfers, action.group, wire=action.wire):
+        if action != exchange(action.lane, action.transfers, action.group, compression=action.compression):
             yield "its buffers are not those of its transfers"
         if action.group not in GROUPS:
             yield "there is no such group"
@@ -194,11 +212,12 @@ class _Checker:
         peers = set(self.topology.group(action.group, self.rank)) - {self.rank}
         if not {transfer.peer for transfer in action.transfers} <= peers:
             yield "a peer is not in the group"
-        if not all(is_weight(name) or is_gradient(name) for name in (*action.reads, *action.writes)):
-            yield "sends or receives neither weights nor gradients"
+        used = (*action.reads, *action.writes)
+        if not all(buffer.is_weight or buffer.is_gradient or buffer.kind in TRAVELLING for buffer in used):
+            yield "sends or receives what does not travel"
         if set(action.reads) & set(action.writes):
             yield "receives into a buffer that it sends"
-        if any(name.startswith("home.") for name in action.writes):
+        if any(buffer.is_home for buffer in action.writes):
             yield "receives into a home"
 
     def _collective(self, action: Action) -> Iterator[str]:
@@ -208,8 +227,8 @@ class _Checker:
         rooted = action.collective in ("broadcast", "reduce")
         if rooted != (action.root in self.topology.group(action.group, self.rank)):
             yield "the root is not in the group"
-        kind = is_weight if action.collective in ("all_gather", "broadcast") else is_gradient
-        if not all(map(kind, (*action.reads, *action.writes))):
+        gathers = action.collective in ("all_gather", "broadcast")
+        if not all(buffer.is_weight if gathers else buffer.is_gradient for buffer in (*action.reads, *action.writes)):
             yield "weights are gathered, gradients are reduced"
         counts = (len(action.reads), len(action.writes))
         if action.collective == "broadcast":
@@ -219,41 +238,44 @@ class _Checker:
             fits = counts == (1, 1) and (action.reads == action.writes) == in_place
         if not fits:
             yield "reads or writes other buffers than its collective does"
-        if any(name.startswith("home.") for name in action.writes):
+        if any(buffer.is_home for buffer in action.writes):
             yield "a collective writes into a home"
 
-    def _wire(self, action: Action) -> Iterator[str]:
-        knobs = self.schedule.knobs
-        wire = knobs.weights_wire if any(map(is_weight, (*action.reads, *action.writes))) else knobs.gradients_wire
+    def _compression(self, action: Action) -> Iterator[str]:
+        settings = self.step.settings
+        weights = any(buffer.is_weight for buffer in (*action.reads, *action.writes))
+        chosen = settings.weights_compression if weights else settings.gradients_compression
         far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE)
         far = far and self.topology.num_nodes > 1
-        allowed = {"" if wire == "dtype" else wire} if far else {""}
+        allowed = {"" if chosen == "none" else chosen} if far else {""}
         if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far
             allowed.add("")
-        if action.wire not in allowed:
-            yield f"travels as {action.wire or 'dtype'}"
-        if action.wire and action.collective not in ("", "all_gather", "reduce_scatter"):
+        if action.compression not in allowed:
+            yield f"travels as {action.compression or 'its own type'}"
+        if action.compression and action.collective not in ("", "all_gather", "reduce_scatter"):
             yield f"no {action.collective} knows 8 bits"
 
     def _count(self, action: Action) -> Iterator[str]:
-        if (action.group, action.reads, action.writes, action.frees) != ("world", (), ("count",), ()):
+        if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):
             yield "must be over the world, read nothing and write count"
 
     def _norm(self, action: Action) -> Iterator[str]:
-        first = {f"home.g.{unit}" for unit in self.updated if self.rank in self.schedule.homes[unit].ranks}
-        losses = {f"loss.{m}" for m in self.own}
+        first = {home_gradient(unit) for unit in self.updated if self.rank in self.schedule.homes[unit].ranks}
+        losses = set(map(loss, self.own))
         if action.group != "world":
             yield "NORM is over the world"
-        expected = (
-            first | losses | ({"norm"} if self.schedule.training else set()) | ({"count"} if self.early else set())
-        )
-        if set(action.reads) != expected or action.writes != ("norm",) or set(action.frees) != losses:
-            yield f"must read {sorted(expected)}, write norm and free the losses"
+        expected = {*first, *losses, *[NORM] * self.schedule.training, *[COUNT] * self.early}
+        if set(action.reads) != expected or action.writes != (NORM,) or set(action.frees) != losses:
+            yield f"must read {_texts(expected)}, write norm and free the losses"
 
     def _update(self, action: Action) -> Iterator[str]:
-        names = {f"home.w.{action.unit}", f"home.g.{action.unit}"}
+        home = {home_weight(action.unit), home_gradient(action.unit)}
         if action.lane is not Lane.COMPUTE or action.unit not in self.updated or action.frees:
             yield "updates what is not at home here, or not on COMPUTE"
-        after = "count" if self.early else "norm"
-        if set(action.reads) != names | {after} or set(action.writes) != names:
-            yield f"must read {after} and {sorted(names)} and write these two"
+        after = COUNT if self.early else NORM
+        if set(action.reads) != home | {after} or set(action.writes) != home:
+            yield f"must read {after} and {_texts(home)} and write these two"
+
+
+def _texts(buffers: Iterable[Buffer]) -> str:
+    return ", ".join(sorted(map(str, buffers))) or "nothing"

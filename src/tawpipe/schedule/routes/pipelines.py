@@ -1,6 +1,6 @@
-"""Builders of activation pipelines: weights stay, activations travel. For the clock; nothing here runs them.
+"""The programs of activation pipelines: weights stay, activations travel. For the clock; nothing here runs them.
 
-Imports topology, errors and schedule. ``1f1b`` (Narayanan et al., PipeDream-flush), ``interleaved-1f1b`` (Narayanan et
+``1f1b`` (Narayanan et al., PipeDream-flush), ``interleaved-1f1b`` (Narayanan et
 al., Megatron-LM: several stages per rank, micro-batches in groups of as many as there are ranks) and ``zero-bubble``
 (Qi et al.: two stages per rank in the shape of a V, gradients of weights apart from those of inputs, filled in).
 
@@ -26,9 +26,11 @@ from math import inf
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, home_gradient, home_weight, input_gradient, pooled
 from tawpipe.schedule.blocks import backward, forward
 from tawpipe.schedule.placement import Home, padded_stripe
-from tawpipe.schedule.spec import Knobs, ModelSpec, Pool, Schedule
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Pool, Schedule, StepSpec
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.topology import Topology
 
@@ -40,7 +42,7 @@ UNIT_TIMES = {"F": 1.0, "B": 3.0, "I": 2.0, "W": 1.0}
 
 
 @dataclass(frozen=True)
-class Task:
+class Work:
     """One stage on one micro-batch.
 
     Args:
@@ -53,53 +55,40 @@ class Task:
     micro_batch: int
 
 
-def build_pipeline(
-    kind: str, model: ModelSpec, topology: Topology, knobs: Knobs, *, axis: str = "world", stages_per_rank: int = 2
-) -> Schedule:
+def build_pipeline(kind: str, step: StepSpec, shape: Stages) -> Schedule:
     """One step.
 
     Args:
         kind: one of ``PIPELINES``.
-        axis: one of ``AXES``.
-        stages_per_rank: of ``interleaved-1f1b``.
 
     Raises:
         UserError: fewer layers than stages, or a number of micro-batches that the order does not know.
     """
-    per_rank = {"1f1b": 1, "interleaved-1f1b": stages_per_rank, "zero-bubble": 2}[kind]
-    shape = Shape(topology, axis, per_rank, kind == "zero-bubble")
+    model, topology = step.model, step.topology
     replicas = topology.world_size // shape.size
-    count = len([m for own in knobs.micro_batches for m in own])
-    layers = sum(block.kind == "layer" for block in model.blocks)
-    if layers < shape.stages:
-        raise UserError(
-            f"pipeline over {shape.size} ranks", f"{layers} layers", f"at least {shape.stages}, one per stage"
-        )
+    count = len([m for own in step.micro_batches for m in own])
     if count % replicas:
         raise UserError("micro-batches", count, f"a multiple of the {replicas} pipelines side by side")
     each = count // replicas
     if kind == "interleaved-1f1b" and each % shape.size:
         raise UserError("micro-batches", each, f"a multiple of the {shape.size} ranks of the pipeline")
     times = _times(shape, _orders(kind, shape, each))
-    homes = _homes(model, shape)
-    programs: list[tuple[Action, ...]] = []
-    pools: list[tuple[Pool, ...]] = []
-    shares: list[tuple[int, ...]] = []
-    for rank in range(topology.world_size):
-        worker = _Worker(model, shape, rank, each, homes, times)
-        own = tuple(worker.number(m) for m in range(each)) if shape.stages - 1 in worker.stages else ()
-        shares.append(own)
-    knobs = replace(knobs, placement=kind, micro_batches=tuple(shares), micro_batches_per_visit=1)
-    for rank in range(topology.world_size):
-        worker = _Worker(model, shape, rank, each, homes, times)
-        end = StepEnd(rank, topology, model, homes, knobs, training=True)
+    workers = [_Worker(step, shape, rank, each, times) for rank in range(topology.world_size)]
+    last = shape.stages - 1
+    shares = tuple(
+        tuple(map(worker.number, range(each))) if last in worker.stages else () for worker in workers
+    )
+    step = replace(step, micro_batches=shares)
+    programs, pools = [], []
+    for worker in workers:
+        end = StepEnd(worker.rank, step, training=True)
         programs.append(tuple(end.close(tuple(worker.program()))))
         pools.append(worker.pools())
-    return Schedule(kind, topology, model, knobs, homes, tuple(programs), tuple(pools))
+    return Schedule(step.strategy.name, step, tuple(programs), tuple(pools))
 
 
 @dataclass(frozen=True)
-class Shape:
+class Stages:
     """Stages and ranks.
 
     Args:
@@ -159,7 +148,7 @@ class Shape:
 # orders
 
 
-def _orders(kind: str, shape: Shape, count: int) -> list[list[Task]]:
+def _orders(kind: str, shape: Stages, count: int) -> list[list[Work]]:
     """What every position computes, in order."""
     if kind == "1f1b":
         return [list(_one_f_one_b(shape.size, position, count)) for position in range(shape.size)]
@@ -168,29 +157,29 @@ def _orders(kind: str, shape: Shape, count: int) -> list[list[Task]]:
     return _zero_bubble(shape, count)
 
 
-def _one_f_one_b(size: int, position: int, count: int) -> Iterator[Task]:
+def _one_f_one_b(size: int, position: int, count: int) -> Iterator[Work]:
     """
     >>> [f"{t.kind}{t.micro_batch}" for t in _one_f_one_b(3, 1, 4)]
     ['F0', 'F1', 'B0', 'F2', 'B1', 'F3', 'B2', 'B3']
     """
     ahead = min(count, size - 1 - position)
     for m in range(ahead):
-        yield Task("F", position, m)
+        yield Work("F", position, m)
     for m in range(count - ahead):
-        yield Task("F", position, ahead + m)
-        yield Task("B", position, m)
+        yield Work("F", position, ahead + m)
+        yield Work("B", position, m)
     for m in range(count - ahead, count):
-        yield Task("B", position, m)
+        yield Work("B", position, m)
 
 
-def _interleaved(shape: Shape, position: int, count: int) -> Iterator[Task]:
+def _interleaved(shape: Stages, position: int, count: int) -> Iterator[Work]:
     size, chunks = shape.size, shape.per_rank
 
-    def task(kind: str, number: int) -> Task:
+    def task(kind: str, number: int) -> Work:
         group, within = divmod(number, size * chunks)
         chunk, at = divmod(within, size)
         chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return Task(kind, chunk * size + position, group * size + at)
+        return Work(kind, chunk * size + position, group * size + at)
 
     total = count * chunks
     ahead = min(total, (size - 1 - position) * 2 + (chunks - 1) * size)
@@ -203,24 +192,24 @@ def _interleaved(shape: Shape, position: int, count: int) -> Iterator[Task]:
         yield task("B", n)
 
 
-def _zero_bubble(shape: Shape, count: int) -> list[list[Task]]:
+def _zero_bubble(shape: Stages, count: int) -> list[list[Work]]:
     """Greedy, with unit times: gradients of inputs first, then forward passes, then gradients of weights, of which no
     more wait than two for every rank. Micro-batches begin as long as a rank holds fewer than 1F1B does on its first.
     """
     most = 2 * shape.size
-    done: dict[Task, float] = {}
-    orders: list[list[Task]] = [[] for _ in range(shape.size)]
+    done: dict[Work, float] = {}
+    orders: list[list[Work]] = [[] for _ in range(shape.size)]
     free, held = [0.0] * shape.size, [0] * shape.size
-    waiting: list[deque[Task]] = [deque() for _ in range(shape.size)]
+    waiting: list[deque[Work]] = [deque() for _ in range(shape.size)]
     heads: list[dict[tuple[str, int], int]] = [
         {(kind, s): 0 for s in range(shape.stages) if shape.place(s) == p for kind in "FI"} for p in range(shape.size)
     ]
 
-    def choice(p: int) -> tuple[float, int, int, int, int, Task] | None:
+    def choice(p: int) -> tuple[float, int, int, int, int, Work] | None:
         """What rank ``p`` would do next."""
         found = []
         for (kind, stage), m in heads[p].items():
-            task = Task(kind, stage, m)
+            task = Work(kind, stage, m)
             if m == count or (kind == "F" and stage < shape.size and held[p] >= most):
                 continue
             ready = max((done.get(one, inf) for one in _needs(task, shape.stages)), default=0.0)
@@ -243,7 +232,7 @@ def _zero_bubble(shape: Shape, count: int) -> list[list[Task]]:
             heads[p][task.kind, task.stage] += 1
             held[p] += 1 if task.kind == "F" else -1
             if task.kind == "I":
-                waiting[p].append(Task("W", task.stage, task.micro_batch))
+                waiting[p].append(Work("W", task.stage, task.micro_batch))
         near = [stage for stage in (task.stage - 1, task.stage + 1) if 0 <= stage < shape.stages]
         for q in {p, *(shape.place(stage) for stage in near)}:
             best[q] = choice(q)
@@ -251,22 +240,22 @@ def _zero_bubble(shape: Shape, count: int) -> list[list[Task]]:
     return orders
 
 
-def _needs(task: Task, stages: int) -> Iterator[Task]:
+def _needs(task: Work, stages: int) -> Iterator[Work]:
     """What has to be done before, on whichever rank; ``B`` and ``I`` stand for one another."""
     kind, stage, m = task.kind, task.stage, task.micro_batch
     if kind == "F" and stage > 0:
-        yield Task("F", stage - 1, m)
+        yield Work("F", stage - 1, m)
     if kind in "BI":
-        yield Task("F", stage, m)
+        yield Work("F", stage, m)
         if stage < stages - 1:
-            yield Task(kind, stage + 1, m)
+            yield Work(kind, stage + 1, m)
     if kind == "W":
-        yield Task("I", stage, m)
+        yield Work("I", stage, m)
 
 
-def _times(shape: Shape, orders: list[list[Task]]) -> dict[Task, tuple[float, float]]:
+def _times(shape: Stages, orders: list[list[Work]]) -> dict[Work, tuple[float, float]]:
     """(start, end) of all tasks, with unit times and transfers that take none."""
-    found: dict[Task, tuple[float, float]] = {}
+    found: dict[Work, tuple[float, float]] = {}
     at, free = [0] * shape.size, [0.0] * shape.size
     moved = True
     while moved:
@@ -295,8 +284,15 @@ def _stage_blocks(model: ModelSpec, stages: int, stage: int) -> list[int]:
     return [*([0] if stage == 0 else []), *own, *([layers + 1] if stage == stages - 1 else [])]
 
 
-def _homes(model: ModelSpec, shape: Shape) -> tuple[Home, ...]:
-    """Every unit over the ranks that hold its (first) block."""
+def place_on_stages(model: ModelSpec, shape: Stages) -> tuple[Home, ...]:
+    """The homes: every unit over the ranks that hold its (first) block.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+    if model.num_layers < shape.stages:
+        expected = f"at least {shape.stages}, one per stage"
+        raise UserError(f"pipeline over {shape.size} ranks", f"{model.num_layers} layers", expected)
     stage_of = {b: s for s in range(shape.stages) for b in _stage_blocks(model, shape.stages, s)}
     homes = []
     for unit in model.units:
@@ -309,15 +305,11 @@ class _Worker:
     """One rank's program."""
 
     def __init__(
-        self,
-        model: ModelSpec,
-        shape: Shape,
-        rank: int,
-        count: int,
-        homes: tuple[Home, ...],
-        times: dict[Task, tuple[float, float]],
+        self, step: StepSpec, shape: Stages, rank: int, count: int, times: dict[Work, tuple[float, float]]
     ) -> None:
-        self.model, self.shape, self.rank, self.count, self.homes, self.times = model, shape, rank, count, homes, times
+        self.step, self.shape, self.rank, self.count, self.times = step, shape, rank, count, times
+        self.model, self.homes = step.model, step.homes
+        model, homes = self.model, self.homes
         self.position, self.replica = shape.position(rank), shape.replica(rank)
         self.stages = [s for s in range(shape.stages) if shape.place(s) == self.position]
         self.blocks = {s: _stage_blocks(model, shape.stages, s) for s in self.stages}
@@ -331,41 +323,42 @@ class _Worker:
         """The global index of the pipeline's micro-batch ``m``."""
         return self.replica * self.count + m
 
-    def _weights(self, unit: int) -> str:
-        at_home = self.homes[unit].index(self.rank) is not None and not self.several
-        return f"home.w.{unit}" if at_home else f"W{unit}.0"
+    def _is_home(self, unit: int) -> bool:
+        return self.homes[unit].index(self.rank) is not None and not self.several
 
-    def _gradient(self, unit: int) -> str:
-        at_home = self.homes[unit].index(self.rank) is not None and not self.several
-        return f"home.g.{unit}" if at_home else f"G{unit}.0"
+    def _weights(self, unit: int) -> Buffer:
+        return home_weight(unit) if self._is_home(unit) else pooled(f"W{unit}", 0)
+
+    def _gradient(self, unit: int) -> Buffer:
+        return home_gradient(unit) if self._is_home(unit) else pooled(f"G{unit}", 0)
 
     def pools(self) -> tuple[Pool, ...]:
         found = []
         for unit in self.units:
             padded, stripe = self.homes[unit].padded, self.homes[unit].stripe
-            if self._weights(unit).startswith("W"):
-                found.append(Pool(f"W{unit}", "weight", 1, padded))
+            if not self._is_home(unit):
+                found.append(Pool(f"W{unit}", Kind.WEIGHT, 1, padded))
                 if self.model.units[unit].trainable:
-                    found.append(Pool(f"G{unit}", "gradient", 1, padded))
+                    found.append(Pool(f"G{unit}", Kind.GRADIENT, 1, padded))
             if self.several and unit in self.homed and self.model.units[unit].trainable:
-                found.append(Pool(f"R{unit}", "gradient", 1, stripe))
+                found.append(Pool(f"R{unit}", Kind.GRADIENT, 1, stripe))
         return tuple(found)
 
     def program(self) -> Iterator[Action]:
         lane = Lane.GATHER if self.shape.group == "node" else Lane.INTER_W
         for unit in self.homed if self.several else ():
-            reads, writes = (f"home.w.{unit}",), (self._weights(unit),)
+            reads, writes = (home_weight(unit),), (self._weights(unit),)
             yield Action(Op.COLLECTIVE, lane, reads, writes, unit=unit, collective="all_gather", group=self.shape.group)
         for _, _, actions in sorted(self._events(), key=lambda event: event[:2]):
             yield from actions
         lane = Lane.REDUCE if self.shape.group == "node" else Lane.INTER_G
         for unit in reversed(self.homed) if self.several else ():
             if self.model.units[unit].trainable:
-                reads, writes = (self._gradient(unit),), (f"R{unit}.0",)
+                reads, writes = (self._gradient(unit),), (pooled(f"R{unit}", 0),)
                 yield Action(
                     Op.COLLECTIVE, lane, reads, writes, unit=unit, collective="reduce_scatter", group=self.shape.group
                 )
-                yield Action(Op.ADD, lane, writes, (f"home.g.{unit}",), unit=unit)
+                yield Action(Op.ADD, lane, writes, (home_gradient(unit),), unit=unit)
 
     def _events(self) -> Iterator[tuple[float, tuple, list[Action]]]:
         """(time, what breaks ties alike on all ranks, actions)."""
@@ -383,23 +376,22 @@ class _Worker:
                 ties = (0, task.micro_batch, task.stage, task.kind)
                 yield end, ties, [self._transfer(task, other, send=mine)]
 
-    def _transfer(self, task: Task, other: int, *, send: bool) -> Action:
+    def _transfer(self, task: Work, other: int, *, send: bool) -> Action:
         m, away = self.number(task.micro_batch), task.kind == "F"
         edge = max(task.stage, other)
         border = _stage_blocks(self.model, self.shape.stages, edge)[0]
-        name = f"{'x' if away else 'dx'}.{m}.{border}"
+        buffer = (block_input if away else input_gradient)(m, border)
         peer = self.shape.rank(self.shape.place(other if send else task.stage), self.replica)
         lane, group = (Lane.INTER_W if away else Lane.INTER_G), "world"
-        made = exchange(lane, (Transfer(send, peer, border, name),), group)
-        return replace(made, frees=(name,)) if send else made
+        return exchange(lane, (Transfer(send, peer, border, buffer),), group)
 
-    def _compute(self, task: Task) -> Iterator[Action]:
+    def _compute(self, task: Work) -> Iterator[Action]:
         m, own = self.number(task.micro_batch), self.blocks[task.stage]
         if task.kind == "F":
             for block in own:
                 if self.model.blocks[block].kind != "head":
                     weights = [self._weights(u) for u in self.model.blocks[block].units]
-                    yield forward(self.model, block, m, weights, keep=True)
+                    yield forward(self.step, block, m, weights)
             return
         for block in reversed(own):
             spec = self.model.blocks[block]
@@ -413,15 +405,15 @@ class _Worker:
             reads = spec.backward_reads_weights or spec.kind == "head"
             weights = [self._weights(u) for u in spec.units] if reads else []
             if task.kind == "B":
-                yield from backward(self.model, block, [m], weights, gradients)
+                yield from backward(self.step, block, [m], weights, gradients)
             elif task.kind == "I":
-                whole = next(backward(self.model, block, [m], weights, {}))
-                graph = () if spec.kind != "layer" else (f"graph.{m}.{block}",)
+                whole = next(backward(self.step, block, [m], weights, {}))
+                graph = () if spec.kind != "layer" else (Buffer(Kind.GRAPH, (m, block)),)
                 yield replace(whole, op=Op.BACKWARD_INPUT, writes=(*whole.writes, *graph))
             elif spec.kind == "layer":
-                sums = tuple(name for name, _ in gradients.values())
-                before = tuple(name for name, more in gradients.values() if more)
-                graph = f"graph.{m}.{block}"
+                sums = tuple(buffer for buffer, _ in gradients.values())
+                before = tuple(buffer for buffer, more in gradients.values() if more)
+                graph = Buffer(Kind.GRAPH, (m, block))
                 yield Action(
                     Op.BACKWARD_WEIGHT, Lane.COMPUTE, (graph, *before), sums, (graph,), block=block, micro_batch=m
                 )
@@ -429,8 +421,8 @@ class _Worker:
                 yield Action(
                     Op.BACKWARD_WEIGHT,
                     Lane.COMPUTE,
-                    tuple(name for name, more in gradients.values() if more),
-                    tuple(name for name, _ in gradients.values()),
+                    tuple(buffer for buffer, more in gradients.values() if more),
+                    tuple(buffer for buffer, _ in gradients.values()),
                     block=block,
                     micro_batch=m,
                 )

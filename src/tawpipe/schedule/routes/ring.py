@@ -1,13 +1,13 @@
-"""Who holds what and when on WeiPipe's ring: slots, turns, and the journeys of units. Imports topology and schedule.
+"""Who holds what and when on WeiPipe's ring: stages, turns, and the journeys of units.
 
 P ranks in the order of the world form a ring; what travels goes from position p to p + 1. Consecutive blocks form P
-slots. A *pass* is one rank's work on its micro-batches of one round: pass v = round * P + position, and pass v + 1 is
-always one turn behind pass v. Forward of slot j in pass v is in turn v + j, backward in turn v + 2P - 1 - j. So in
+stages. A *pass* is one rank's work on its micro-batches of one round: pass v = round * P + position, and pass v + 1 is
+always one turn behind pass v. Forward of stage j in pass v is in turn v + j, backward in turn v + 2P - 1 - j. So in
 every turn of the steady state a rank does one forward and one backward of different micro-batches, and what it uses in
 a turn is what the next position uses in the next one: three streams (weights for forward, weights for backward,
 gradients) move one place a turn.
 
-The home of slot j is at position -j mod P: its weights reach position 0 in j turns, just when pass 0 needs them.
+The home of stage j is at position -j mod P: its weights reach position 0 in j turns, just when pass 0 needs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from functools import cached_property
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.placement import Home, padded_stripe
-from tawpipe.schedule.spec import Knobs, ModelSpec
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import LinkTraffic, StepSpec
 from tawpipe.topology import Topology
 
 
@@ -39,7 +40,7 @@ class Journey:
     """One unit on its way round the ring in one step.
 
     Args:
-        slot: for whose blocks it travels; a tied embedding travels for two slots.
+        stage: for whose blocks it travels; a tied embedding travels for two stages.
         start: the position where it begins: its home, or for gradients the first rank that makes some.
         departure: the turn at whose end it makes its first hop.
         hops: how many it makes, one at the end of each turn.
@@ -47,7 +48,7 @@ class Journey:
 
     stream: Stream
     unit: int
-    slot: int
+    stage: int
     start: int
     departure: int
     hops: int
@@ -66,27 +67,27 @@ class Journey:
         return max(0, -(-(self.hops - (position - self.start) % size) // size))
 
 
-def slots_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
-    """The slot of every block: layers are shared evenly, the embedding joins the first slot and the head the last.
+def stages_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
+    """The stage of every block: layers are shared evenly, the embedding joins the first stage and the head the last.
 
     Raises:
         UserError: there are fewer layers than ranks.
     """
     layers = len(model.blocks) - 2
     if layers < size:
-        raise UserError("schedule.placement", "ring", f"at most {layers} processes for {layers} layers, not {size}")
+        raise UserError("schedule.strategy", "weipipe", f"at most {layers} processes for {layers} layers, not {size}")
     return (0, *(layer * size // layers for layer in range(layers)), size - 1)
 
 
 def place_on_ring(model: ModelSpec, topology: Topology) -> tuple[Home, ...]:
-    """The homes: every unit whole on the rank that keeps the slot of its first block.
+    """The homes: every unit whole on the rank that keeps the stage of its first block.
 
     Raises:
         UserError: there are fewer layers than ranks.
     """
     ranks = topology.group("world", 0)
-    slots = slots_of_blocks(model, len(ranks))
-    return tuple(Home((ranks[-slots[u.blocks[0]] % len(ranks)],), padded_stripe(u.numel, 1)) for u in model.units)
+    stages = stages_of_blocks(model, len(ranks))
+    return tuple(Home((ranks[-stages[u.blocks[0]] % len(ranks)],), padded_stripe(u.numel, 1)) for u in model.units)
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,16 @@ class Ring:
         training: False for forward passes alone.
     """
 
-    model: ModelSpec
-    topology: Topology
-    knobs: Knobs
-    homes: tuple[Home, ...]
+    step: StepSpec
     training: bool
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.step.model
+
+    @property
+    def topology(self) -> Topology:
+        return self.step.topology
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -113,15 +119,15 @@ class Ring:
         return self.topology.world_size
 
     @cached_property
-    def slots(self) -> tuple[tuple[int, ...], ...]:
-        """The blocks of every slot, ascending."""
-        found = slots_of_blocks(self.model, self.size)
-        return tuple(tuple(b for b, slot in enumerate(found) if slot == j) for j in range(self.size))
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of every stage, ascending."""
+        of_blocks = stages_of_blocks(self.model, self.size)
+        return tuple(tuple(b for b, stage in enumerate(of_blocks) if stage == j) for j in range(self.size))
 
     @cached_property
     def passes(self) -> tuple[int, ...]:
         """The passes that have micro-batches, ascending."""
-        every = range(self.knobs.rounds * self.size)
+        every = range(self.step.rounds * self.size)
         return tuple(v for v in every if self.micro_batches(v))
 
     @cached_property
@@ -130,28 +136,28 @@ class Ring:
 
     def micro_batches(self, number: int) -> tuple[int, ...]:
         """Those of one pass."""
-        return self.knobs.in_round(self.ranks[number % self.size], number // self.size)
+        return self.step.in_round(self.ranks[number % self.size], number // self.size)
 
     # turns
 
-    def forward_turn(self, number: int, slot: int) -> int:
-        """The turn in which a pass goes forward through a slot."""
-        return number + slot
+    def forward_turn(self, number: int, stage: int) -> int:
+        """The turn in which a pass goes forward through a stage."""
+        return number + stage
 
-    def backward_turn(self, number: int, slot: int) -> int:
-        """The turn in which a pass goes backward through a slot."""
-        return number + 2 * self.size - 1 - slot
+    def backward_turn(self, number: int, stage: int) -> int:
+        """The turn in which a pass goes backward through a stage."""
+        return number + 2 * self.size - 1 - stage
 
     def forward_at(self, position: int, turn: int) -> tuple[int, int] | None:
-        """(pass, slot) that a position goes forward through in a turn, if there is a pass with micro-batches."""
-        slot = (turn - position) % self.size
-        return (turn - slot, slot) if turn - slot in self._working else None
+        """(pass, stage) that a position goes forward through in a turn, if there is a pass with micro-batches."""
+        stage = (turn - position) % self.size
+        return (turn - stage, stage) if turn - stage in self._working else None
 
     def backward_at(self, position: int, turn: int) -> tuple[int, int] | None:
-        """(pass, slot) that a position goes backward through in a turn, like ``forward_at``."""
-        slot = (position - turn - 1) % self.size
-        number = turn + slot + 1 - 2 * self.size
-        return (number, slot) if number in self._working else None
+        """(pass, stage) that a position goes backward through in a turn, like ``forward_at``."""
+        stage = (position - turn - 1) % self.size
+        number = turn + stage + 1 - 2 * self.size
+        return (number, stage) if number in self._working else None
 
     @property
     def num_turns(self) -> int:
@@ -165,16 +171,16 @@ class Ring:
 
     # journeys
 
-    def forward_blocks(self, slot: int) -> tuple[int, ...]:
+    def forward_blocks(self, stage: int) -> tuple[int, ...]:
         """Blocks with a forward visit, ascending. In training the head has only a backward one."""
-        return tuple(b for b in self.slots[slot] if not self.training or self.model.blocks[b].kind != "head")
+        return tuple(b for b in self.stages[stage] if not self.training or self.model.blocks[b].kind != "head")
 
-    def backward_blocks(self, slot: int) -> tuple[int, ...]:
+    def backward_blocks(self, stage: int) -> tuple[int, ...]:
         """Blocks with a backward visit, descending."""
         blocks = self.model.blocks
         return tuple(
             b
-            for b in reversed(self.slots[slot])
+            for b in reversed(self.stages[stage])
             if self.training and (blocks[b].kind == "head" or blocks[b].needs_backward)
         )
 
@@ -190,26 +196,39 @@ class Ring:
 
     def _journeys(self) -> Iterator[Journey]:
         first, last = self.passes[0], self.passes[-1]
-        for slot in range(self.size):
-            for unit in _units(self.model.blocks[b].units for b in self.forward_blocks(slot)):
-                yield self._weights(Stream.FORWARD, unit, slot, self.forward_turn(first, slot), last - first)
-            for unit in _units(self.backward_weights(b) for b in self.backward_blocks(slot)):
-                yield self._weights(Stream.BACKWARD, unit, slot, self.backward_turn(first, slot), last - first)
-            for unit in _units(self.model.trainable_units(b) for b in self.backward_blocks(slot)):
+        for stage in range(self.size):
+            for unit in _units(self.model.blocks[b].units for b in self.forward_blocks(stage)):
+                yield self._weights(Stream.FORWARD, unit, stage, self.forward_turn(first, stage), last - first)
+            for unit in _units(self.backward_weights(b) for b in self.backward_blocks(stage)):
+                yield self._weights(Stream.BACKWARD, unit, stage, self.backward_turn(first, stage), last - first)
+            for unit in _units(self.model.trainable_units(b) for b in self.backward_blocks(stage)):
                 hops = last - first + (self.home(unit) - last) % self.size
-                turn = self.backward_turn(first, slot)
-                yield Journey(Stream.GRADIENT, unit, slot, first % self.size, turn, hops)
+                turn = self.backward_turn(first, stage)
+                yield Journey(Stream.GRADIENT, unit, stage, first % self.size, turn, hops)
 
-    def _weights(self, stream: Stream, unit: int, slot: int, first_use: int, between: int) -> Journey:
+    def _weights(self, stream: Stream, unit: int, stage: int, first_use: int, between: int) -> Journey:
         """From home to the first pass, which needs it in turn ``first_use``, and ``between`` hops on to the last."""
         home = self.home(unit)
         before = (self.passes[0] - home) % self.size
-        return Journey(stream, unit, slot, home, first_use - before, before + between)
+        return Journey(stream, unit, stage, home, first_use - before, before + between)
 
     def home(self, unit: int) -> int:
         """The position of a unit's home."""
-        return self.ranks.index(self.homes[unit].ranks[0])
+        return self.ranks.index(self.step.homes[unit].ranks[0])
 
 
 def _units(groups: Iterator[tuple[int, ...]]) -> list[int]:
     return sorted({unit for units in groups for unit in units})
+
+
+def ring_traffic(step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
+    """What every node's link carries in a step: all of a unit at every hop from a node's last rank."""
+    topology, homes, ring = step.topology, step.homes, Ring(step, training)
+    out = [[0, 0] for _ in range(topology.num_nodes)]
+    for journey in ring.journeys:
+        for node, counts in enumerate(out):
+            last = (node + 1) * topology.local_size - 1
+            elements = homes[journey.unit].padded * journey.passes(last, ring.size)
+            counts[journey.stream is Stream.GRADIENT] += elements
+    # What leaves a node enters the next one.
+    return tuple(LinkTraffic(w, out[n - 1][0], g, out[n - 1][1]) for n, (w, g) in enumerate(out))

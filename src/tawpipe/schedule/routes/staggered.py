@@ -1,4 +1,4 @@
-"""Routes of exchanges, for ``striped`` and ``whole`` on several nodes. Imports schedule only.
+"""Routes of exchanges, for units that live on one node each.
 
 Point-to-point between nodes, staggered: in exchange t node n receives what its visit t - n needs, so that neighbouring
 blocks, whose homes are neighbouring nodes, keep every link busy with one send and one receive at a time. Gradients
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.routes.route import Route
+from tawpipe.schedule.buffers import Buffer, home_weight
+from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.visits import Visit
 
 
@@ -29,17 +30,20 @@ def number_of_exchanges(nodes: int, visits: int) -> int:
 
 
 class ExchangeRoute(Route):
-    """Point-to-point between nodes in staggered exchanges, collectives inside a node."""
+    """Point-to-point between nodes in staggered exchanges, collectives inside a node.
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    Args:
+        whole: a unit lives on one device and is broadcast inside a node; otherwise on all devices of one node, which
+            gather it.
+    """
+
+    def __init__(self, rank: int, tour: Tour, *, whole: bool) -> None:
+        super().__init__(rank, tour)
+        self._whole = whole
         self._pulled = self._pushed = 0  # exchanges issued so far; pushes are numbered anew in every round
         self._arrivals = self._most_arrivals()
-        self._arrived: dict[tuple[int, int], str] = {}
-        self._leaving: dict[tuple[int, int], str] = {}
-
-    def _whole(self) -> bool:
-        return self.knobs.placement == "whole"
+        self._arrived: dict[tuple[int, int], Buffer] = {}
+        self._leaving: dict[tuple[int, int], Buffer] = {}
 
     def _carriers(self, unit: int, node: int) -> tuple[int, ...]:
         """The ranks of a node that the stripes of a unit pass through, in the order of the stripes."""
@@ -52,12 +56,12 @@ class ExchangeRoute(Route):
     # weights
 
     def pull(self, visit: Visit) -> Iterator[Action]:
-        assert visit.weights is not None
-        while self._pulled <= visit.weights + self.node:
+        assert visit.weight_index is not None
+        while self._pulled <= visit.weight_index + self.node:
             yield from self._exchange_weights(self._pulled)
             self._pulled += 1
         for unit in self.model.blocks[visit.block].units:
-            yield from self._gather(visit.weights, unit)
+            yield from self._gather(visit.weight_index, unit)
 
     def _exchange_weights(self, number: int) -> Iterator[Action]:
         transfers = []
@@ -68,39 +72,32 @@ class ExchangeRoute(Route):
                     continue
                 if home == node or self.node not in (home, node):
                     continue
-                if self.keeps(unit) and index != self.pulls[unit][0]:
-                    continue
                 for source, target in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
                     if source == self.rank:
-                        transfers.append(Transfer(True, target, unit, f"home.w.{unit}"))
+                        transfers.append(Transfer(True, target, unit, home_weight(unit)))
                     elif target == self.rank:
                         buffer = self._arrival(index, unit)
                         transfers.append(Transfer(False, source, unit, buffer))
         if transfers:
-            yield exchange(Lane.INTER_W, tuple(transfers), wire=self.wire(weights=True))
+            yield exchange(Lane.INTER_W, tuple(transfers), compression=self.compression(weights=True))
 
-    def _arrival(self, index: int, unit: int) -> str:
+    def _arrival(self, index: int, unit: int) -> Buffer:
         """The buffer for a slice that arrives at this rank for a visit."""
-        if self.keeps(unit):
-            buffer = self.kept[unit] = self._kept(unit, self.homes[unit].stripe)
+        if self.residency.slices is None:
+            buffer = self._full_buffer(index, unit)
         else:
-            in_slices = self.residency.slices is not None
-            buffer = (
-                self._slice_slot(index, unit, self.homes[unit].stripe) if in_slices else self._full_slot(index, unit)
-            )
-            self._arrived[index, unit] = buffer
+            buffer = self._slice_buffer(index, unit, self.homes[unit].stripe)
+        self._arrived[index, unit] = buffer
         return buffer
 
-    def _slice(self, index: int, unit: int) -> str | None:
+    def _slice(self, index: int, unit: int) -> Buffer | None:
         """Where this rank has its slice of a unit for a visit, if it is one of those that carry the unit."""
         if self.rank not in self._carriers(unit, self.node):
             return None
         if self._home_node(unit) == self.node:
-            return f"home.w.{unit}"
-        if self.keeps(unit):
-            return self.kept[unit]
+            return home_weight(unit)
         if self.residency.holds_slice(index, unit):
-            return self._slice_slot(index, unit, self.homes[unit].stripe)
+            return self._slice_buffer(index, unit, self.homes[unit].stripe)
         return self._arrived.pop((index, unit))
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
@@ -112,8 +109,8 @@ class ExchangeRoute(Route):
             assert own is not None
             self.full[index, unit] = self.resident[unit] = own
             return
-        target = self._full_slot(index, unit) if own is None or not self._whole() else own
-        if self._whole():
+        target = self._full_buffer(index, unit) if own is None or not self._whole else own
+        if self._whole:
             reads, writes, collective, root = (), (target,), "broadcast", self._carriers(unit, self.node)[0]
             if self.rank == root:
                 reads, writes = (target,), ()
@@ -158,14 +155,14 @@ class ExchangeRoute(Route):
 
     def _reduce(self, visit: Visit, unit: int) -> Iterator[Action]:
         """Inside the node; then, where gradients add up in the node, into the sum, which at home is the home itself."""
-        assert visit.gradients is not None
-        index = visit.gradients
+        index = visit.gradient_index
+        assert index is not None
         source = self.gradient.pop((index, unit))
         carriers = self._carriers(unit, self.node)
         if self.topology.local_size > 1:
             target, collective, root = source, "reduce", carriers[0]
-            if not self._whole():
-                target, collective, root = self._gradient_slot("H", unit, self.homes[unit].stripe), "reduce_scatter", -1
+            if not self._whole:
+                target, collective, root = self._gradient_buffer("H", unit, self.homes[unit].stripe), "reduce_scatter", -1
             yield Action(
                 Op.COLLECTIVE,
                 Lane.REDUCE,
@@ -184,9 +181,7 @@ class ExchangeRoute(Route):
         elif self.rank in self.homes[unit].ranks:
             yield self._add_home(unit, source, Lane.REDUCE)
         else:
-            if unit not in self.sums:
-                self.sums[unit] = self._sum_buffer(unit, self.homes[unit].stripe)
-            yield self._sum_up(unit, source, self.sums[unit])
+            yield self._sum_up(unit, source, self.homes[unit].stripe)
             if index == self.pushes[unit][-1]:
                 self._leaving[index, unit] = self.sums[unit]
 
@@ -194,22 +189,23 @@ class ExchangeRoute(Route):
         """(visit with gradients, unit, source rank, home rank) of everything that goes home in one exchange."""
         for node, index in visits_of_exchange(number, self.topology.num_nodes, len(visits)):
             visit = visits[index]
-            assert visit.gradients is not None
+            assert visit.gradient_index is not None
             for unit in self.model.trainable_units(visit.block):
-                if self.sums_up(unit) and (visit.gradients != self.pushes[unit][-1] or self._home_node(unit) == node):
+                last = visit.gradient_index == self.pushes[unit][-1]
+                if self.sums_up(unit) and (not last or self._home_node(unit) == node):
                     continue
                 for target, source in zip(self.homes[unit].ranks, self._carriers(unit, node), strict=True):
-                    yield visit.gradients, unit, source, target
+                    yield visit.gradient_index, unit, source, target
 
     def _most_arrivals(self) -> dict[int, int]:
         """For every size class the most stripes of it that one exchange brings here: each needs a buffer of its own."""
         most: dict[int, int] = {}
-        visits = self._round(self.knobs.rounds - 1)
+        visits = self._round(self.step.rounds - 1)
         for number in range(number_of_exchanges(self.topology.num_nodes, len(visits))):
             here: dict[int, int] = {}
             for _, unit, source, target in self._pushes(visits, number):
                 if target == self.rank != source:
-                    size = self.slots.size_class(unit)
+                    size = self.pools.size_class(unit)
                     here[size] = here.get(size, 0) + 1
             most = {size: max(most.get(size, 0), here.get(size, 0)) for size in most | here}
         return most
@@ -222,12 +218,12 @@ class ExchangeRoute(Route):
             elif source == self.rank:
                 transfers.append(Transfer(True, target, unit, self._leaving.pop((index, unit))))
             elif target == self.rank:
-                limit = max(self.knobs.gradient_buffers, self._arrivals[self.slots.size_class(unit)])
+                limit = max(self.settings.gradient_buffers, self._arrivals[self.pools.size_class(unit)])
                 elements = self.homes[unit].stripe
-                buffer = self.slots.take("R", unit, kind="gradient", elements=elements, limit=limit)
+                buffer = self.pools.take("R", unit, elements=elements, limit=limit)
                 transfers.append(Transfer(False, source, unit, buffer))
                 additions.append((unit, buffer))
         if transfers:
-            yield exchange(Lane.INTER_G, tuple(transfers), wire=self.wire(weights=False))
+            yield exchange(Lane.INTER_G, tuple(transfers), compression=self.compression(weights=False))
         for unit, source in additions:
             yield self._add_home(unit, source, Lane.INTER_G)

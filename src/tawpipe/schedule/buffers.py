@@ -1,0 +1,180 @@
+"""Buffers: what actions read and write, as values with a kind. Two players that mean the same bytes say the same value.
+
+A buffer's text is exact and parses back: ``home.w.3`` is unit 3 at home, ``W0.1`` buffer 1 of pool ``W0``, ``x.2.5`` the
+input of block 5 for micro-batch 2. Who needs to know what a buffer is asks for its kind and numbers; nobody takes the
+text apart.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What a buffer holds; the value begins its text."""
+
+    HOME_WEIGHT = "home.w"
+    """The stripe of a unit that lives here (unit)."""
+    HOME_GRADIENT = "home.g"
+    """The gradient of that stripe (unit)."""
+    WEIGHT = "weight"
+    """A buffer of a pool, for a unit or a slice of one on its way (number in the pool)."""
+    GRADIENT = "gradient"
+    """A buffer of a pool, for a gradient or a slice of one (number in the pool)."""
+    INPUT = "x"
+    """The input of a block (micro-batch, block)."""
+    INPUT_GRADIENT = "dx"
+    """The gradient of a block's input (micro-batch, block)."""
+    CONTEXT = "ctx"
+    """What every layer is called with besides its input (micro-batch)."""
+    GRAPH = "graph"
+    """A block's whole autograd graph, kept for its backward pass (micro-batch, block)."""
+    ATTENTION = "kept"
+    """A block's attention output, kept for its backward pass (micro-batch, block)."""
+    OFFLOADED = "host"
+    """A block's input in the host's memory (micro-batch's place in its round, block)."""
+    RELOADED = "reload"
+    """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
+    LOSS = "loss"
+    """The summed loss of a micro-batch (micro-batch)."""
+    NORM = "norm"
+    """The step's gradient norm, and whether all numbers were finite."""
+    COUNT = "count"
+    """The step's number of tokens."""
+
+    __hash__ = str.__hash__  # an enum's own is Python code, and buffers are keys of every dictionary
+
+
+WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT})
+GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT})
+HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
+ACTIVATIONS = frozenset(
+    {
+        Kind.INPUT,
+        Kind.INPUT_GRADIENT,
+        Kind.CONTEXT,
+        Kind.GRAPH,
+        Kind.ATTENTION,
+        Kind.OFFLOADED,
+        Kind.RELOADED,
+        Kind.LOSS,
+    }
+)
+TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
+"""Activations that may go to another rank."""
+BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
+"""Activations of a boundary's size: tokens x hidden size."""
+STAYING = frozenset({Kind.OFFLOADED, Kind.RELOADED})
+"""Activations whose places are there for the whole run, see blocks.py."""
+_POOLS = {"W": Kind.WEIGHT, "S": Kind.WEIGHT, "G": Kind.GRADIENT, "H": Kind.GRADIENT, "A": Kind.GRADIENT} | {
+    "R": Kind.GRADIENT
+}
+"""First letter of a pool's name -> kind: whole units ``W``, slices ``S``; whole gradients ``G``, slices ``H``, sums in
+the node ``A``, and what arrives on the way home ``R``.
+"""
+
+
+class Buffer(NamedTuple):
+    """One buffer of one rank.
+
+    Args:
+        at: the numbers that the kind says.
+        pool: the name of its pool, for kinds WEIGHT and GRADIENT.
+
+    >>> Buffer.parse("x.2.5")
+    Buffer(kind=<Kind.INPUT: 'x'>, at=(2, 5), pool='')
+    >>> str(home_weight(3)), str(pooled("W0", 1))
+    ('home.w.3', 'W0.1')
+    """
+
+    kind: Kind
+    at: tuple[int, ...] = ()
+    pool: str = ""
+
+    def __str__(self) -> str:
+        return ".".join((self.pool or self.kind.value, *map(str, self.at)))
+
+    @classmethod
+    def parse(cls, text: str) -> Buffer:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: the text is not a buffer's.
+        """
+        words = text.split(".")
+        name = ".".join(words[:2]) if words[0] == "home" else words[0]
+        at = tuple(map(int, words[1 + name.count(".") :]))
+        if name[:1].isupper():
+            return cls(pool_kind(name), at, name)
+        return cls(Kind(name), at)
+
+    @property
+    def is_weight(self) -> bool:
+        return self.kind in WEIGHTS
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.kind in GRADIENTS
+
+    @property
+    def is_home(self) -> bool:
+        return self.kind in HOMES
+
+    @property
+    def is_activation(self) -> bool:
+        return self.kind in ACTIVATIONS
+
+
+NORM = Buffer(Kind.NORM)
+COUNT = Buffer(Kind.COUNT)
+
+
+def pool_kind(pool: str) -> Kind:
+    """The kind of a pool's buffers, from the first letter of its name.
+
+    Raises:
+        ValueError: no such letter.
+    """
+    if pool[:1] not in _POOLS:
+        raise ValueError(f"{pool!r} is no pool's name: W.. and S.. hold weights, G.., H.., A.. and R.. gradients")
+    return _POOLS[pool[0]]
+
+
+def pooled(pool: str, number: int) -> Buffer:
+    """Buffer ``number`` of a pool."""
+    return Buffer(pool_kind(pool), (number,), pool)
+
+
+def home_weight(unit: int) -> Buffer:
+    return Buffer(Kind.HOME_WEIGHT, (unit,))
+
+
+def home_gradient(unit: int) -> Buffer:
+    return Buffer(Kind.HOME_GRADIENT, (unit,))
+
+
+def block_input(micro_batch: int, block: int) -> Buffer:
+    return Buffer(Kind.INPUT, (micro_batch, block))
+
+
+def input_gradient(micro_batch: int, block: int) -> Buffer:
+    return Buffer(Kind.INPUT_GRADIENT, (micro_batch, block))
+
+
+def context(micro_batch: int) -> Buffer:
+    return Buffer(Kind.CONTEXT, (micro_batch,))
+
+
+def loss(micro_batch: int) -> Buffer:
+    return Buffer(Kind.LOSS, (micro_batch,))
+
+
+def offloaded(place: int, block: int) -> Buffer:
+    """Where a block's input waits in the host's memory, for the micro-batch at this place of its round."""
+    return Buffer(Kind.OFFLOADED, (place, block))
+
+
+def reloaded(place: int, block: int) -> Buffer:
+    """Where it comes back: blocks take turns in two buffers a micro-batch."""
+    return Buffer(Kind.RELOADED, (block % 2, place))

@@ -1,0 +1,164 @@
+"""What a user may choose about a schedule: one name for each choice, in one place.
+
+The command line, the YAML, the library, the plan, the lab and saved runs all use this class; the string under a field
+is its help. What a choice means for one model on one cluster is worked out in ``StepSpec`` (step.py), once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import Any, Literal
+
+from tawpipe.errors import UserError
+from tawpipe.options import bounded
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.spec import ModelSpec
+
+Compression = Literal["none", "int8", "fp8"]
+RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION, "none": Kind.GRAPH}
+"""How much a backward pass computes again, and the kind of activation that is kept instead."""
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """How weights travel."""
+
+    strategy: str = field(default="tawpipe-spread", metadata={"strategies": True})
+    """The way weights and gradients take; docs/placement.md has them side by side."""
+    homes: str = ""
+    """Under tawpipe-striped and tawpipe-whole, of every unit (embedding, layers, head) the node or the process that
+    keeps it, as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
+    micro_batches_per_visit: int = bounded(2, minimum=1)
+    """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
+    memory for activations."""
+    look_ahead: int = bounded(2, minimum=0)
+    """How many visits ahead weights are fetched; every one costs a buffer of the largest unit's size."""
+    gradient_buffers: int = bounded(2, minimum=1)
+    """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
+    step_cache: int | Literal["all"] | None = bounded(None, minimum=0)
+    """On several nodes, of how many more units than look-ahead needs a process keeps what has crossed the slow link
+    until the step's end: a number, or all. Each saves transfers and costs its share of a unit's size. By default what
+    the strategy is made for: all under tawpipe-step, 0 under the others."""
+    gradients_scope: Literal["visit", "step"] | None = None
+    """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic. By
+    default what the strategy is made for: step under tawpipe-step and hsdp, visit under the others."""
+    recompute: str = "full"
+    """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
+    are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
+    backwards: none:4,selective:8,full."""
+    offloaded_layers: int = bounded(0, minimum=0)
+    """The inputs of so many first layers wait for their backward pass in the host's memory."""
+    weights_compression: Compression = "none"
+    """In what weights travel between nodes: as --dtype says (none), or in 8 bits with a scale for every 256 of them,
+    which changes the numbers; see docs/knobs.md."""
+    gradients_compression: Compression = "none"
+    """In what gradients travel between nodes: as reduce_dtype says (none), or in 8 bits likewise."""
+    early_updates: bool = False
+    """Update a unit as soon as its gradient is complete, without waiting for the norm of all of them. There is no
+    clipping then, and numbers that are not finite have reached the weights when the run ends because of them."""
+    reuse: bool = True
+    """Use a unit again that a buffer still holds from an earlier visit. Off, every visit brings it anew, as in the
+    paper; for comparisons."""
+    reduce_dtype: Literal["float32", "same"] = "float32"
+    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
+    loss_chunk_tokens: int = bounded(1024, minimum=1)
+    """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
+
+
+RENAMED = {
+    "builder": "strategy (tawpipe-spread, flat, hsdp, weipipe, ...)",
+    "placement": "strategy (tawpipe-spread, tawpipe-striped or tawpipe-whole)",
+    "kept_units": "step_cache",
+    "weights_scope": "step_cache (all for the scope step)",
+    "weights_wire": "weights_compression (none, int8 or fp8)",
+    "gradients_wire": "gradients_compression (none, int8 or fp8)",
+    "finite_check": "early_updates (true for a finite_check of false)",
+}
+"""Names of earlier versions, and what they are now."""
+UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens")
+"""Settings that a plan takes as given: they change the numbers, or are for comparisons."""
+PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
+"""Settings that a plan chooses."""
+
+
+def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> ScheduleSettings:
+    """Settings from plain data, such as the section ``schedule`` of a saved plan.
+
+    Args:
+        where: what is said to hold them, in messages.
+        fixed: values that beat those.
+
+    Raises:
+        UserError: a name of an earlier version, or one that is unknown.
+    """
+    for name in values:
+        if name in RENAMED:
+            raise UserError(f"{where}: {name}", values[name], f"its name of today: {RENAMED[name]}")
+    known = [one.name for one in fields(ScheduleSettings)]
+    for name in values:
+        if name not in known:
+            raise UserError(where, name, f"one of {', '.join(known)}")
+    return ScheduleSettings(**{**values, **fixed})
+
+
+def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
+    """What the backward pass of every block computes again, from ``ScheduleSettings.recompute``.
+
+    >>> from tawpipe.schedule.spec import BlockSpec
+    >>> ends = BlockSpec((), "embedding"), BlockSpec((), "head")
+    >>> model = ModelSpec((ends[0], *[BlockSpec((), "layer")] * 4, ends[1]), ())
+    >>> recompute_of_blocks("none:1,selective:2,full", model)
+    ('full', 'full', 'selective', 'selective', 'none', 'full')
+
+    Args:
+        setting: ``full``, ``selective`` or ``none`` for all layers; or a list separated by commas, each with a number
+            of layers, from the last one backwards, and the rest without a number.
+
+    Raises:
+        UserError: anything else.
+    """
+    wanted: list[str] = []
+    layers = model.num_layers
+    parts = setting.split(",")
+    for i, part in enumerate(parts):
+        how, colon, number = part.strip().partition(":")
+        last = i == len(parts) - 1
+        if how not in RECOMPUTE or (colon and not number.isdecimal()) or not (colon or last):
+            choices = ", ".join(RECOMPUTE)
+            raise UserError("schedule.recompute", setting, f"{choices}, or for example none:4,selective:8,full")
+        wanted += [how] * (int(number) if colon else layers)
+    wanted = [*wanted, *["full"] * layers][:layers]
+    return ("full", *reversed(wanted), "full")
+
+
+def spell_recompute(layers: Iterable[str]) -> str:
+    """The setting for layers from the first to the last.
+
+    >>> spell_recompute(("full", "selective", "none", "none"))
+    'none:2,selective:1,full'
+    """
+    runs = [(how, len(list(same))) for how, same in groupby(reversed(list(layers)))]
+    words = [f"{how}:{count}" for how, count in runs[:-1]]
+    return ",".join((*words, *(how for how, _ in runs[-1:]))) or "full"
+
+
+def parse_homes(text: str) -> tuple[int, ...]:
+    """``ScheduleSettings.homes`` as numbers.
+
+    >>> parse_homes("0,1, 0")
+    (0, 1, 0)
+
+    Raises:
+        UserError: something else than numbers and commas.
+    """
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and word.isascii() and len(word) < 10 for word in words):
+        raise UserError("schedule.homes", text, "numbers of nodes or of processes, as in 0,1,2,0")
+    return tuple(map(int, words))
+
+
+def spell_homes(homes: Sequence[int]) -> str:
+    """The text that ``parse_homes`` reads."""
+    return ",".join(map(str, homes))

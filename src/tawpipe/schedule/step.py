@@ -1,0 +1,323 @@
+"""What a strategy is given, what it is, and what it makes: ``StepSpec``, ``Strategy``, ``Schedule``.
+
+    step = step_of(model, topology, settings, micro_batches)    # strategies.py: checked, homes placed
+    schedule = step.strategy.build(step)                        # for all ranks, as data
+
+A schedule is a value: runtime, clock and pictures play it, the proof judges it. Whatever one strategy does unlike
+another stands in its class; nobody else asks for its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import (
+    STAYING,
+    Buffer,
+    Kind,
+    home_gradient,
+    home_weight,
+    pooled,
+)
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.topology import Topology
+
+
+NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit"}
+"""What the settings that may be left open are for strategies that have no word on them."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """One step to be scheduled.
+
+    Args:
+        topology: what the strategy takes for nodes.
+        settings: with no choice left open, see ``Strategy.settle``.
+        micro_batches: for every rank the global indices of its micro-batches.
+    """
+
+    strategy: Strategy
+    model: ModelSpec
+    topology: Topology
+    settings: ScheduleSettings
+    micro_batches: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def homes(self) -> tuple[Home, ...]:
+        """The home of every unit."""
+        return self.strategy.place(self.model, self.topology, parse_homes(self.settings.homes))
+
+    @cached_property
+    def _recompute(self) -> tuple[str, ...]:
+        return recompute_of_blocks(self.settings.recompute, self.model)
+
+    def recomputes(self, block: int) -> str:
+        """What the backward pass of a block computes again: ``full``, ``selective`` or ``none``."""
+        return self._recompute[block]
+
+    def saves(self, block: int) -> Kind | None:
+        """The kind of activation that a block keeps for its backward pass besides its input."""
+        return RECOMPUTE[self._recompute[block]]
+
+    def offloads(self, block: int) -> bool:
+        """True if the input of a block waits in the host's memory. Layers are the blocks from 1 on."""
+        return 1 <= block <= self.settings.offloaded_layers
+
+    @cached_property
+    def step_cache(self) -> int:
+        """Units whose copies are kept beyond what look-ahead needs."""
+        cached = self.settings.step_cache
+        return len(self.model.units) if cached == "all" else cached or 0
+
+    @cached_property
+    def rounds(self) -> int:
+        """Passes through the model, each with up to ``micro_batches_per_visit`` micro-batches a rank."""
+        most = max(len(own) for own in self.micro_batches)
+        return max(1, -(-most // self.settings.micro_batches_per_visit))
+
+    def in_round(self, rank: int, number: int) -> tuple[int, ...]:
+        """The micro-batches of ``rank`` in one round; may be empty."""
+        k = self.settings.micro_batches_per_visit
+        return self.micro_batches[rank][number * k : (number + 1) * k]
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """Elements that one node's link to the other nodes carries in one step.
+
+    Args:
+        weights_sent, weights_received: in the compute dtype.
+        gradients_sent, gradients_received: in the reduce dtype.
+    """
+
+    weights_sent: int = 0
+    weights_received: int = 0
+    gradients_sent: int = 0
+    gradients_received: int = 0
+
+    def bytes_sent(self, weight_bytes: float, gradient_bytes: float) -> int:
+        return round(self.weights_sent * weight_bytes + self.gradients_sent * gradient_bytes)
+
+    def bytes_received(self, weight_bytes: float, gradient_bytes: float) -> int:
+        return round(self.weights_received * weight_bytes + self.gradients_received * gradient_bytes)
+
+
+class Strategy(ABC):
+    """A way to move weights and gradients: where units live, and the actions that a step needs.
+
+    A strategy is stateless; two of one name are the same. ``WeightStrategy`` (strategies.py) has all but the homes and
+    the route of strategies whose blocks every rank visits in the same order.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """A sentence for ``--help`` and the docs."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Settings that it is made for, where the user has left them open (None)."""
+    refusals: ClassVar[Mapping[str, str]] = {}
+    """Settings that it has no use for, with the reason; ``check`` refuses any value but the neutral one."""
+    runs: ClassVar[bool] = True
+    """False for strategies that the clock knows and the runtime cannot run."""
+    candidate: ClassVar[bool] = True
+    """False to keep it out of plans."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    @abstractmethod
+    def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
+        """The home of every unit. Depends on nothing else: all schedules of a strategy share one storage.
+
+        Args:
+            homes: where the user wants them; empty for the usual places.
+
+        Raises:
+            UserError: this model cannot live on these nodes so.
+        """
+
+    @abstractmethod
+    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        """The schedule of a step.
+
+        Args:
+            training: False for one forward pass with its loss.
+            ranks: those whose programs are made, all by default; the others' stay empty, for the clock.
+
+        Raises:
+            UserError: a setting cannot work.
+        """
+
+    def view(self, topology: Topology) -> Topology:
+        """What the strategy takes for nodes; the real ones, unless it ignores them on purpose."""
+        return topology
+
+    def places(self, topology: Topology) -> int:
+        """How many places a unit can be put in one by one, numbered from 0; 0 if all units lie alike."""
+        return 0
+
+    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
+        """True if all ranks of equally large nodes do the same at the same time, but for the names of their peers.
+
+        Args:
+            inside_is_even: the links inside a node do not care which of its ranks sends.
+        """
+        return False
+
+    def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
+        """What every node's link carries in a step, from sizes alone: the formula that the proof compares with the
+        actions. None if there is no formula.
+        """
+        return None
+
+    def layouts(self, topology: Topology) -> Sequence[Strategy]:
+        """The ways to lay the strategy out on some nodes, of which a plan takes the best."""
+        return (self,)
+
+    def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
+        """A step with few rounds, one with one more, and how often what that one takes comes on top of the first, to
+        the real number of rounds; 0 for short steps. So a step of many rounds need not be played as a whole.
+        """
+        return step, step, 0.0
+
+    def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
+        """Settings in which the choices that were left open are the strategy's own."""
+        own = {**NEUTRAL, **self.defaults}
+        return replace(settings, **{name: value for name, value in own.items() if getattr(settings, name) is None})
+
+    def check(self, step: StepSpec) -> None:
+        """Look for settings that cannot work.
+
+        Raises:
+            UserError: which, and why.
+        """
+        usual = ScheduleSettings(**NEUTRAL)
+        for name, reason in self.refusals.items():
+            value, neutral = getattr(step.settings, name), getattr(usual, name)
+            if value != neutral:
+                expected = "nothing" if neutral == "" else neutral
+                raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equally large buffers of one kind on one rank.
+
+    Args:
+        name: begins the text of its buffers, see ``buffers.pool_kind``.
+        kind: WEIGHT (compute dtype) or GRADIENT (reduce dtype).
+        elements: of one buffer.
+    """
+
+    name: str
+    kind: Kind
+    count: int
+    elements: int
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(pooled(self.name, number) for number in range(self.count))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step of every rank.
+
+    Args:
+        name: of the strategy, or ``evaluation``.
+        programs: for every rank its actions in the order in which they are issued. The order within a lane is the same.
+            Empty for ranks that another one stands for, see ``simulate.fold``.
+        pools: for every rank the buffers that its program uses, homes and activations aside.
+        training: False for a forward-only schedule.
+    """
+
+    name: str
+    step: StepSpec
+    programs: tuple[tuple[Action, ...], ...]
+    pools: tuple[tuple[Pool, ...], ...]
+    training: bool = True
+
+    @property
+    def topology(self) -> Topology:
+        return self.step.topology
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.step.model
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        return self.step.homes
+
+    @cached_property
+    def played(self) -> tuple[int, ...]:
+        """The ranks that have a program."""
+        return tuple(rank for rank, program in enumerate(self.programs) if program)
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The indices of all micro-batches, ascending."""
+        return tuple(sorted(m for own in self.step.micro_batches for m in own))
+
+    def text(self, rank: int) -> str:
+        """The program of one rank, one action a line."""
+        return "\n".join(map(str, self.programs[rank]))
+
+    def pool_elements(self, rank: int, kind: Kind) -> int:
+        """Elements of all buffers of one kind on a rank."""
+        return sum(pool.count * pool.elements for pool in self.pools[rank] if pool.kind is kind)
+
+    def home_elements(self, rank: int, *, trainable: bool) -> int:
+        """Elements of the stripes that live on ``rank``, of trainable or of frozen units."""
+        units = zip(self.homes, self.model.units, strict=True)
+        return sum(home.stripe for home, unit in units if unit.trainable == trainable and home.index(rank) is not None)
+
+    def buffer_elements(self, rank: int) -> dict[Buffer, int]:
+        """Elements of every pool buffer and home of one rank."""
+        sizes = {buffer: pool.elements for pool in self.pools[rank] for buffer in pool.buffers}
+        for unit, home in enumerate(self.homes):
+            if home.index(rank) is not None:
+                sizes[home_weight(unit)] = sizes[home_gradient(unit)] = home.stripe
+        return sizes
+
+    def peak_activations(self, rank: int, sizes: Mapping[Kind, int] | None = None) -> int:
+        """The most that a program keeps at one time for backward passes.
+
+        Args:
+            sizes: of one activation of a kind; by default 1 for each input of a block and each gradient of one, so that
+                these are counted.
+        """
+        sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
+        passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
+        staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
+        total = peak = sum(sizes.get(buffer.kind, 0) for buffer in staying)
+        for action in self.programs[rank]:
+            total += sum(passing.get(buffer.kind, 0) for buffer in action.writes)
+            peak = max(peak, total)
+            total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)
+        return peak
+
+    def counts(self, rank: int) -> Counter[Op]:
+        """How many actions of every kind a rank has."""
+        return Counter(action.op for action in self.programs[rank])
+
+
+def chosen(settings: ScheduleSettings) -> dict[str, Any]:
+    """Settings as plain data, those left open (None) left out."""
+    values = {one.name: getattr(settings, one.name) for one in fields(settings)}
+    return {name: value for name, value in values.items() if value is not None}
