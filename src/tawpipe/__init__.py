@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tawpipe.runtime.optimizer import adamw
     from tawpipe.runtime.storage import piece_of
     from tawpipe.runtime.world import World, connect
+    from tawpipe.schedule.settings import ScheduleSettings
+    from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+    from tawpipe.schedule.strategies import register as register_strategy
+    from tawpipe.schedule.weight_strategy import WeightStrategy
     from tawpipe.topology import Topology
 
 __version__ = "0.1.0"
@@ -32,10 +36,15 @@ _HOMES = {
     "Pipeline": "tawpipe.pipeline.pipeline",
     "RunError": "tawpipe.errors",
     "SafetensorsSource": "tawpipe.model.pretrained",
+    "Schedule": "tawpipe.schedule.step",
+    "ScheduleSettings": "tawpipe.schedule.settings",
     "Share": "tawpipe.pipeline.batches",
     "StepResult": "tawpipe.runtime.executor",
+    "StepSpec": "tawpipe.schedule.step",
+    "Strategy": "tawpipe.schedule.step",
     "Topology": "tawpipe.topology",
     "UserError": "tawpipe.errors",
+    "WeightStrategy": "tawpipe.schedule.weight_strategy",
     "World": "tawpipe.runtime.world",
     "adamw": "tawpipe.runtime.optimizer",
     "connect": "tawpipe.runtime.world",
@@ -50,18 +59,26 @@ __all__ = [
     "Pipeline",
     "RunError",
     "SafetensorsSource",
+    "Schedule",
+    "ScheduleSettings",
     "Share",
     "StepResult",
+    "StepSpec",
+    "Strategy",
     "Topology",
     "UserError",
+    "WeightStrategy",
     "World",
     "adamw",
     "connect",
     "piece_of",
+    "register_strategy",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "register_strategy":
+        return importlib.import_module("tawpipe.schedule.strategies").register
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tawpipe' has no attribute {name!r}")

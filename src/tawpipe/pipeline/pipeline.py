@@ -51,14 +51,17 @@ from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.blocks import recompute_of_blocks
-from tawpipe.schedule.build import build_evaluation, build_training, place_units
+from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.spec import Knobs, Schedule, share_micro_batches
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import share_micro_batches
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies import build, step_of, strategy_of
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
+DEFAULT = ScheduleSettings()
 VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
 
@@ -76,31 +79,14 @@ class Pipeline:
             whole one. ``adamw`` by default.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
-        micro_batches_per_visit: micro-batches that share one visit of the weights. More means fewer bytes between nodes
-            and more activation memory.
-        placement: ``spread``, ``striped``, ``whole``; for comparison ``flat``, ``hybrid`` (HSDP), ``ring`` (WeiPipe);
-            docs/placement.md.
-        homes: under ``striped`` and ``whole``, the node or the process that keeps each unit; by default in turn.
-        look_ahead: how many visits ahead weights travel; each costs one buffer of a unit's size.
-        gradient_buffers: full-size gradient buffers: one is being computed while the others are reduced.
-        weights_scope: ``visit``, or ``step``: a node keeps the slices that it has pulled until the next update.
-        kept_units: under ``spread`` and ``striped``, on several nodes: of how many more units than look-ahead needs a
-            device keeps its slice for later visits. Each costs a buffer of that size and saves transfers between nodes.
-        gradients_scope: ``visit``, or ``step``: gradients leave a node once per step instead of in every round.
-        recompute: what backward passes compute again: ``full``, ``selective`` (all but attention) or ``none``, for
-            all layers, or from the last layer on: ``none:4,selective:8,full``.
-        offloaded_layers: the inputs of so many first layers wait for their backward pass in the host's memory.
-        weights_wire, gradients_wire: in what weights and gradients travel between nodes: ``dtype`` (weights in
-            ``dtype``, gradients in ``reduce_dtype``), ``int8`` or ``fp8`` with a scale for every 256 numbers.
+        schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
+            for batches of as many micro-batches as it has.
         dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
             for fp64).
-        reduce_dtype: in which gradients are summed and travel; fp32 (fp64 for fp64) by default.
-        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers.
-        finite_check: whether updates wait for the check that loss and gradient norm are finite. Without it and without
-            clipping every unit is updated as soon as its gradient is complete; numbers that are not finite have then
-            reached the weights when ``step``, ``drain`` or ``save`` says so.
+        clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers, which
+            ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
+            ``drain`` or ``save`` says so.
         compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
-        chunk_tokens: tokens for which logits exist at one time.
         seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
             alone. torch's default generators are left to the caller.
         check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
@@ -114,7 +100,7 @@ class Pipeline:
         injector: makes faults happen; for tests.
 
     Raises:
-        UserError: a model, optimizer or knob that cannot work.
+        UserError: a model, an optimizer or a setting that cannot work.
     """
 
     def __init__(
@@ -125,24 +111,10 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         loss: Loss | None = None,
         micro_batch: int = 1,
-        micro_batches_per_visit: int = 1,
-        placement: str = "spread",
-        homes: Sequence[int] = (),
-        look_ahead: int = 2,
-        gradient_buffers: int = 2,
-        weights_scope: str = "visit",
-        kept_units: int = 0,
-        gradients_scope: str = "visit",
-        recompute: str = "full",
-        offloaded_layers: int = 0,
-        weights_wire: str = "dtype",
-        gradients_wire: str = "dtype",
+        schedule: ScheduleSettings | Strategy | Schedule | str = DEFAULT,
         dtype: torch.dtype = torch.float32,
-        reduce_dtype: torch.dtype | None = None,
         clip_norm: float | None = 1.0,
-        finite_check: bool = True,
         compile_layers: bool = False,
-        chunk_tokens: int = 1024,
         seed: int = 0,
         check: str = "auto",
         world: World | None = None,
@@ -154,29 +126,17 @@ class Pipeline:
     ) -> None:
         if check not in CHOICES:
             raise UserError("check", check, ", ".join(CHOICES))
-        _check_settings(micro_batch=micro_batch, dtype=dtype, reduce_dtype=reduce_dtype, clip_norm=clip_norm, seed=seed)
+        _check_settings(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
         self.dtype = dtype
-        self.reduce_dtype = reduce_dtype or torch.promote_types(dtype, torch.float32)
+        self._given = schedule if isinstance(schedule, Schedule) else None
+        self._strategy, self.settings = strategy_of(schedule)
         wide = torch.promote_types(dtype, torch.float32)
-        self._knobs: dict[str, Any] = {
-            "placement": placement,
-            "homes": tuple(homes),
-            "micro_batches_per_visit": micro_batches_per_visit,
-            "look_ahead": look_ahead,
-            "gradient_buffers": gradient_buffers,
-            "weights_scope": weights_scope,
-            "kept_units": kept_units,
-            "offloaded_layers": offloaded_layers,
-            "gradients_scope": gradients_scope,
-            "early_updates": not finite_check,
-            "weights_wire": weights_wire,
-            "gradients_wire": gradients_wire,
-        }
-        if clip_norm is not None and not finite_check:
-            raise UserError("finite_check", finite_check, "true while clip_norm is set: clipping waits for the norm")
+        self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
+        if clip_norm is not None and self.settings.early_updates:
+            raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
         self.chain = Chain(model, loss=loss)
         self._deal = Deal(
             micro_batch,
@@ -196,7 +156,9 @@ class Pipeline:
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
             self._check_model(source, loss)
         self.spec = model_spec(self.chain)
-        self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
+        probe_step = self._step_of(self.world.size)  # checks the settings before anything is allocated
+        if self._given is not None and (self._given.model, self._given.topology) != (self.spec, probe_step.topology):
+            raise UserError("schedule", f"one for {self._given.topology}", f"one for this model on {self.world.nodes}")
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._saving: Saving | None = None
         self.step_number = 0
@@ -208,10 +170,9 @@ class Pipeline:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._recent: deque[StepResult] = deque()
 
-        probe = self._build(self.world.size, training=True)  # checks the knobs before anything is allocated
         self.storage = Storage(
             self.chain.units,
-            place_units(self.spec, self.world.topology, placement, tuple(homes)),
+            probe_step.homes,
             self.world.rank,
             device=self.world.device,
             compute_dtype=dtype,
@@ -221,23 +182,24 @@ class Pipeline:
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
         # Before anything is compiled: what runs under a probe first is never compiled afterwards.
-        self._kept_per_token = self._probe_kept()
+        self._kept_per_token = self._probe_kept(probe_step)
         if compile_layers:
             self.chain.compile_layers()
         del source
         self.optimizers = UnitOptimizers(self.storage, optimizer or adamw())
-        evaluation = self._build(self.world.size, training=False)
         self.transport = Transport(
-            self.world.topology,
+            probe_step.topology,
             self.world.rank,
-            [probe, evaluation],
+            [self._given or build(probe_step), build(probe_step, training=False)],
             device=self.world.device,
             strict=strict,
             timeout=timeout,
         )
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
+            compute=Compute(
+                self.chain, self.spec, chunk_tokens=self.settings.loss_chunk_tokens, compiled=compile_layers
+            ),
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
@@ -304,9 +266,17 @@ class Pipeline:
             self._schedules[count, training] = schedule
         return self._schedules[count, training]
 
+    def _step_of(self, count: int) -> StepSpec:
+        shares = share_micro_batches(count, self.world.size)
+        return step_of(self.spec, self.world.topology, self.settings, shares, strategy=self._strategy)
+
     def _build(self, count: int, *, training: bool) -> Schedule:
-        knobs = Knobs(micro_batches=share_micro_batches(count, self.world.size), **self._knobs)
-        return (build_training if training else build_evaluation)(self.spec, self.world.topology, knobs)
+        if self._given is None or not training:
+            return build(self._step_of(count), training=training)
+        if len(self._given.micro_batches) != count:
+            expected = f"{len(self._given.micro_batches)} micro-batches, as the schedule that was given has"
+            raise UserError("batch", f"{count} micro-batches", expected)
+        return self._given
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """Which micro-batches of a global batch of ``rows`` rows this rank computes, and which rows each of them holds.
@@ -329,7 +299,7 @@ class Pipeline:
 
         Raises:
             RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
-                has changed the weights (unless ``finite_check`` is off); ``load`` goes on from a good state.
+                has changed the weights (unless updates are early); ``load`` goes on from a good state.
         """
         while len(self._recent) > 1:  # at most one step ahead of the results
             self._check(self._recent.popleft())
@@ -413,8 +383,8 @@ class Pipeline:
             return
         if isfinite(result.loss) and isfinite(result.grad_norm):
             raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
-        early = self._knobs["early_updates"]
-        outcome = "they have reached the weights: finite_check is off" if early else "the update was left out"
+        early = self.settings.early_updates
+        outcome = "they have reached the weights: updates are early" if early else "the update was left out"
         raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
 
     def _play(
@@ -534,7 +504,7 @@ class Pipeline:
             raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from what ``save`` has written, on any number of processes and with any placement; returns its ``run``.
+        """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
 
         Raises:
             UserError: no complete state, or one of another model or optimizer; nothing here has changed.
@@ -577,10 +547,10 @@ class Pipeline:
         hidden = self.chain.config.get_text_config().hidden_size
         tokens = min(self.micro_batch, rows) * sequence_length
         boundary = tokens * hidden * self.dtype.itemsize
-        sizes = {"x": boundary, "dx": boundary, "host": boundary, "slot": boundary}
-        sizes |= {kind: tokens * each for kind, each in self._kept_per_token.items()}
-        found = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.uneven)
-        return replace(found, host_bytes=found.host_bytes + self.storage.exact_bytes)
+        sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
+        sizes |= {Kind(kind): tokens * each for kind, each in self._kept_per_token.items() if kind != "attention"}
+        said = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.nodes)
+        return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
@@ -603,16 +573,16 @@ class Pipeline:
                 if value != expected:
                     raise RunError(f"unit {unit}: the copies on rank {first} and rank {rank} differ")
 
-    def _probe_kept(self) -> dict[str, int]:
+    def _probe_kept(self, step: StepSpec) -> dict[str, int]:
         """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""
-        wanted = set(self._knobs["recompute"]) - {"full"}
+        wanted = {step.recomputes(block) for block in range(len(self.spec.blocks))} - {"full"}
         if not wanted:
             return {}
-        found = kept_per_token(self.chain)
-        if "selective" in wanted and not found["attention"]:
+        per_token = kept_per_token(self.chain)
+        if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {self.chain.name} computes attention by no kernel whose result could be kept"
             raise UserError("schedule.recompute", "selective", expected)
-        return found
+        return per_token
 
     # weights
 
@@ -650,15 +620,13 @@ class Pipeline:
 
 
 def _check_settings(
-    *, micro_batch: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, clip_norm: float | None, seed: int
+    *, micro_batch: int, dtype: torch.dtype, clip_norm: float | None, seed: int
 ) -> None:
     if micro_batch < 1:
         raise UserError("micro_batch", micro_batch, "at least 1")
     # fp16 would need loss scaling: gradients of single tokens are below its range.
-    known = (torch.float32, torch.bfloat16, torch.float64)
-    for name, value in (("dtype", dtype), ("reduce_dtype", reduce_dtype or torch.float32)):
-        if value not in known:
-            raise UserError(name, value, "torch.float32, torch.bfloat16 or torch.float64")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise UserError("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float64")
     if clip_norm is not None and not clip_norm > 0:
         raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
     if seed < 0:

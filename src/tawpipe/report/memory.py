@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tawpipe.schedule.buffers import Kind
 from tawpipe.simulate.timeline import Timeline
 
 
 def memory_over_time(
-    timeline: Timeline, rank: int, activation_bytes: Mapping[str, int], fixed: int
+    timeline: Timeline, rank: int, activation_bytes: Mapping[Kind, int], fixed: int
 ) -> tuple[list[float], list[float]]:
     """Seconds since the step began, and GiB from then on.
 
@@ -22,10 +23,8 @@ def memory_over_time(
     zero = min((span.begin for span in spans), default=0.0)
     events: list[tuple[float, int]] = []
     for span in spans:
-        for names, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
-            size = sum(
-                activation_bytes.get(name.partition(".")[0], 0) for name in names if not name.startswith("host.")
-            )
+        for buffers, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
+            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind is not Kind.OFFLOADED)
             if size:
                 events.append((when - zero, sign * size))
     seconds, held, total = [0.0], [fixed / 2**30], fixed

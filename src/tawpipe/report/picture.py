@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.schedule.actions import Lane, Op, is_weight
+from tawpipe.schedule.actions import Lane, Op
 
 KINDS = {
     "forward": "#4c78a8",
@@ -32,7 +32,7 @@ def kind_of(bar: Bar) -> str:
     if action.op in (Op.OFFLOAD, Op.RELOAD):
         return "host"
     if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
-        what = "weights" if is_weight((*action.reads, *action.writes)[0]) else "gradients"
+        what = "weights" if (*action.reads, *action.writes)[0].is_weight else "gradients"
         far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
         return f"{what} {'between nodes' if far else 'inside a node'}"
     known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}

@@ -13,45 +13,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tawpipe.schedule.spec import WIRE_BLOCK, wire_bytes
+from tawpipe.schedule.spec import COMPRESSION_BLOCK, compressed_bytes
 
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
 SLICE = 1 << 20
 """Elements that are worked on at one time: so small are the temporary copies, however large a message is."""
 
 
-def encode(values: Tensor, wire: str, out: Tensor) -> None:
+def encode(values: Tensor, compression: str, out: Tensor) -> None:
     """Write ``values`` into a message.
 
     Args:
         values: [n], of any floating type.
-        wire: ``int8`` or ``fp8``.
-        out: uint8 [wire_bytes(n, wire)].
+        compression: ``int8`` or ``fp8``.
+        out: uint8 [compressed_bytes(n)].
     """
-    count, largest = values.numel(), _LARGEST[wire]
+    count, largest = values.numel(), _LARGEST[compression]
     for begin, end in _slices(count):
-        blocks = F.pad(values[begin:end].float(), (0, -(end - begin) % WIRE_BLOCK)).view(-1, WIRE_BLOCK)
+        blocks = F.pad(values[begin:end].float(), (0, -(end - begin) % COMPRESSION_BLOCK)).view(-1, COMPRESSION_BLOCK)
         scales = blocks.abs().amax(dim=1) / largest  # nan and inf stay what they are
         scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
         scaled = scaled.nan_to_num_(0.0).clamp_(-largest, largest)  # a scale this side of 2^-126 is not exact
-        coded = scaled.round_().to(torch.int8) if wire == "int8" else scaled.to(torch.float8_e4m3fn)
+        coded = scaled.round_().to(torch.int8) if compression == "int8" else scaled.to(torch.float8_e4m3fn)
         out[begin:end].copy_(coded.view(torch.uint8).flatten()[: end - begin])
         out[_scales(count, begin, end)].copy_(scales.view(torch.uint8))
 
 
-def decode(message: Tensor, wire: str, out: Tensor, *, add: bool = False) -> None:
+def decode(message: Tensor, compression: str, out: Tensor, *, add: bool = False) -> None:
     """Read a message.
 
     Args:
-        message: uint8 [wire_bytes(n, wire)].
+        message: uint8 [compressed_bytes(n)].
         out: [n], of any floating type; replaced, or added to.
     """
     count = out.numel()
-    kind = torch.int8 if wire == "int8" else torch.float8_e4m3fn
+    kind = torch.int8 if compression == "int8" else torch.float8_e4m3fn
     for begin, end in _slices(count):
         scales = message[_scales(count, begin, end)].clone().view(torch.float32)  # it may begin at any byte
         values = message[begin:end].view(kind).float()
-        values *= scales.repeat_interleave(WIRE_BLOCK)[: end - begin]
+        values *= scales.repeat_interleave(COMPRESSION_BLOCK)[: end - begin]
         if add:
             out[begin:end].add_(values)
         else:
@@ -65,7 +65,7 @@ def _slices(count: int) -> Iterator[tuple[int, int]]:
 
 def _scales(count: int, begin: int, end: int) -> slice:
     """Where the scales of some elements lie in a message of ``count``; ``begin`` is at the border of a block."""
-    return slice(count + 4 * (begin // WIRE_BLOCK), count + 4 * -(-end // WIRE_BLOCK))
+    return slice(count + 4 * (begin // COMPRESSION_BLOCK), count + 4 * -(-end // COMPRESSION_BLOCK))
 
 
 class Scratch:
@@ -78,9 +78,9 @@ class Scratch:
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
-    def take(self, elements: Sequence[int], wire: str) -> list[Tensor]:
+    def take(self, elements: Sequence[int], compression: str) -> list[Tensor]:
         """Room for messages of so many elements each, uint8, one behind the other; good until the next call."""
-        sizes = [wire_bytes(count, wire) for count in elements]
+        sizes = [compressed_bytes(count) for count in elements]
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._buffer.device)
         return list(self._buffer[: sum(sizes)].split(sizes))

@@ -21,9 +21,12 @@ from tawpipe.model.chain import Chain, Context
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, loss
 from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
+SAVED = (Kind.GRAPH, Kind.ATTENTION)
+"""What a layer keeps for its backward pass instead of its input."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class StepInput:
 
 @dataclass
 class _Entry:
-    """``ctx.m``: what the layers of one micro-batch are called with."""
+    """What the layers of one micro-batch are called with."""
 
     batch: MicroBatch
     context: Context
@@ -69,13 +72,13 @@ class Compute:
         self._random = BlockRandomness(chain.device, compiled=compiled)
         self._repeated: set[tuple[int, bool]] = set()
         """Blocks that have been seen to give the same twice."""
-        self._held: dict[str, Any] = {}
+        self._held: dict[Buffer, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
-        self._places: dict[tuple[str, torch.Size], Tensor] = {}
+        self._places: dict[tuple[Buffer, torch.Size], Tensor] = {}
         """Where inputs wait in the host's memory, and where they come back: they are there for the whole run."""
 
-    def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
         it without weights.
         """
@@ -86,34 +89,34 @@ class Compute:
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
-                hidden, context = self._drawing(action, given, lambda: self.chain.embed(batch))
+                hidden, called_with = self._drawing(action, given, lambda: self.chain.embed(batch))
             self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
-            entry = _Entry(batch, context, get_gradient_edge(hidden) if keep else None)
-            self._held[f"ctx.{m}"] = entry
-            self._held[f"x.{m}.1"] = hidden.detach()
+            entry = _Entry(batch, called_with, get_gradient_edge(hidden) if keep else None)
+            self._held[context(m)] = entry
+            self._held[block_input(m, 1)] = hidden.detach()
         else:
-            hidden, entry = self._held[f"x.{m}.{action.block}"], self._held[f"ctx.{m}"]
+            hidden, entry = self._held[block_input(m, action.block)], self._held[context(m)]
             if block.kind == "layer":
                 output = self._layer_forward(action, hidden, entry.context, given)
                 again = partial(self.chain.layer, action.block, hidden, entry.context)
                 self._check_new(action, given, before, output, again)
-                self._held[f"x.{m}.{action.block + 1}"] = output
+                self._held[block_input(m, action.block + 1)] = output
             else:
                 self._check_head(action, given, hidden)
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
-                    self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, None, given.scale)
+                    self._held[loss(m)] = self._loss(hidden, entry.batch, None, given.scale)
         self._release(action)
 
     def _layer_forward(self, action: Action, hidden: Tensor, context: Context, given: StepInput) -> Tensor:
         """A layer's output; what the action writes besides is what its backward pass starts from."""
         b = action.block
         layer = partial(self.chain.layer, b, context=context)
-        kept = next((name for name in action.writes if name.startswith(("graph.", "kept."))), None)
+        kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
         if kept is None:
             with torch.no_grad():
                 return self._drawing(action, given, lambda: layer(hidden))
         leaf = hidden.detach().requires_grad_(b > self.spec.first_backward)
-        if kept.startswith("graph."):
+        if kept.kind is Kind.GRAPH:
             units = self.spec.blocks[b].units
             output = self._drawing(action, given, lambda: keep_graph(layer, leaf, units, self._bound))
         else:
@@ -122,32 +125,32 @@ class Compute:
         self._held[kept] = (leaf, output)
         return output.detach()
 
-    def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
+    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
         their buffers.
         """
         block, m, b = self.spec.blocks[action.block], action.micro_batch, action.block
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
-        for unit, name in zip(units, action.gradients, strict=True):
-            self.chain.collect(unit, buffers[name], accumulate=name in action.reads)
-        entry: _Entry = self._held[f"ctx.{m}"]
-        wanted = f"dx.{m}.{b}" in action.writes
+        for unit, buffer in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads)
+        entry: _Entry = self._held[context(m)]
+        wanted = input_gradient(m, b) in action.writes
         gradient = None
         if block.kind == "head":
-            hidden = self._held[f"x.{m}.{b}"]
+            hidden = self._held[block_input(m, b)]
             gradient = torch.empty_like(hidden) if wanted else None
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
-                self._held[f"loss.{m}"] = self._loss(hidden, entry.batch, gradient, given.scale)
+                self._held[loss(m)] = self._loss(hidden, entry.batch, gradient, given.scale)
         else:
-            arriving = self._held[f"dx.{m}.{b + 1}"]
+            arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
                 hidden = None
-                if kept := next((name for name in action.reads if name.startswith(("graph.", "kept."))), None):
+                if kept := next((buffer for buffer in action.reads if buffer.kind in SAVED), None):
                     hidden, output = self._held[kept]
                 elif block.kind == "layer":
-                    source = next(n for n in action.reads if n.startswith("slot.") or n == f"x.{m}.{b}")
+                    source = next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))
                     hidden = self._held[source].detach().requires_grad_(wanted)
                     layer = partial(self.chain.layer, b, hidden, entry.context)
                     output = self._drawing(action, given, layer)
@@ -159,7 +162,7 @@ class Compute:
             if hidden is not None:
                 gradient = hidden.grad
         if wanted:
-            self._held[f"dx.{m}.{b}"] = gradient
+            self._held[input_gradient(m, b)] = gradient
         for unit in units:
             self.chain.finish_collect(unit)
         self._release(action)
@@ -227,14 +230,14 @@ class Compute:
         self._free(action)
 
     def _copy(self, action: Action, *, to_host: bool) -> None:
-        source, name = self._held[action.reads[0]], action.writes[0]
-        place = self._places.get((name, source.shape))
+        source, target = self._held[action.reads[0]], action.writes[0]
+        place = self._places.get((target, source.shape))
         if place is None:
             on_cuda = self.chain.device.type == "cuda"
             device = "cpu" if to_host else self.chain.device
             place = torch.empty(source.shape, dtype=source.dtype, device=device, pin_memory=to_host and on_cuda)
-            self._places[name, source.shape] = place
-        self._held[name] = place.copy_(source, non_blocking=True)
+            self._places[target, source.shape] = place
+        self._held[target] = place.copy_(source, non_blocking=True)
 
     def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
         """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times
@@ -249,29 +252,28 @@ class Compute:
             part = hidden[:, cut].detach()
             if training:
                 part.requires_grad_(gradient is not None)
-            loss = self.chain.head(part, batch.labels[:, cut])
+            summed = self.chain.head(part, batch.labels[:, cut])
             if training:
-                torch.autograd.backward(loss, torch.full_like(loss, scale))
+                torch.autograd.backward(summed, torch.full_like(summed, scale))
                 if gradient is not None:
                     assert part.grad is not None
                     gradient[:, cut] = part.grad
-            total += loss.detach()
+            total += summed.detach()
         return total
 
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
-        found = [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
+        losses = [self._held.pop(buffer) for buffer in action.frees if buffer.kind is Kind.LOSS]
         if self.chain.device.type == "cuda":
-            for loss in found:  # or its memory would be given away before that lane has read it
-                loss.record_stream(torch.cuda.current_stream())
-        return found
+            for one in losses:  # or its memory would be given away before that lane has read it
+                one.record_stream(torch.cuda.current_stream())
+        return losses
 
-    def _bind(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
-        names = action.weights
-        if names:
-            for unit, name in zip(self.spec.blocks[action.block].units, names, strict=True):
-                self.chain.bind(unit, buffers[name])
-                self._bound[unit] = buffers[name]
+    def _bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        if action.weights:
+            for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
+                self.chain.bind(unit, buffers[buffer])
+                self._bound[unit] = buffers[buffer]
 
     def _release(self, action: Action) -> None:
         """End a computation: whatever reads a weight outside of its visit finds NaN, and what is not needed goes."""
@@ -288,8 +290,8 @@ class Compute:
         return saved
 
     def _free(self, action: Action) -> None:
-        for name in action.frees:
-            del self._held[name]
+        for buffer in action.frees:
+            del self._held[buffer]
 
     def _drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
         """``forward()`` with the random numbers of this block and micro-batch."""

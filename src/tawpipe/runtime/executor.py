@@ -26,16 +26,17 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import StepEnd, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.step import Schedule
 
 
 class BlockCompute(Protocol):
     """What computes: ``Compute``, or something that stands for it in a measurement."""
 
-    def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
 
-    def backward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
+    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
 
     def offload(self, action: Action) -> None: ...
 
@@ -147,11 +148,11 @@ class Executor:
         self.injector = injector
         self.rank, self.compute, self.storage, self.transport = rank, compute, storage, transport
         self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[Buffer, Tensor] = {}
         for unit in storage.master:
-            self._buffers[f"home.w.{unit}"] = storage.wire[unit]
+            self._buffers[home_weight(unit)] = storage.wire[unit]
             if unit in storage.gradient:
-                self._buffers[f"home.g.{unit}"] = storage.gradient[unit]
+                self._buffers[home_gradient(unit)] = storage.gradient[unit]
         self._failure = failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
@@ -177,16 +178,13 @@ class Executor:
         }
 
     def adopt(self, schedule: Schedule) -> None:
-        """Allocate what ``schedule`` needs beyond what is there. Schedules of one placement share their buffers by
-        name.
-        """
+        """Allocate what ``schedule`` needs beyond what is there. Schedules of one strategy share their buffers."""
         for pool in schedule.pools[self.rank]:
-            dtype = self.storage.compute_dtype if pool.kind == "weight" else self.reduce_dtype
-            for i in range(pool.count):
-                name = f"{pool.name}.{i}"
-                if name not in self._buffers:
-                    self._buffers[name] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
-                assert self._buffers[name].numel() == pool.elements
+            dtype = self.storage.compute_dtype if pool.kind is Kind.WEIGHT else self.reduce_dtype
+            for buffer in pool.buffers:
+                if buffer not in self._buffers:
+                    self._buffers[buffer] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
+                assert self._buffers[buffer].numel() == pool.elements
 
     def play(
         self, schedule: Schedule, given: StepInput, rule: UpdateRule, *, recording: Recording | None = None
@@ -259,11 +257,11 @@ class Executor:
     @torch.no_grad()
     def _add(self, action: Action) -> None:
         target = self._buffers[action.writes[0]]
-        sources = [name for name in action.reads if name != action.writes[0]]
+        sources = [buffer for buffer in action.reads if buffer != action.writes[0]]
         if len(sources) == len(action.reads):
             target.copy_(self._buffers[sources.pop(0)])
-        for name in sources:
-            target.add_(self._buffers[name])
+        for buffer in sources:
+            target.add_(self._buffers[buffer])
 
     @torch.no_grad()
     def _count(self, action: Action, step: _Step) -> None:
@@ -276,8 +274,8 @@ class Executor:
     @torch.no_grad()
     def _norm(self, action: Action, step: _Step) -> None:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
-        scaled = "count" in action.reads  # by the updates, which were early
-        units = [int(name.split(".")[2]) for name in action.reads if name.startswith("home.g.")]
+        scaled = COUNT in action.reads  # by the updates, which were early
+        units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
         gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         if gradients:
@@ -297,13 +295,13 @@ class Executor:
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64) * alike
-        if "norm" in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
+        if NORM in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
             finite = self._finite.pow_(step.rule.memory).mul_(finite)
         step.result.copy_(torch.stack([loss, norm, sums[2], finite, alike]), non_blocking=True)
 
     @torch.no_grad()
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
-        self._buffers[f"home.g.{action.unit}"].mul_(self._factor)
-        self.optimizers.step(action.unit, self._finite if "norm" in action.reads else None, step.rule.rate)
+        self._buffers[home_gradient(action.unit)].mul_(self._factor)
+        self.optimizers.step(action.unit, self._finite if NORM in action.reads else None, step.rule.rate)
         self.storage.refresh(action.unit)

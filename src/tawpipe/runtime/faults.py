@@ -20,7 +20,8 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.buffers import Buffer, home_weight
+from tawpipe.schedule.step import Schedule
 
 SETTING = "--inject"
 PLACES = ("pull", "gather", "forward", "backward", "reduce", "push", "update", "save", "load")
@@ -230,17 +231,17 @@ def strike(fault: Fault) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def spoil(kind: str, action: Action, buffers: Mapping[str, Any]) -> None:
+def spoil(kind: str, action: Action, buffers: Mapping[Buffer, Any]) -> None:
     """Change what an action writes: all to numbers that are none, or one of the highest bits of the first."""
     import torch
 
     moved = sorted(action.transfers, key=lambda one: one.send)  # what is received first
-    names = (*action.writes, *(one.buffer for one in moved), *action.reads, f"home.w.{action.unit}")
-    found = [buffers[name] for name in names if isinstance(buffers.get(name), torch.Tensor)]
-    if not found:
+    used = (*action.writes, *(one.buffer for one in moved), *action.reads, home_weight(action.unit))
+    tensors = [buffers[one] for one in used if isinstance(buffers.get(one), torch.Tensor)]
+    if not tensors:
         raise UserError(SETTING, f"{kind} at {place_of(action)}", "a place whose action writes a buffer")
     with torch.no_grad():
-        values = found[0].view(-1)
+        values = tensors[0].view(-1)
         if kind == "nan":
             values.fill_(float("nan"))
         else:

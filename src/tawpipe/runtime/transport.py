@@ -8,7 +8,7 @@ In strict mode every message is preceded by its sequence number in its group and
 other side compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here
 by name.
 
-Where an action says so, numbers travel in 8 bits (wire.py). A gathered unit is then the same on all ranks, the owner of
+Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the owner of
 a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
 """
 
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tawpipe.runtime.compression import Scratch, decode, encode
 from tawpipe.schedule.actions import Action, Lane
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
 # torch 2.13 renamed these; 2.11 has only the old names.
@@ -119,13 +120,13 @@ class Transport:
 
     # operations, in the lane of their action
 
-    def collective(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run a COLLECTIVE. ``buffers`` holds the tensors that the action names, cut to the sizes that travel."""
         key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
             self._check_collective(key, action)
-        if action.wire:
+        if action.compression:
             self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
         elif action.collective == "all_gather":
             target, source = buffers[action.writes[0]], buffers[action.reads[0]]
@@ -149,28 +150,28 @@ class Transport:
                 assert action.collective == "broadcast", action
                 self._wait(dist.broadcast(buffer, action.root, group=group, async_op=True))
 
-    def exchange(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run an EXCHANGE: all its parts at once; it ends with the slowest."""
         key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
             self._check_exchange(key, action)
         messages = [buffers[t.buffer] for t in action.transfers]
-        if action.wire:
-            plain, messages = messages, self._scratch[action.lane].take([one.numel() for one in messages], action.wire)
+        if action.compression:
+            plain, messages = messages, self._scratch[action.lane].take([one.numel() for one in messages], action.compression)
             for t, values, message in zip(action.transfers, plain, messages, strict=True):
                 if t.send:
-                    encode(values, action.wire, message)
+                    encode(values, action.compression, message)
         operations = [
             dist.P2POp(dist.isend if t.send else dist.irecv, message, t.peer, group)
             for t, message in zip(action.transfers, messages, strict=True)
         ]
         for work in dist.batch_isend_irecv(operations):
             self._wait(work)
-        if action.wire:
+        if action.compression:
             for t, message in zip(action.transfers, messages, strict=True):
                 if not t.send:
-                    decode(message, action.wire, buffers[t.buffer])
+                    decode(message, action.compression, buffers[t.buffer])
 
     def all_reduce(self, action: Action, values: Tensor) -> None:
         """Sum ``values`` over the action's group, in place."""
@@ -227,18 +228,18 @@ class Transport:
         size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
         stripe = min(source.numel(), target.numel())
         if action.collective == "all_gather":
-            mine, *all_of_them = scratch.take([stripe] * (1 + size), action.wire)
-            encode(source, action.wire, mine)
+            mine, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
+            encode(source, action.compression, mine)
             together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
             self._wait(_all_gather(together, mine, group=group, async_op=True))
             for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
-                decode(message, action.wire, piece)
+                decode(message, action.compression, piece)
             return
         pieces = source.view(size, -1)
-        messages = scratch.take([stripe] * (2 * size), action.wire)
+        messages = scratch.take([stripe] * (2 * size), action.compression)
         leaving, arriving = messages[:size], messages[size:]
         for piece, message in zip(pieces, leaving, strict=True):
-            encode(piece, action.wire, message)
+            encode(piece, action.compression, message)
         others = [(i, member) for i, member in enumerate(members) if i != here]
         operations = [dist.P2POp(dist.isend, leaving[i], member, group) for i, member in others]
         operations += [dist.P2POp(dist.irecv, arriving[i], member, group) for i, member in others]
@@ -249,7 +250,7 @@ class Transport:
             if i == here:
                 target.add_(pieces[here])
             else:
-                decode(message, action.wire, target, add=True)
+                decode(message, action.compression, target, add=True)
 
     @staticmethod
     def _wait(work: dist.Work | None) -> None:
@@ -263,7 +264,7 @@ class Transport:
         return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
 
     def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
-        text = f"{action.op} {action.collective} u{action.unit} r{action.root} {action.wire}"
+        text = f"{action.op} {action.collective} u{action.unit} r{action.root} {action.compression}"
         mine = self._header(key, text)
         members = self.topology.group(action.group, self.rank)
         all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
@@ -278,7 +279,7 @@ class Transport:
             pair = (self.rank, t.peer) if t.send else (t.peer, self.rank)
             counter = (key[0], f"{pair[0]}>{pair[1]}")
             self._sequence.setdefault(counter, 0)
-            mine = self._header(counter, f"u{t.unit} {action.wire}")
+            mine = self._header(counter, f"u{t.unit} {action.compression}")
             if t.send:
                 works.append(dist.isend(mine, t.peer, group=group))
             else:

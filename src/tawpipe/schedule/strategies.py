@@ -357,6 +357,22 @@ def find(name: str) -> Strategy:
     return known[name]
 
 
+def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple[Strategy, ScheduleSettings]:
+    """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
+
+    Raises:
+        UserError: something else, or no such strategy.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule.step.strategy, schedule.step.settings
+    if isinstance(schedule, Strategy):
+        return schedule, ScheduleSettings(strategy=schedule.name)
+    settings = ScheduleSettings(strategy=schedule) if isinstance(schedule, str) else schedule
+    if not isinstance(settings, ScheduleSettings):
+        raise UserError("schedule", schedule, "ScheduleSettings, a Strategy, the name of one, or a Schedule")
+    return find(settings.strategy), settings
+
+
 def step_of(
     model: ModelSpec,
     topology: Topology,

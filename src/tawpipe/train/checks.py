@@ -15,7 +15,8 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.launcher import started_by_local_launcher
 from tawpipe.runtime.faults import parse_faults, restart_count
-from tawpipe.schedule.placement import AT_ONE_PLACE, parse_homes
+from tawpipe.schedule.settings import parse_homes
+from tawpipe.schedule.strategies import find
 from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
 
@@ -42,14 +43,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_faults(config)
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
         raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
-    if config.optimizer.nonfinite == "skip" and not config.optimizer.finite_check:
-        expected = "stop while --optimizer.finite-check is off, because updates do not wait for it"
+    if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
+        expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
-    if parse_homes(config.schedule.homes):
-        placement = config.schedule.placement if config.schedule.builder == "tawpipe" else config.schedule.builder
-        if placement not in AT_ONE_PLACE:
-            expected = f"nothing under {placement}: it is for --schedule.placement {' and '.join(AT_ONE_PLACE)}"
-            raise UserError("--schedule.homes", config.schedule.homes, expected)
+    find(config.schedule.strategy)
+    parse_homes(config.schedule.homes)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:

@@ -15,53 +15,9 @@ from typing import Literal
 
 from tawpipe.data.settings import DataSettings
 from tawpipe.options import Options, bounded
+from tawpipe.schedule.settings import ScheduleSettings
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """How weights travel."""
-
-    builder: Literal["tawpipe", "flat", "hsdp", "weipipe"] = "tawpipe"
-    """Strategy: tawpipe pulls weights once per node and shares them inside it, flat shards over all processes alike,
-    hsdp keeps a copy of everything in every node, weipipe passes weights round a ring of all processes."""
-    placement: Literal["spread", "striped", "whole"] = "spread"
-    """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
-    node, or whole on one process. Of no effect with a builder other than tawpipe."""
-    homes: str = ""
-    """Under placement striped and whole, of every unit (embedding, layers, head) the node or the process that keeps it,
-    as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
-    weights_scope: Literal["visit", "step"] = "visit"
-    """How long a node keeps the weights that it has pulled: for a visit, or for the whole step, which costs memory and
-    saves traffic."""
-    gradients_scope: Literal["visit", "step"] = "visit"
-    """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic."""
-    micro_batches_per_visit: int = bounded(2, minimum=1)
-    """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
-    memory for activations."""
-    look_ahead: int = bounded(2, minimum=1)
-    """How many visits ahead weights are fetched; every one costs a buffer of the largest unit's size."""
-    kept_units: int = bounded(0, minimum=0)
-    """Under placement spread and striped, on several nodes: of how many more units a process keeps its slice until they
-    are needed again. Each saves transfers between nodes and costs a unit's size over the processes of a node."""
-    recompute: str = "full"
-    """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
-    are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
-    backwards: none:4,selective:8,full."""
-    offloaded_layers: int = bounded(0, minimum=0)
-    """The inputs of so many first layers wait for their backward pass in the host's memory."""
-    weights_wire: Literal["dtype", "int8", "fp8"] = "dtype"
-    """In what weights travel between nodes: as --dtype says, or in 8 bits with a scale for every 256 of them, which
-    changes the numbers; see docs/knobs.md."""
-    gradients_wire: Literal["dtype", "int8", "fp8"] = "dtype"
-    """In what gradients travel between nodes: as reduce_dtype says, or in 8 bits likewise."""
-    gradient_buffers: int = bounded(2, minimum=1)
-    """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
-    reduce_dtype: Literal["float32", "same"] = "float32"
-    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
-    loss_chunk_tokens: int = bounded(1024, minimum=1)
-    """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +38,6 @@ class OptimizerConfig:
     """Share of --learning-rate at which the cosine ends after the last step."""
     clip_norm: float | None = bounded(1.0, minimum=0)
     """Largest global norm of the gradient; null or 0 for no clipping."""
-    finite_check: bool = True
-    """Update no weight before loss and gradient norm of the step are known to be finite. Off, and without clipping,
-    every layer is updated as soon as its gradient is there; what is not finite ends the run before a checkpoint."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient norm that is not finite leads to: the end of the run, or a step without an update."""
     skip_limit: int = bounded(10, minimum=1)
@@ -237,7 +190,7 @@ class TrainConfig(DataSettings):
     """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -245,7 +245,7 @@ class Training:
                     f"{self._left_out} of at most {self.pipeline.skip_limit} in a row"
                 )
             elif not result.finite:
-                checked = self.config.optimizer.finite_check
+                checked = not self.config.schedule.early_updates
                 outcome = "the update was left out" if checked else "it is in the weights, but in no checkpoint"
                 raise RunError(
                     f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "

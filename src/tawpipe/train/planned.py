@@ -27,15 +27,13 @@ import yaml
 from tawpipe.checkpoint.store import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
-from tawpipe.plan.plan_file import SETTINGS
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import PLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
-from tawpipe.train.config import ScheduleConfig, TrainConfig
+from tawpipe.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
-PLANNED = ("builder", "placement", "homes", *SETTINGS, "recompute")
-"""Settings under ``schedule`` that a plan decides."""
 PLAN = "plan.yaml"
 """In a run's output folder: the plan that it followed."""
 NO_PLAN = "none: "
@@ -79,7 +77,7 @@ def follow_plan(
     Raises:
         UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
     """
-    given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleConfig(), name)]
+    given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleSettings(), name)]
     same_nodes = earlier is not None and earlier.topology == str(world.nodes)
     if config.plan not in ("none", "auto"):
         text, line = _from_rank_0(world, lambda: _read(config)), f"plan: {config.plan}"
@@ -128,10 +126,14 @@ def check_model(text: str, spec: ModelSpec) -> None:
         )
 
 
-def _schedule(config: TrainConfig, text: str) -> ScheduleConfig:
-    """The settings under ``schedule`` with what a plan decides."""
-    chosen = yaml.safe_load(text)["schedule"]
-    return replace(config.schedule, **{name: value for name, value in chosen.items() if name in PLANNED})
+def _schedule(config: TrainConfig, text: str) -> ScheduleSettings:
+    """The settings under ``schedule`` with what a plan decides.
+
+    Raises:
+        UserError: the plan is of an earlier version.
+    """
+    planned = settings_from(yaml.safe_load(text)["schedule"], where="--plan: schedule")
+    return replace(config.schedule, **{name: getattr(planned, name) for name in PLANNED})
 
 
 def _read(config: TrainConfig) -> str:
@@ -214,8 +216,7 @@ def _make(
             profile="measure",
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
-            clip=bool(config.optimizer.clip_norm) or config.optimizer.finite_check,
-            chunk_tokens=config.schedule.loss_chunk_tokens,
+            settings=config.schedule,
             trust_remote_code=config.trust_remote_code,
             here=world.device,
             tell=tell,

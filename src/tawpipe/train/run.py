@@ -25,12 +25,10 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.launch.launcher import started_by_local_launcher
 from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.plan_file import PLACEMENTS
 from tawpipe.runtime.faults import Injector, parse_faults, restart_count
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.placement import parse_homes
-from tawpipe.train.config import ScheduleConfig, TrainConfig, config_text
+from tawpipe.train.config import TrainConfig, config_text
 from tawpipe.train.generate import generate
 from tawpipe.train.history import Mark, launch_name, read_mark, write_mark
 from tawpipe.train.loop import Training
@@ -266,7 +264,6 @@ def _make_pipeline(
     config: TrainConfig, world: World, data: PreparedData, built: BuiltModel, injector: Injector | None
 ) -> Pipeline:
     check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
-    chosen, dtype = config.schedule, DTYPES[config.dtype]
     settings = config.optimizer
     pipeline = Pipeline(
         built.model,
@@ -278,24 +275,10 @@ def _make_pipeline(
             eps=settings.eps,
         ),
         micro_batch=config.micro_batch,
-        micro_batches_per_visit=chosen.micro_batches_per_visit,
-        placement=PLACEMENTS.get(chosen.builder, chosen.placement),
-        homes=parse_homes(chosen.homes),
-        look_ahead=chosen.look_ahead,
-        gradient_buffers=chosen.gradient_buffers,
-        weights_scope=chosen.weights_scope,
-        kept_units=chosen.kept_units,
-        gradients_scope=chosen.gradients_scope,
-        recompute=chosen.recompute,
-        offloaded_layers=chosen.offloaded_layers,
-        weights_wire=chosen.weights_wire,
-        gradients_wire=chosen.gradients_wire,
-        dtype=dtype,
-        reduce_dtype=dtype if chosen.reduce_dtype == "same" else None,
+        schedule=config.schedule,
+        dtype=DTYPES[config.dtype],
         clip_norm=settings.clip_norm or None,
-        finite_check=settings.finite_check,
         compile_layers=config.compile,
-        chunk_tokens=chosen.loss_chunk_tokens,
         seed=config.seed,
         check=config.check,
         world=world,
