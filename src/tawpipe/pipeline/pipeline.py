@@ -1,5 +1,4 @@
-"""The library's front door: a model, its schedule and its homes as one object. Imports batches, costs, sizes, model,
-schedule and runtime.
+"""The library's front door: a model, its schedule and its homes as one object.
 
 Usage:
 
@@ -40,7 +39,6 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
-from tawpipe.pipeline.sizes import model_spec
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
@@ -195,7 +193,7 @@ class Pipeline:
         """What the check of the model found, in a sentence on rank 0; empty where it was left out."""
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
             self._check_model(source, loss)
-        self.spec = model_spec(self.chain)
+        self.spec = self.chain.spec
         self._knobs["recompute"] = recompute_of_blocks(recompute, self.spec)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._saving: Saving | None = None
