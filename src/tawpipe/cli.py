@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tawpipe.environment import USER_ERROR
 from tawpipe.errors import RunError, UserError
-from tawpipe.launch.workers import USER_ERROR, print_expected_error
+from tawpipe.launch.workers import print_expected_error
 
 if TYPE_CHECKING:
     from tawpipe.train.config import TrainConfig

@@ -1,4 +1,4 @@
-"""Starts the workers of one machine, and ends all of them when one dies. Imports errors, gpus and workers; never torch.
+"""Starts the workers of one machine, and ends all of them when one dies. Without torch.
 
 Workers find torchrun's variables in their environment, so that virtual nodes on one machine look to them as torchrun's
 nodes do; ``TAWPIPE_LOCAL_LAUNCHER`` says who started them. What keeps processes from being left behind:
@@ -23,28 +23,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from tawpipe.environment import LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
-from tawpipe.launch.workers import STUCK, USER_ERROR, Failure, StderrKeeper, first_cause
-from tawpipe.runtime.faults import RESTARTS
+from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
 
-MARKER = "TAWPIPE_LOCAL_LAUNCHER"
-LAUNCH = "TAWPIPE_LAUNCH"
-"""Tells the starts of one launch from those of another."""
 THIS_LAUNCH = secrets.token_hex(8)
-LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
-SECOND_S = 1.0
-"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
-
-
-def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    return environ.get(MARKER) == "1"
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def worker_environment(
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
         RESTARTS: restart,
-        MARKER: 1,
+        LOCAL_LAUNCHER: 1,
         LAUNCH: THIS_LAUNCH,
     }
     if sys.platform.startswith("linux"):  # nobody else is to be listened to
@@ -185,7 +175,7 @@ class _Run:
     errors: TextIO
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     keepers: list[StderrKeeper] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     signals: list[int] = field(default_factory=list)
     again: bool = False
@@ -293,7 +283,7 @@ class _Run:
             if rank not in self.ended and worker.poll() is not None:
                 self.ended.add(rank)
                 if worker.returncode:
-                    self.failures.append(Failure(rank, worker.returncode, time.monotonic(), self.keepers[rank]))
+                    self.failures.append(WorkerFailure(rank, worker.returncode, time.monotonic(), self.keepers[rank]))
         if not self.failures:
             for keeper in self.keepers:
                 keeper.release(older_than_s=2.0)

@@ -1,4 +1,4 @@
-"""Faults on purpose, so that what happens then is known before it happens. Imports errors and schedule's words.
+"""Faults on purpose, so that what happens then is known before it happens.
 
     tawpipe train --inject "rank=2,step=7,at=push:3,kind=kill"
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tawpipe.environment import restart_count
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.spec import Schedule
@@ -35,14 +36,6 @@ BUFFERS = ("pull", "gather", "backward", "reduce", "push", "update")
 ONLY = {"disk-full": ("save",), "nan": BUFFERS, "bitflip": (*BUFFERS, "save")}
 """Places that a kind is limited to."""
 EXIT_CODE = 3
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""torchrun's variable, which the local launcher sets as well."""
-
-
-def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """How often this run has been started again."""
-    text = environ.get(RESTARTS, "0")
-    return int(text) if text.isdecimal() else 0
 
 
 @dataclass(frozen=True)

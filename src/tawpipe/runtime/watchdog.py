@@ -2,7 +2,7 @@
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
 schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
-look at, and so is one that prints nothing, because it is in no step. Lines begin with ``workers.STUCK``, by which a
+look at, and so is one that prints nothing, because it is in no step. Lines begin with ``environment.STUCK``, by which a
 launcher finds them.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from tawpipe.launch.workers import STUCK
+from tawpipe.environment import STUCK
 from tawpipe.runtime.lanes import Doing, Event
 from tawpipe.schedule.actions import Lane
 

@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
-from tawpipe.launch.launcher import started_by_local_launcher
-from tawpipe.runtime.faults import parse_faults, restart_count
+from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.placement import AT_ONE_PLACE, parse_homes
-from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError
-from tawpipe.launch.launcher import LAUNCH
 from tawpipe.train.metrics import replace_text
 
 NAME = "history.json"

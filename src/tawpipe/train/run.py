@@ -21,12 +21,12 @@ from tawpipe.checkpoint.store import Checkpoints, RunState, read_run, run_state
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
+from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
-from tawpipe.launch.launcher import started_by_local_launcher
 from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.plan_file import PLACEMENTS
-from tawpipe.runtime.faults import Injector, parse_faults, restart_count
+from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.placement import parse_homes

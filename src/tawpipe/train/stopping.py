@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tawpipe.launch.launcher import SECOND_S
+from tawpipe.environment import SECOND_S
 from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
