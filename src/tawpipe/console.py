@@ -1,4 +1,4 @@
-"""What rank 0 prints: with rich where the output is a terminal, plain lines where it is not. Imports rich only.
+"""What rank 0 prints: with rich where the output is a terminal, plain lines where it is not.
 
 Other ranks make a :class:`Console` too and are silent, so that callers need no ``if rank == 0``.
 """

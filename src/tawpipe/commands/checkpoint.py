@@ -1,4 +1,4 @@
-"""``tawpipe checkpoint``: the words that follow it on the command line. Imports the run's checkpoints."""
+"""``tawpipe checkpoint``: the words that follow it on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tawpipe doctor``: what is here, and how fast its links are. Imports plan, runtime.world and torch.
+"""``tawpipe doctor``: what is here, and how fast its links are.
 
 Alone it tells about this machine; on several processes, started by torchrun or by itself with --nproc, it measures the
 links between them and writes the file that `tawpipe plan` and `tawpipe train` read.

@@ -1,4 +1,4 @@
-"""``tawpipe lab``: the words that follow it on the command line. What takes long to import waits until it is needed."""
+"""``tawpipe lab``: the words that follow it on the command line."""
 
 from __future__ import annotations
 

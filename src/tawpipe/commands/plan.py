@@ -1,4 +1,4 @@
-"""``tawpipe plan``: the words that follow it on the command line. Slow imports wait until they are needed."""
+"""``tawpipe plan``: the words that follow it on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tawpipe trace``: the words that follow it on the command line. Imports errors and report; plan if there is one."""
+"""``tawpipe trace``: the words that follow it on the command line."""
 
 from __future__ import annotations
 

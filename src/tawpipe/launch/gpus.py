@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as far as that can be said without torch. Imports the standard library."""
+"""The GPUs of this machine, as far as they can be told without torch, which takes seconds to load."""
 
 from __future__ import annotations
 

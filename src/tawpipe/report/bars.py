@@ -1,5 +1,4 @@
-"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them. Imports errors, schedule
-and simulate.
+"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them.
 
 A recording is a folder with a JSON file of every rank, which ``runtime.recording`` writes:
 ``{"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``, seconds

@@ -1,4 +1,4 @@
-"""A predicted step beside the same step as it ran. Imports report.
+"""A predicted step beside the same step as it ran.
 
 Actions are matched by their rank and text. How long one took means something else for transfers: in a recording it
 includes waiting for the other side, which a prediction counts as waiting; computing is comparable as it is.

@@ -1,5 +1,4 @@
-"""One HTML page with figures and tables, which opens without a network. Imports errors and report; plotly when
-it is written.
+"""One HTML page with figures and tables, which opens without a network.
 
 A page is a list of sections; each has words, perhaps a table, and figures. It follows the reader's light or dark theme
 and the width of the window.

@@ -1,4 +1,4 @@
-"""A timeline as a picture. Imports report; matplotlib when it draws."""
+"""A timeline as a picture for documents. matplotlib is loaded when one is drawn: not every installation has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline in a few lines of text. Imports report."""
+"""A timeline in a few lines of text, for a terminal."""
 
 from __future__ import annotations
 

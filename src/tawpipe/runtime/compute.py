@@ -1,4 +1,4 @@
-"""What a rank computes: blocks forward and backward on micro-batches. Imports model, schedule and torch.
+"""What a rank computes: blocks forward and backward on micro-batches.
 
 All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and
 are dropped when an action frees them; weights and gradients are handed in as buffers.

@@ -1,4 +1,4 @@
-"""The executor: plays one rank's program of a schedule. Imports topology, model, schedule and runtime.
+"""The executor: plays one rank's program of a schedule.
 
 One thread issues every action in the schedule's order to the lane that the action names; what an action waits for
 follows from its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a

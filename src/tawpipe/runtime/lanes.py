@@ -1,6 +1,6 @@
 """Lanes: what runs actions in order while other lanes run theirs. A worker thread on the CPU, a stream on CUDA.
 
-Imports torch only. Every submitted action gets an event; an action starts when the events that it was given have passed
+Every submitted action gets an event; an action starts when the events that it was given have passed
 and the lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's
 result.
 """

@@ -1,4 +1,4 @@
-"""A corner of torchrun's store that no earlier start has used. Imports torch and errors.
+"""A corner of torchrun's store that no earlier start has used.
 
 An agent of torchrun keeps one store for all starts of its processes, and torch puts the addresses of a group's members
 under the same names each time. After a restart a member can therefore read the address of a process that is dead and

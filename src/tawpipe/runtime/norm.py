@@ -1,4 +1,4 @@
-"""The sum of squares of many numbers, the same however they are cut into tensors. Imports torch only."""
+"""The sum of squares of many numbers, the same however they are cut into tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself. Imports runtime.storage
-and torch.
+"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself.
 
 A stripe is a one-dimensional piece of some parameters, so only optimizers that treat every element by itself are right
 here.

@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward pass, so that its backward pass computes less again. Imports model and torch.
+"""What a layer keeps from its forward pass, so that its backward pass computes less again.
 
 Weights must not be kept: they come anew for the backward pass, into whatever buffer is free then. ``keep_graph`` leaves
 notes in the graph where autograd saved one, and finds it in the buffers of the backward visit. ``keep_attention`` needs

@@ -1,4 +1,4 @@
-"""When the actions of a step really ran. Imports torch.
+"""When the actions of a step really ran.
 
 On the CPU a lane's thread notes the time around an action. On CUDA a pair of events is recorded around its kernels, so
 that the time is the device's, and recording costs no wait; the times are read when the step has been drained.

@@ -1,5 +1,4 @@
-"""Storage: the homes of parameters, gradients and optimizer state on one rank. Imports model (units), schedule and
-torch.
+"""Storage: the homes of parameters, gradients and optimizer state on one rank.
 
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
 trainable, and the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer

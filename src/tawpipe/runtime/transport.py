@@ -1,4 +1,4 @@
-"""Transport: moves buffers between ranks with torch.distributed. Imports topology, schedule and torch.
+"""Transport: moves buffers between ranks with torch.distributed.
 
 One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its
 operations in the order in which they were issued and two lanes must not share one. The calls here block the calling

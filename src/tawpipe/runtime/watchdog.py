@@ -1,4 +1,4 @@
-"""Says what every rank waits for when a step takes too long, and ends the process. Imports runtime (lanes).
+"""Says what every rank waits for when a step takes too long, and ends the process.
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
 schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to

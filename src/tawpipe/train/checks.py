@@ -1,4 +1,4 @@
-"""What can be said about settings before anything heavy is loaded. Imports the settings, not torch.
+"""Checks of settings before anything heavy is loaded, so that a refusal comes at once.
 
 Every check raises UserError with the name of the setting as the user writes it.
 """

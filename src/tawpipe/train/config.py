@@ -1,4 +1,4 @@
-"""What can be set for a training run: names, defaults, meaning. Imports options and data settings, nothing heavy.
+"""What can be set for a training run: names, defaults, meaning.
 
 The string under a field is its help on the command line and in YAML. Names at the top of :class:`TrainConfig` are a
 contract; what only experts turn stands in the groups.

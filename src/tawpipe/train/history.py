@@ -1,5 +1,4 @@
-"""Which history an output folder holds, so that what is left of another one is never gone on with. Imports launch
-and metrics.
+"""Which history an output folder holds, so that what is left of another one is never gone on with.
 
 A run that starts anew, or goes back to an earlier checkpoint, begins another history in its folder; one that is resumed
 goes on with that of before. The file says besides which start has chosen what to go on from: one that died before

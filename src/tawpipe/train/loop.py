@@ -1,5 +1,4 @@
-"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints. Imports batches, data,
-pipeline and the rest of train.
+"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints.
 
 Every process of the run makes a :class:`Training`; only rank 0 writes and prints.
 """

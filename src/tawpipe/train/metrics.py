@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard files, peak memory. Imports torch lazily.
+"""Numbers of a run: metrics.jsonl, TensorBoard files, peak memory.
 
 Only rank 0 makes a :class:`MetricsWriter`. The file and TensorBoard hold the same values under the same names.
 """

@@ -1,4 +1,4 @@
-"""A run as a page. Imports report, the settings and what a run leaves in its folder."""
+"""A run as a page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The schedule of a run: from settings, from a saved plan, from one that is made now, or from the checkpoint.
 
-Imports plan and the settings.
-
 What was decided by measuring is part of the run's state: on the same nodes a resumed run does again what it did, so
 that a noisy measurement cannot change the order of sums. All ranks follow what rank 0 says. In this order:
 

@@ -1,4 +1,4 @@
-"""The training run: from settings to a trained model in a folder. Imports data, model, pipeline and the rest of train.
+"""The training run: from settings to a trained model in a folder.
 
 ``run`` reads as a recipe; every process of the run calls it. What happens step by step stands in ``loop``.
 """

@@ -1,4 +1,4 @@
-"""Ending a run in good order when the system asks for it. Imports runtime.world.
+"""Ending a run in good order when the system asks for it.
 
 SIGTERM and SIGUSR1 to any process, once training has begun: all finish the step they are in, save and exit with 0. The
 processes agree by a number that goes round with every step and is read one step later, so that nobody waits for it; as

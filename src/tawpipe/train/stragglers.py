@@ -1,4 +1,4 @@
-"""Names ranks that stay slower than the others. Imports nothing of the project."""
+"""Names ranks that stay slower than the others: the whole run goes at their pace."""
 
 from __future__ import annotations
 
