@@ -1,4 +1,4 @@
-"""What a launcher and the processes that it starts tell each other: variables, exit codes, the beginnings of lines.
+"""The words between a launcher and the processes that it starts: variables, exit codes, beginnings of lines.
 
 It stands below both, so that neither has to load the other to read a constant.
 """
@@ -18,7 +18,7 @@ LAUNCH = "TAWPIPE_LAUNCH"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Starts of this run before the present one: torchrun's variable, which the local launcher sets as well."""
 LOOPBACK = "127.0.0.1"
-"""Where the workers of the local launcher meet."""
+"""The address at which the workers of the local launcher meet."""
 
 USER_ERROR = 2
 """Exit code of a process that found a setting which cannot work."""

@@ -53,7 +53,7 @@ class Shape:
 
 
 def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int) -> Shape:
-    """What ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
+    """The processes that ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
 
     Args:
         num_gpus: GPUs to use; 0 computes on the CPU.
@@ -247,7 +247,7 @@ class _Run:
         return 0
 
     def _in_good_order(self) -> bool:
-        """Whether the workers are given time to end after a signal, which they are told of once."""
+        """True while the workers are given time to end after a signal, which they are told of once."""
         if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
             return False
         if self.asked_at is None:
@@ -256,7 +256,7 @@ class _Run:
         return not self.failures and time.monotonic() - self.asked_at < self.patience_s
 
     def _failed_by_itself(self) -> bool:
-        """Whether a worker has failed in the time that it was given to end, and not of the signal."""
+        """True if a worker has failed in the time that it was given to end, and not of the signal."""
         if self.asked_at is None or self.again:
             return False
         return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
@@ -300,7 +300,7 @@ class _Run:
             self.selector.unregister(key.fileobj)
 
     def _drain(self) -> None:
-        """What ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
+        """Read what ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
         for key in list(self.selector.get_map().values()):
             self._read(key)
 
@@ -323,7 +323,7 @@ class _Run:
         self.failures = failed
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        """To whole groups: a worker that has ended may have left children behind."""
+        """Signal whole groups: a worker that has ended may have left children behind."""
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, number)
@@ -344,7 +344,7 @@ class _Run:
 
 
 def _die_with(launcher: int) -> Callable[[], None] | None:
-    """What a worker does between fork and exec so that it does not outlive ``launcher``."""
+    """A function for a worker to call between fork and exec, so that it does not outlive ``launcher``."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,4 +1,4 @@
-"""What the launcher knows of its workers' ends: standard error and who failed first.
+"""The ends of workers, as the launcher sees them: standard error and who failed first.
 
 A rank that dies takes the others with it, because their connections break; so the first one to *exit* need not be the
 one to blame. A traceback is printed before connections close, which gives the order.
@@ -106,7 +106,7 @@ class WorkerFailure:
 
     @property
     def began_s(self) -> float:
-        """When the worker began to fail: at its first traceback, else at its end."""
+        """The time when the worker began to fail: its first traceback, else its end."""
         return self.keeper.failing_since or self.at_s
 
     def reason(self) -> str:

@@ -64,7 +64,7 @@ def _slices(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _scales(count: int, begin: int, end: int) -> slice:
-    """Where the scales of some elements lie in a message of ``count``; ``begin`` is at the border of a block."""
+    """The place of some elements' scales in a message of ``count``; ``begin`` is at the border of a block."""
     return slice(count + 4 * (begin // WIRE_BLOCK), count + 4 * -(-end // WIRE_BLOCK))
 
 

@@ -1,4 +1,4 @@
-"""What a rank computes: blocks forward and backward on micro-batches.
+"""A rank's computing: blocks forward and backward on micro-batches.
 
 All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and
 are dropped when an action frees them; weights and gradients are handed in as buffers.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class StepInput:
-    """What one step works on.
+    """The micro-batches of one step, and the numbers that go with them.
 
     Args:
         micro_batches: this rank's, by their global index, on the CPU.
@@ -46,13 +46,13 @@ class StepInput:
 
 @dataclass
 class _Entry:
-    """``ctx.m``: what the layers of one micro-batch are called with."""
+    """``ctx.m``: the arguments of one micro-batch's layers."""
 
     batch: MicroBatch
     context: Context
     embedded: GradientEdge | None
-    """Where the graph of the embedding's output begins, if its backward pass needs no weights; the output itself is not
-    kept alive by it.
+    """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
+    not kept alive by it.
     """
 
 
@@ -73,7 +73,7 @@ class Compute:
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
         self._places: dict[tuple[str, torch.Size], Tensor] = {}
-        """Where inputs wait in the host's memory, and where they come back: they are there for the whole run."""
+        """Places for the whole run: in the host's memory where inputs wait, on the device where they come back."""
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
@@ -260,11 +260,11 @@ class Compute:
 
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
-        found = [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
+        losses = [self._held.pop(name) for name in action.frees if name.startswith("loss.")]
         if self.chain.device.type == "cuda":
-            for loss in found:  # or its memory would be given away before that lane has read it
+            for loss in losses:  # or its memory would be given away before that lane has read it
                 loss.record_stream(torch.cuda.current_stream())
-        return found
+        return losses
 
     def _bind(self, action: Action, buffers: Mapping[str, Tensor]) -> None:
         names = action.weights

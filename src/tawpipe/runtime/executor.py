@@ -24,14 +24,14 @@ from tawpipe.runtime.norm import sum_of_squares
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.watchdog import StepEnd, Watchdog
+from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.spec import Schedule
 
 
 class BlockCompute(Protocol):
-    """What computes: ``Compute``, or something that stands for it in a measurement."""
+    """``Compute``, or something that stands for it in a measurement."""
 
     def forward(self, action: Action, buffers: Mapping[str, Tensor], given: StepInput) -> None: ...
 
@@ -45,7 +45,7 @@ class BlockCompute(Protocol):
 
 
 class Optimizers(Protocol):
-    """What updates: ``UnitOptimizers``, or something that stands for it in a measurement."""
+    """``UnitOptimizers``, or something that stands for it in a measurement."""
 
     def step(self, unit: int, finite: Tensor | None, rate: float) -> None: ...
 
@@ -92,7 +92,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How NORM and UPDATE treat the gradients of one step.
+    """The treatment of one step's gradients by NORM and UPDATE.
 
     Args:
         clip_norm: largest global norm, None for no clipping; None where updates are early.
@@ -108,7 +108,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the actions of one step share.
+    """The values that the actions of one step share.
 
     Args:
         result: [5] on the CPU; NORM leaves loss, gradient norm, tokens, whether all was finite, and whether the ranks
@@ -149,7 +149,7 @@ class Executor:
         self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
         self._buffers: dict[str, Tensor] = {}
         for unit in storage.master:
-            self._buffers[f"home.w.{unit}"] = storage.wire[unit]
+            self._buffers[f"home.w.{unit}"] = storage.compute_copy[unit]
             if unit in storage.gradient:
                 self._buffers[f"home.g.{unit}"] = storage.gradient[unit]
         self._failure = failure = Failure()
@@ -202,7 +202,7 @@ class Executor:
         step = _Step(given, rule, values)
         ended: Event | None = None
         last: dict[Lane, Event] = {}
-        end = StepEnd(last)
+        end = LastEvents(last)
         training = given.seed is not None
         self.watchdog.watch(f"step {given.step + 1}" if training else "an evaluation", end)
         for lane in self._lanes.values():

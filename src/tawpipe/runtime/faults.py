@@ -40,7 +40,7 @@ EXIT_CODE = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault on purpose.
 
     Args:
         step: as the log counts, from 1; for ``save`` the step that is saved, for ``load`` of no meaning.
@@ -60,7 +60,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """From ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
+        """A fault from ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
 
         >>> Fault.parse("rank=2,step=7,at=PUSH:3,kind=kill")
         Fault(rank=2, step=7, place='push', kind='kill', number=3, seconds=1.0, restart=0)
@@ -98,12 +98,12 @@ class Fault:
             seconds = -1.0
         if not 0 < seconds < 1e6:
             raise UserError(SETTING, f"seconds={words['seconds']}", "a number of seconds above 0")
-        found = int(number) if colon else None
-        return cls(int(words["rank"]), int(words["step"]), place, kind, found, seconds, int(counts["restart"]))
+        target = int(number) if colon else None
+        return cls(int(words["rank"]), int(words["step"]), place, kind, target, seconds, int(counts["restart"]))
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Several, separated by semicolons.
+    """Faults, separated by semicolons.
 
     Raises:
         UserError: see ``Fault.parse``.
@@ -112,7 +112,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def place_of(action: Action) -> str:
-    """One of ``PLACES``, or nothing for what is none of them."""
+    """The action's name among ``PLACES``; empty for an action that is none of them."""
     computing = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.UPDATE: "update"}
     moving = {Lane.INTER_W: "pull", Lane.GATHER: "gather", Lane.REDUCE: "reduce", Lane.INTER_G: "push"}
     if action.op in computing:
@@ -132,10 +132,10 @@ class Injector:
         self._rank = rank
         self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
         self.step = 0
-        """That is saved, for ``save``."""
+        """The step that is being saved, for faults at ``save``."""
 
     def check(self, schedule: Schedule, rank: int) -> None:
-        """Whether every fault can happen.
+        """Refuse faults that cannot happen.
 
         Raises:
             UserError: the rank's schedule has no such action.
@@ -207,7 +207,7 @@ def _matches(fault: Fault, action: Action) -> bool:
 
 
 def strike(fault: Fault) -> None:
-    """What comes before an action."""
+    """Carry out the part of a fault that comes before its action."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "exit":
@@ -229,11 +229,11 @@ def spoil(kind: str, action: Action, buffers: Mapping[str, Any]) -> None:
 
     moved = sorted(action.transfers, key=lambda one: one.send)  # what is received first
     names = (*action.writes, *(one.buffer for one in moved), *action.reads, f"home.w.{action.unit}")
-    found = [buffers[name] for name in names if isinstance(buffers.get(name), torch.Tensor)]
-    if not found:
+    tensors = [buffers[name] for name in names if isinstance(buffers.get(name), torch.Tensor)]
+    if not tensors:
         raise UserError(SETTING, f"{kind} at {place_of(action)}", "a place whose action writes a buffer")
     with torch.no_grad():
-        values = found[0].view(-1)
+        values = tensors[0].view(-1)
         if kind == "nan":
             values.fill_(float("nan"))
         else:
@@ -241,7 +241,7 @@ def spoil(kind: str, action: Action, buffers: Mapping[str, Any]) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """In the middle of a file."""
+    """Turn over one bit in the middle of a file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)

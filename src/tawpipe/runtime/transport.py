@@ -38,13 +38,13 @@ class TransportError(RuntimeError):
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
     """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on."""
-    found = set()
+    pairs = set()
     for schedule in schedules:
         for program in schedule.programs:
             for action in program:
                 if action.group:
-                    found.add((action.lane, action.group))
-    return sorted(found)
+                    pairs.add((action.lane, action.group))
+    return sorted(pairs)
 
 
 class Transport:

@@ -21,7 +21,7 @@ from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.topology import Topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Of torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
+"""Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class World:
             dist.destroy_process_group(self.group)
 
     def set_timeout(self, limit: timedelta) -> None:
-        """How long the others may take for a control message from now on."""
+        """Limit the time that the others may take for a control message from now on."""
         if self.group is not None:
             _set_pg_timeout(limit, self.group)
 

@@ -19,7 +19,7 @@ from tawpipe.schedule.placement import AT_ONE_PLACE, parse_homes
 from tawpipe.train.config import TrainConfig, train_options
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
-"""What a run leaves in its output folder: a folder that holds one of them belongs to a run."""
+"""Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
 
 
 def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[str, str] = os.environ) -> None:
@@ -73,7 +73,7 @@ def _check_faults(config: TrainConfig) -> None:
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:
-    """Whether this process is alone or the first one: the others need not see what it reads."""
+    """True if this process is alone or the first one: the others need not see what it reads."""
     return environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""What can be set for a training run: names, defaults, meaning.
+"""Settings of a training run: names, defaults, meaning.
 
 The string under a field is its help on the command line and in YAML. Names at the top of :class:`TrainConfig` are a
 contract; what only experts turn stands in the groups.
@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How weights travel."""
+    """The way in which weights travel."""
 
     builder: Literal["tawpipe", "flat", "hsdp", "weipipe"] = "tawpipe"
     """Strategy: tawpipe pulls weights once per node and shares them inside it, flat shards over all processes alike,
@@ -30,32 +30,33 @@ class ScheduleConfig:
     """Home of a unit's weights, gradients and optimizer state: spread over all processes, striped over those of one
     node, or whole on one process. Of no effect with a builder other than tawpipe."""
     homes: str = ""
-    """Under placement striped and whole, of every unit (embedding, layers, head) the node or the process that keeps it,
-    as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
+    """The node or the process that keeps each unit (embedding, layers, head) under placement striped and whole, as in
+    0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
     weights_scope: Literal["visit", "step"] = "visit"
-    """How long a node keeps the weights that it has pulled: for a visit, or for the whole step, which costs memory and
+    """Time for which a node keeps the weights that it has pulled: a visit, or the whole step, which costs memory and
     saves traffic."""
     gradients_scope: Literal["visit", "step"] = "visit"
-    """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic."""
+    """Times at which gradients leave a node: after every visit, or once per step, which costs memory and saves
+    traffic."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""
     look_ahead: int = bounded(2, minimum=1)
-    """How many visits ahead weights are fetched; every one costs a buffer of the largest unit's size."""
+    """Visits by which weights are fetched ahead; every one costs a buffer of the largest unit's size."""
     kept_units: int = bounded(0, minimum=0)
-    """Under placement spread and striped, on several nodes: of how many more units a process keeps its slice until they
-    are needed again. Each saves transfers between nodes and costs a unit's size over the processes of a node."""
+    """Further units of which a process keeps its slice until they are needed again, under placement spread and striped
+    on several nodes. Each saves transfers between nodes and costs a unit's size over the processes of a node."""
     recompute: str = "full"
-    """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
-    are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
+    """The part that backward passes compute again, to keep less: full (everything), selective (all but attention, whose
+    results are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
     backwards: none:4,selective:8,full."""
     offloaded_layers: int = bounded(0, minimum=0)
     """The inputs of so many first layers wait for their backward pass in the host's memory."""
     weights_wire: Literal["dtype", "int8", "fp8"] = "dtype"
-    """In what weights travel between nodes: as --dtype says, or in 8 bits with a scale for every 256 of them, which
-    changes the numbers; see docs/knobs.md."""
+    """Form in which weights travel between nodes: as --dtype says, or in 8 bits with a scale for every 256 of them,
+    which changes the numbers; see docs/knobs.md."""
     gradients_wire: Literal["dtype", "int8", "fp8"] = "dtype"
-    """In what gradients travel between nodes: as reduce_dtype says, or in 8 bits likewise."""
+    """Form in which gradients travel between nodes: as reduce_dtype says, or in 8 bits likewise."""
     gradient_buffers: int = bounded(2, minimum=1)
     """Buffers of a unit's size for gradients: one is computed while the others are reduced."""
     reduce_dtype: Literal["float32", "same"] = "float32"
@@ -86,9 +87,9 @@ class OptimizerConfig:
     """Update no weight before loss and gradient norm of the step are known to be finite. Off, and without clipping,
     every layer is updated as soon as its gradient is there; what is not finite ends the run before a checkpoint."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm that is not finite leads to: the end of the run, or a step without an update."""
+    """Consequence of a loss or gradient norm that is not finite: the end of the run, or a step without an update."""
     skip_limit: int = bounded(10, minimum=1)
-    """Under skip: steps in a row without an update, beyond which the run ends."""
+    """Steps in a row without an update, beyond which the run ends under skip."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class CheckpointConfig:
     every: int = bounded(30, minimum=0)
     """Save each time after this many steps, and after the last one. 0 for never."""
     keep: int = bounded(2, minimum=0)
-    """How many of the newest checkpoints stay on disk. 0 for all."""
+    """Number of the newest checkpoints that stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
     memory_every: int = bounded(0, minimum=0)
@@ -122,7 +123,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written and printed along the way."""
+    """Files and lines that are written along the way."""
 
     every: int = bounded(5, minimum=1)
     """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
@@ -155,14 +156,14 @@ class SampleConfig:
     """A text that the trained model writes at the end of the run."""
 
     prompt: str = "def "
-    """Its beginning."""
+    """The beginning of the text."""
     tokens: int = bounded(32, minimum=0)
-    """How many tokens the model adds. 0 for no sample."""
+    """Tokens that the model adds. 0 for no sample."""
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """How long a process waits for the others before it gives the run up."""
+    """Times for which a process waits for the others before it gives the run up."""
 
     first_step_s: float = bounded(600.0, above=0)
     """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
@@ -189,7 +190,7 @@ class TrainConfig(DataSettings):
     """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Refused under
     torchrun unless --virtual-nodes is set."""
     virtual_nodes: bool = False
-    """Under torchrun: regroup its processes into --nodes nodes instead of the machines that they run on."""
+    """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(512, minimum=2)
     """Tokens in a row. Documents are packed into rows and see only themselves."""
     global_batch: int = bounded(8, minimum=1)
@@ -211,13 +212,13 @@ class TrainConfig(DataSettings):
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
     plan: str = "auto"
-    """Where the schedule comes from: auto measures the links and the model, predicts every strategy and takes the best,
+    """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best,
     in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
     under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
     report: str = ""
     """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
     max_restarts: int = bounded(0, minimum=0)
-    """On one machine: how often the processes are started again after one has died, from the newest sound checkpoint.
+    """Times that the processes on one machine are started again after one has died, from the newest sound checkpoint.
     Under torchrun its own --max-restarts does it."""
     deterministic: bool = False
     """Only operations that give the same bits every time, or an error. Costs time on GPUs."""
@@ -229,10 +230,10 @@ class TrainConfig(DataSettings):
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Whether a few layers of the model are compared with its own forward pass before the first step: auto does so for
+    """Comparison of a few layers with the model's own forward pass before the first step: auto does so for
     models that the project's tests do not cover (docs/models.md). Takes seconds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto takes GPUs if there are any."""
+    """Device to compute on. auto takes GPUs if there are any."""
     compile: bool = False
     """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False

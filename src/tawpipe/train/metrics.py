@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
-"""What every row has besides ``step``."""
+"""Names that every row has besides ``step``."""
 
 
 class MetricsWriter:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 PLANNED = ("builder", "placement", "homes", *SETTINGS, "recompute")
 """Settings under ``schedule`` that a plan decides."""
 PLAN = "plan.yaml"
-"""In a run's output folder: the plan that it followed."""
+"""The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 MEMORY = {"cuda": 0.85, "cpu": 0.5}
@@ -44,7 +44,7 @@ MEMORY = {"cuda": 0.85, "cpu": 0.5}
 
 @dataclass(frozen=True)
 class Followed:
-    """What a run does.
+    """The decision of what schedule a run follows.
 
     Args:
         config: with the schedule that was decided.
@@ -95,8 +95,8 @@ def follow_plan(
     if not text:
         return Followed(config, "", line)
     plan = yaml.safe_load(text)
-    if found := _mismatch(plan, config, world, dtype):
-        raise found
+    if mismatch := _mismatch(plan, config, world, dtype):
+        raise mismatch
     chosen = _schedule(config, text)
     for name in given:
         if getattr(chosen, name) != getattr(config.schedule, name):
@@ -109,20 +109,20 @@ def follow_plan(
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
-    """Whether a plan is one for this model.
+    """Refuse a plan for another model.
 
     Raises:
-        UserError: it is not.
+        UserError: it is one.
     """
     if not text:
         return
     expected = yaml.safe_load(text)["model"]
-    found = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
-    if expected != found:
+    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
+    if expected != actual:
         raise UserError(
             "--plan",
             f"a model of {expected['parameters']} parameters in {expected['blocks']} blocks",
-            f"a plan for this model: {found['parameters']} parameters in {found['blocks']} blocks",
+            f"a plan for this model: {actual['parameters']} parameters in {actual['blocks']} blocks",
         )
 
 
@@ -140,7 +140,7 @@ def _read(config: TrainConfig) -> str:
 
 
 def _from_rank_0(world: World, make: Callable[[], str]) -> str:
-    """What ``make`` gives on rank 0, which may take its time, on all ranks; a UserError is raised on all."""
+    """The text that ``make`` gives on rank 0, which may take its time, on all ranks; a UserError is raised on all."""
     text, problem = "", ""
     if world.rank == 0:
         try:
@@ -154,7 +154,7 @@ def _from_rank_0(world: World, make: Callable[[], str]) -> str:
 
 
 def _mismatch(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch.dtype) -> UserError | None:
-    """Why a plan is not for this run, if it is not."""
+    """The reason why a plan is not for this run; None if it is."""
     nodes = [len(node) for node in world.nodes.nodes]
     if plan["nodes"] != nodes:
         return UserError("--plan", f"nodes of {plan['nodes']} processes", f"a plan for these nodes, of {nodes}")

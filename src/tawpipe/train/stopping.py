@@ -50,16 +50,16 @@ class StopRequest:
         """
         if self._world.group is None:
             return self.caught
-        found = 0
+        number = 0
         if self._asked is not None:
             work, values = self._asked
             work.wait()
-            found = int(values[0])
+            number = int(values[0])
         values = torch.tensor([float(self.caught or 0)])
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._world.group, async_op=True)
         assert work is not None
         self._asked = (work, values)
-        return signal.Signals(found) if found else None
+        return signal.Signals(number) if number else None
 
     def finish(self) -> None:
         """Nothing is under way afterwards; call on all ranks when no further step comes."""
