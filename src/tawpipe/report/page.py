@@ -130,7 +130,7 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
 
 
 def check_page(path: str | None, *, makes_folder: bool = False) -> None:
-    """Whether a page can be written there.
+    """Refuse a file that no page can be written to.
 
     Args:
         makes_folder: whether its folder is made before it is written.
