@@ -27,9 +27,10 @@ test: $(READY)  ## run the tests
 test-slow: $(READY)  ## run the whole grid, which the tests cover in part
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-lint: $(READY)  ## check style and types
+lint: $(READY)  ## check style, imports and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-logo
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 format: $(READY)  ## bring the code into style
@@ -37,7 +38,7 @@ format: $(READY)  ## bring the code into style
 	@$(BIN)/ruff format
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(SETTINGS)

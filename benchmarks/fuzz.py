@@ -26,6 +26,7 @@ import yaml
 
 from tawpipe.checkpoint.state import MARKER, damaged, read_record, sealed
 from tawpipe.checkpoint.store import read_run
+from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
 from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.suite import load_suite
@@ -36,7 +37,6 @@ from tawpipe.plan.plan_file import knobs_from, question_from
 from tawpipe.report.bars import executed_bars
 from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.actions import Action
-from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.checks import validate
 from tawpipe.train.config import TrainConfig, load_config, train_options
 

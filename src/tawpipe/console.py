@@ -1,4 +1,4 @@
-"""What rank 0 prints: with rich where the output is a terminal, plain lines where it is not. Imports rich only.
+"""The output of rank 0: with rich where the output is a terminal, plain lines where it is not.
 
 Other ranks make a :class:`Console` too and are silent, so that callers need no ``if rank == 0``.
 """
@@ -34,7 +34,7 @@ class Console:
         self._began: tuple[int, float] | None = None
 
     def topology(self, text: str) -> None:
-        """The processes that were found, for example ``4 processes = 2 nodes x 2``."""
+        """Print the processes that were found, for example ``4 processes = 2 nodes x 2``."""
         self._line(text, style="bold")
 
     def plan(self, rows: Sequence[tuple[str, str]], *, title: str = "plan") -> None:
@@ -80,14 +80,14 @@ class Console:
         self._line(f"{head} | {body}" + (f" | {extra}" if extra else ""))
 
     def notice(self, text: str) -> None:
-        """Something that the user should know and need not act on."""
+        """Print something that the user should know and need not act on."""
         self._line(text, style="yellow")
 
     def line(self, text: str) -> None:
         self._line(text)
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What came of the run: a table like that of the plan."""
+        """The results of the run: a table like that of the plan."""
         self.plan(rows, title="done")
 
     def _line(self, text: str, style: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Errors that belong to the user of the program. Imports nothing, so that every part may raise them."""
+"""Errors that belong to the user of the program. They stand below everything, so that every part may raise them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree of dataclasses as command-line options and as documented YAML. Imports errors, and jsonargparse when parsing.
+"""A tree of dataclasses as command-line options and as documented YAML.
 
 Every leaf field of the tree is one setting. Its name on the command line has dashes (``--optimizer.clip-norm``), in
 YAML underscores and nesting (``optimizer: {clip_norm: 1.0}``). The string under a field is its help in both places.

@@ -1,11 +1,10 @@
-"""Nodes and local ranks: which processes share a fast link. Imports nothing of the project but errors.
+"""Nodes and local ranks: which processes share a fast link.
 
 A topology is derived anew at every start, because launchers number ranks differently after a restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -116,33 +115,3 @@ class Topology:
             sizes = ", ".join(str(len(node)) for node in self.nodes)
             return f"{processes} = {nodes} of {sizes}, scheduled as {even.num_nodes} groups of {even.local_size}"
         return f"{processes} = {nodes} x {self.local_size}"
-
-
-@dataclass(frozen=True)
-class LaunchEnvironment:
-    """What torchrun (or the local launcher) says about this process, under torchrun's own variable names."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    group_rank: int
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """The launcher's variables, or None in a process that no launcher started.
-
-        Raises:
-            UserError: some of the variables are there and others are missing or no numbers.
-        """
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return None
-        values = []
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-            text = environ.get(name)
-            if text is None or not text.isdecimal():
-                raise UserError(
-                    name, text, "torchrun sets it to a number; start with torchrun, or unset RANK and WORLD_SIZE"
-                )
-            values.append(int(text))
-        return cls(*values)

@@ -78,7 +78,7 @@ def test_workers_are_started_with_the_words_of_the_user_and_one_folder(
         started.append(command)
         return 0
 
-    monkeypatch.setattr("tawpipe.launch.launcher.launch", launch)
+    monkeypatch.setattr("tawpipe.commands.train.launch", launch)
     words = ["--steps", "3", "--data", "a", "b"]
     assert main(["train", *words, "--device", "cpu"]) == 0
     [command] = started

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from processes import is_alive, wait_for
+from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape, reserved_port, worker_environment
 from tawpipe.launch.workers import StderrKeeper
-from tawpipe.topology import LaunchEnvironment, Topology
+from tawpipe.topology import Topology
 
 HEAD = "import os, sys, time, signal, subprocess\nrank = int(os.environ['RANK'])\n"
 

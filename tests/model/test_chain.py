@@ -154,7 +154,7 @@ def test_units_hold_every_parameter_once_and_blocks_know_their_units(family: str
             assert slot.offset == offset and slot.shape == tuple(model.get_parameter(slot.name).shape)
             offset += slot.numel
         assert offset == unit.numel
-        assert unit.blocks == tuple(block.index for block in chain.blocks if unit.index in block.units)
+        assert unit.blocks == tuple(index for index, block in enumerate(chain.blocks) if unit.index in block.units)
     assert [block.kind for block in chain.blocks] == ["embedding", *["layer"] * LAYERS, "head"]
     assert not chain.blocks[0].backward_reads_weights
     shared = [unit for unit in chain.units if len(unit.blocks) > 1]

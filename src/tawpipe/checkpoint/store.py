@@ -1,4 +1,4 @@
-"""The checkpoints of one run: names, which are sound, which one to resume from, which to remove. Imports pipeline.
+"""The checkpoints of one run: names, which are sound, which one to resume from, which to remove.
 
 Random numbers derive from (seed, step, micro-batch, block), so seed and step are the whole random state.
 """
@@ -6,19 +6,26 @@ Random numbers derive from (seed, step, micro-batch, block), so seed and step ar
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.state import PARTIAL, damaged, is_complete, read_record
 from tawpipe.errors import RunError, UserError
-from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.world import World
 
 ABANDONED = ".abandoned"
 """Behind the name of a checkpoint of a history that is not gone on with."""
+
+
+class Saver(Protocol):
+    """A pipeline, as far as its checkpoints know it."""
+
+    def start_saving(
+        self, folder: Path, *, run: Mapping[str, Any] | None = None, after: Callable[[], str] | None = None
+    ) -> Saving: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Checkpoints:
 
     # saving
 
-    def start(self, pipeline: Pipeline, state: RunState) -> None:
+    def start(self, pipeline: Saver, state: RunState) -> None:
         """Begin to write a checkpoint; call on all ranks, when the one before it has been waited for."""
         assert self._saving is None, "one save at a time"
         path = self.folder / f"step-{state.step:08d}"
@@ -124,7 +131,7 @@ class Checkpoints:
             return f"{error.filename} could not be removed: {error.strerror}"
         return ""
 
-    def save(self, pipeline: Pipeline, state: RunState) -> Path:
+    def save(self, pipeline: Saver, state: RunState) -> Path:
         """Write a checkpoint and wait for it; call on all ranks.
 
         Raises:

@@ -1,4 +1,4 @@
-"""``tawpipe checkpoint``: the words that follow it on the command line. Imports the run's checkpoints."""
+"""``tawpipe checkpoint``: the words that follow it on the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tawpipe.checkpoint.store import complete_checkpoints, read_run, remove, sup
 from tawpipe.errors import UserError
 
 
-def checkpoint(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe checkpoint`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments, Path(arguments.folder))

@@ -1,4 +1,4 @@
-"""``tawpipe lab``: the words that follow it on the command line. What takes long to import waits until it is needed."""
+"""``tawpipe lab``: the words that follow it on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tawpipe.lab.cluster.cluster import DEFAULT_NAME, Cluster
 from tawpipe.lab.cluster.rates import format_rate, parse_rates
 
 
-def lab(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe lab`` with the words ``argv`` and returns the exit code."""
     words, command = _split(argv)
     parser = _parser()

@@ -1,43 +1,37 @@
-"""``tawpipe plan``: the words that follow it on the command line. Slow imports wait until they are needed."""
+"""``tawpipe plan``: the words that follow it on the command line."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tawpipe.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from tawpipe.plan.machine import Machine
-    from tawpipe.plan.plan import Answer
-    from tawpipe.plan.search import Candidate
+from tawpipe.errors import UserError
 
 PROBE = "probe"
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def plan(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
     _check(arguments)
     import torch
 
     from tawpipe.model.flops import KNOWN_DEVICES
+    from tawpipe.plan.doctor import probe_machine
+    from tawpipe.plan.explain import explain
     from tawpipe.plan.machine import Device
     from tawpipe.plan.measure import device_name, machine_of, question_of
+    from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Answer, crossing, json_text
     from tawpipe.plan.search import search
     from tawpipe.runtime.world import pick_device
 
     probed = None
     if arguments.topology == PROBE:
-        probed = _probed(arguments.device)
+        probed = probe_machine(arguments.device)
         if probed is None:
             return 0  # rank 0 plans
     here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
@@ -80,11 +74,9 @@ def plan(argv: Sequence[str]) -> int:
         if answer.chosen and answer.runner_up and (words := crossing(question, answer.chosen, answer.runner_up)):
             print(words)
     if arguments.explain:
-        for line in _explain(answer, arguments.explain):
+        for line in explain(answer, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
     if arguments.report:
-        from tawpipe.plan.page import write_plan_page
-
         write_plan_page(answer, Path(arguments.report))
         if talk:
             print(f"wrote {arguments.report}")
@@ -95,28 +87,8 @@ def plan(argv: Sequence[str]) -> int:
     return 0 if answer.chosen else 1
 
 
-def _probed(device: str) -> Machine | None:
-    """The machines that this command was started on, measured; None on all ranks but the first."""
-    from tawpipe.plan.machine import load_machine
-    from tawpipe.plan.probe import probe
-    from tawpipe.runtime.world import connect
-    from tawpipe.topology import LaunchEnvironment
-
-    if LaunchEnvironment.read(os.environ) is not None:
-        world = connect(device=device)
-        machine = probe(world).machine
-        world.leave()
-        return machine if world.rank == 0 else None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "topology.yaml"
-        command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
-        if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
-        return load_machine(file)
-
-
 def _check(arguments: argparse.Namespace) -> None:
-    """What can be said before anything is loaded."""
+    """Refuse what cannot work before anything is loaded."""
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
@@ -138,35 +110,6 @@ def _lengths(words: str | None) -> list[int] | None:
         return [int(word) for word in words.split(",")]
     except ValueError as error:
         raise UserError("--lengths", words, "numbers of tokens, separated by commas") from error
-
-
-def _explain(answer: Answer, strategy: str) -> Iterator[str]:
-    """Where time and memory of one candidate go."""
-    from tawpipe.plan.search import settle
-
-    found: Candidate = next(one for one in answer.candidates if one.strategy == strategy)
-    yield f"{strategy}:"
-    if found.prediction is None:
-        yield f"  {found.why_not}"
-        return
-    row = answer.row(found)
-    for name, value in row["knobs"].items():
-        if name != "recompute" and value != ():
-            yield f"  {name}: {value}"
-    made = found.prediction
-    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
-    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
-    if answer.question.topology.num_nodes > 1:
-        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {answer.link_share(found):.0%} of the step"
-    if found.knobs is not None:
-        settled = found if found.homes is not None else settle(answer.question, found)
-        if settled.homes is not None:
-            yield f"  {settled.homes}"
-        if settled.knobs != found.knobs:
-            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
-    for name, size in made.memory.items():
-        yield f"  {name}: {size / 2**30:.3f} GiB"
-    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tawpipe.lab.workload import RealWorkload
 from tawpipe.model.batch import IGNORE
 from tawpipe.model.chain import Chain
-from tawpipe.pipeline.sizes import model_spec
 from tawpipe.schedule.spec import ModelSpec
 
 ATTENTION: dict[str, Any] = {"attn_implementation": "sdpa"}
@@ -44,7 +43,7 @@ def real_model_spec(workload: RealWorkload) -> ModelSpec:
     """The model as builders of schedules see it."""
     with torch.device("meta"):
         model = LlamaForCausalLM(_config(workload))
-    return model_spec(Chain(model))
+    return Chain(model).spec
 
 
 def _config(workload: RealWorkload) -> LlamaConfig:

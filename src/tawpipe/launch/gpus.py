@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as far as that can be said without torch. Imports the standard library."""
+"""The GPUs of this machine, as far as they can be told without torch, which takes seconds to load."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def find_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
     answer = subprocess.run(query, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if answer.returncode:
         return ()
-    found: dict[str, Gpu] = {}
+    known: dict[str, Gpu] = {}
     for index, uuid, name, capability in csv.reader(answer.stdout.splitlines(), skipinitialspace=True):
         number = float(capability) if capability.replace(".", "", 1).isdigit() else None
-        found[index] = found[uuid] = Gpu(index, name, number)
+        known[index] = known[uuid] = Gpu(index, name, number)
     allowed = environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
-        return tuple(gpu for key, gpu in found.items() if key == gpu.id)
+        return tuple(gpu for key, gpu in known.items() if key == gpu.id)
     ids = [word.strip() for word in allowed.split(",") if word.strip()]
-    return tuple(replace(found[id], id=id) if id in found else Gpu(id) for id in ids if id != "-1")
+    return tuple(replace(known[id], id=id) if id in known else Gpu(id) for id in ids if id != "-1")

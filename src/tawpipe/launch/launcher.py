@@ -1,4 +1,4 @@
-"""Starts the workers of one machine, and ends all of them when one dies. Imports errors, gpus and workers; never torch.
+"""Starts the workers of one machine, and ends all of them when one dies. Without torch.
 
 Workers find torchrun's variables in their environment, so that virtual nodes on one machine look to them as torchrun's
 nodes do; ``TAWPIPE_LOCAL_LAUNCHER`` says who started them. What keeps processes from being left behind:
@@ -23,28 +23,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from tawpipe.environment import LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
-from tawpipe.launch.workers import STUCK, USER_ERROR, Failure, StderrKeeper, first_cause
-from tawpipe.runtime.faults import RESTARTS
+from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
 
-MARKER = "TAWPIPE_LOCAL_LAUNCHER"
-LAUNCH = "TAWPIPE_LAUNCH"
-"""Tells the starts of one launch from those of another."""
 THIS_LAUNCH = secrets.token_hex(8)
-LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
-SECOND_S = 1.0
-"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
-
-
-def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    return environ.get(MARKER) == "1"
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Shape:
 
 
 def local_shape(nodes: int | None, nproc: int | None, *, num_gpus: int) -> Shape:
-    """What ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
+    """The processes that ``--nodes`` and ``--nproc`` mean here; None stands for a default that fits the other one.
 
     Args:
         num_gpus: GPUs to use; 0 computes on the CPU.
@@ -97,7 +87,7 @@ def worker_environment(
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
         RESTARTS: restart,
-        MARKER: 1,
+        LOCAL_LAUNCHER: 1,
         LAUNCH: THIS_LAUNCH,
     }
     if sys.platform.startswith("linux"):  # nobody else is to be listened to
@@ -185,7 +175,7 @@ class _Run:
     errors: TextIO
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     keepers: list[StderrKeeper] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     signals: list[int] = field(default_factory=list)
     again: bool = False
@@ -257,7 +247,7 @@ class _Run:
         return 0
 
     def _in_good_order(self) -> bool:
-        """Whether the workers are given time to end after a signal, which they are told of once."""
+        """True while the workers are given time to end after a signal, which they are told of once."""
         if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
             return False
         if self.asked_at is None:
@@ -266,7 +256,7 @@ class _Run:
         return not self.failures and time.monotonic() - self.asked_at < self.patience_s
 
     def _failed_by_itself(self) -> bool:
-        """Whether a worker has failed in the time that it was given to end, and not of the signal."""
+        """True if a worker has failed in the time that it was given to end, and not of the signal."""
         if self.asked_at is None or self.again:
             return False
         return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
@@ -293,7 +283,7 @@ class _Run:
             if rank not in self.ended and worker.poll() is not None:
                 self.ended.add(rank)
                 if worker.returncode:
-                    self.failures.append(Failure(rank, worker.returncode, time.monotonic(), self.keepers[rank]))
+                    self.failures.append(WorkerFailure(rank, worker.returncode, time.monotonic(), self.keepers[rank]))
         if not self.failures:
             for keeper in self.keepers:
                 keeper.release(older_than_s=2.0)
@@ -310,7 +300,7 @@ class _Run:
             self.selector.unregister(key.fileobj)
 
     def _drain(self) -> None:
-        """What ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
+        """Read what ended workers wrote last. A pipe that a stray grandchild holds open is not waited for."""
         for key in list(self.selector.get_map().values()):
             self._read(key)
 
@@ -333,7 +323,7 @@ class _Run:
         self.failures = failed
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        """To whole groups: a worker that has ended may have left children behind."""
+        """Signal whole groups: a worker that has ended may have left children behind."""
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, number)
@@ -354,7 +344,7 @@ class _Run:
 
 
 def _die_with(launcher: int) -> Callable[[], None] | None:
-    """What a worker does between fork and exec so that it does not outlive ``launcher``."""
+    """A function for a worker to call between fork and exec, so that it does not outlive ``launcher``."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

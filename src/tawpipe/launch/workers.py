@@ -1,4 +1,4 @@
-"""What the launcher knows of its workers' ends: standard error and who failed first. Imports the standard library.
+"""The ends of workers, as the launcher sees them: standard error and who failed first.
 
 A rank that dies takes the others with it, because their connections break; so the first one to *exit* need not be the
 one to blame. A traceback is printed before connections close, which gives the order.
@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-USER_ERROR = 2
-"""Exit code of a worker that found a setting which cannot work."""
-
-ERROR_PREFIX = "tawpipe: error: "
-"""How the message of an expected error begins on standard error."""
-
-STUCK = "tawpipe: stuck: "
-"""How the lines begin by which a worker says what it waits for before it ends."""
+from tawpipe.environment import ERROR_PREFIX, USER_ERROR
 
 _FAILURE = re.compile(r"Traceback \(most recent call last\)|Fatal Python error|terminate called|" + ERROR_PREFIX)
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|[\w.]+Error$)")
@@ -98,7 +91,7 @@ class StderrKeeper:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A worker that ended with an exit code other than 0.
 
     Args:
@@ -113,7 +106,7 @@ class Failure:
 
     @property
     def began_s(self) -> float:
-        """When the worker began to fail: at its first traceback, else at its end."""
+        """The time when the worker began to fail: its first traceback, else its end."""
         return self.keeper.failing_since or self.at_s
 
     def reason(self) -> str:
@@ -128,10 +121,10 @@ class Failure:
         return f"was killed by {name}{hint}{said}"
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure:
+def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """The failure that brought the others about: a worker killed by a signal, a wrong setting, the first traceback."""
 
-    def order(failure: Failure) -> tuple[int, float, int]:
+    def order(failure: WorkerFailure) -> tuple[int, float, int]:
         if -failure.returncode in _CAUSES:
             return 0, failure.at_s, failure.rank
         return (1 if failure.returncode == USER_ERROR else 2), failure.began_s, failure.rank

@@ -1,7 +1,7 @@
 """The chain: a causal LM run block by block, its weights bound for a visit and its gradients collected from it.
 
-Imports torch, and transformers through the model. Knows nothing of processes, transfers or schedules. All calls of one
-chain happen on one thread; only the gradient hooks may run on autograd's own.
+It knows nothing of processes, transfers or the order of a schedule. All calls of one chain happen on one thread; only
+the gradient hooks may run on autograd's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.refuse import SETTING, refuse_adapters, refuse_unsupported
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
-from tawpipe.model.units import Block, ParameterSlot, Unit, build_blocks, build_units
+from tawpipe.model.units import ParameterSlot, Unit, build_blocks, build_units
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +126,10 @@ class Chain:
         count = len(found.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
         self.units: tuple[Unit, ...] = build_units(self.model, found.uses, names)
-        self.blocks: tuple[Block, ...] = build_blocks(
-            self.units, names, embedding_backward_reads_weights=found.embedding_backward_reads_weights
+        self.blocks: tuple[BlockSpec, ...] = build_blocks(
+            self.units, len(names), embedding_backward_reads_weights=found.embedding_backward_reads_weights
         )
+        self._block_names = names
 
         self._tape, self._feed = Tape(returns_tuple=found.returns_tuple), Feed(returns_tuple=found.returns_tuple)
         recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(found.layers)]
@@ -190,7 +192,12 @@ class Chain:
 
     def block_name(self, block: int) -> str:
         """A block in words, for messages."""
-        return self.blocks[block].name.replace(".", " ")
+        return self._block_names[block].replace(".", " ")
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The sizes of the model: all that builders of schedules see of it."""
+        return ModelSpec(self.blocks, tuple(UnitSpec(unit.numel, unit.trainable, unit.blocks) for unit in self.units))
 
     def set_training(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

@@ -1,4 +1,4 @@
-"""What travels as one: parameters grouped into units, and their places in a unit's flat layout. Imports torch only."""
+"""What travels as one: parameters grouped into units, and their places in a unit's flat layout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+
+from tawpipe.schedule.spec import BlockSpec
 
 ALIGNED_ELEMENTS = 8
 """Parameters whose size is a multiple of this come first in a unit, so that one odd scalar does not take the 16-byte
@@ -38,21 +40,6 @@ class Unit:
     """Elements of all slots, without any padding."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """What computes as one: the embedding side, a decoder layer, or the head with its loss."""
-
-    index: int
-    kind: str
-    """``embedding``, ``layer`` or ``head``."""
-    name: str
-    units: tuple[int, ...]
-    backward_reads_weights: bool
-    """Whether the backward pass needs the block's weights. An embedding's usually does not."""
-    needs_backward: bool
-    """False for the blocks before the first trainable parameter: no gradient has to reach them."""
-
-
 def build_units(
     model: nn.Module, uses: Mapping[str, tuple[int, ...]], block_names: tuple[str, ...]
 ) -> tuple[Unit, ...]:
@@ -81,19 +68,16 @@ def build_units(
 
 
 def build_blocks(
-    units: tuple[Unit, ...], block_names: tuple[str, ...], *, embedding_backward_reads_weights: bool
-) -> tuple[Block, ...]:
-    """The blocks of the chain in order, each with the units that it needs."""
-    last = len(block_names) - 1
-    blocks: list[Block] = []
-    for index, name in enumerate(block_names):
+    units: tuple[Unit, ...], count: int, *, embedding_backward_reads_weights: bool
+) -> tuple[BlockSpec, ...]:
+    """The ``count`` blocks of the chain in order, each with the units that it needs."""
+    blocks: list[BlockSpec] = []
+    for index in range(count):
         own = tuple(unit for unit in units if index in unit.blocks)
         blocks.append(
-            Block(
-                index=index,
-                kind="embedding" if index == 0 else "head" if index == last else "layer",
-                name=name,
+            BlockSpec(
                 units=tuple(unit.index for unit in own),
+                kind="embedding" if index == 0 else "head" if index == count - 1 else "layer",
                 backward_reads_weights=embedding_backward_reads_weights if index == 0 else True,
                 needs_backward=any(unit.trainable for unit in own) or any(block.needs_backward for block in blocks),
             )

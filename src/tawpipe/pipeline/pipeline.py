@@ -1,5 +1,4 @@
-"""The library's front door: a model, its schedule and its homes as one object. Imports batches, costs, sizes, model,
-schedule and runtime.
+"""The library's front door: a model, its schedule and its homes as one object.
 
 Usage:
 
@@ -40,7 +39,6 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
-from tawpipe.pipeline.sizes import model_spec
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
@@ -155,7 +153,7 @@ class Pipeline:
         """What the check of the model found, in a sentence on rank 0; empty where it was left out."""
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
             self._check_model(source, loss)
-        self.spec = model_spec(self.chain)
+        self.spec = self.chain.spec
         probe_step = self._step_of(self.world.size)  # checks the settings before anything is allocated
         if self._given is not None and (self._given.model, self._given.topology) != (self.spec, probe_step.topology):
             raise UserError("schedule", f"one for {self._given.topology}", f"one for this model on {self.world.nodes}")

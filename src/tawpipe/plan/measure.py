@@ -1,4 +1,4 @@
-"""From what a user names to a question: model, machines, data. Imports model, plan, sizes, train.metrics and torch."""
+"""From what a user names to a question: model, machines, data. Imports model, plan and torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tawpipe.errors import UserError
 from tawpipe.model.build import build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
-from tawpipe.pipeline.sizes import model_spec
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.request import Question
@@ -118,7 +117,7 @@ def question_of(
     master = torch.promote_types(dtype, torch.float32)
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
     return Question(
-        model=model_spec(made),
+        model=made.spec,
         profile=_profile(
             made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu"), tell
         ),

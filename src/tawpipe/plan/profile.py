@@ -98,23 +98,24 @@ def measure(
     chain.prepare(device, dtype)
     bench = _Bench(chain, device, dtype, chunk_tokens, tell)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    tell(f"measuring {len({bench.kind(b.index) for b in chain.blocks})} kinds of blocks on {where}, {tokens:,} tokens")
+    blocks = range(len(chain.blocks))
+    tell(f"measuring {len(set(map(bench.kind, blocks)))} kinds of blocks on {where}, {tokens:,} tokens")
     half = max(1, tokens // 2)
     shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
     sizes = [size_of(shape) for shape in shapes]
     kinds: dict[tuple, int] = {}
     costs: dict[int, BlockCost] = {}
-    for block in chain.blocks:
-        kind = bench.kind(block.index)
+    for block in blocks:
+        kind = bench.kind(block)
         if kind not in kinds:
-            kinds[kind] = block.index
-            timed = [bench.seconds(block.index, shape) for shape in shapes]
+            kinds[kind] = block
+            timed = [bench.seconds(block, shape) for shape in shapes]
             forward, backward = (fit(sizes, [one[i] for one in timed]) for i in (0, 1))
-            costs[block.index] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair))
-        costs[block.index] = costs[kinds[kind]]
+            costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair))
+        costs[block] = costs[kinds[kind]]
     kept = kept_per_token(chain)
     return Profile(
-        tuple(costs[block.index] for block in chain.blocks),
+        tuple(costs[block] for block in blocks),
         bench.update_seconds(),
         kept,
         _hidden(chain) * dtype.itemsize,

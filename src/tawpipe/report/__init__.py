@@ -1,4 +1,4 @@
-"""Timelines as pictures and traces. Imports schedule and simulate; matplotlib when a picture is drawn."""
+"""Timelines as pictures and traces."""
 
 from tawpipe.report.bars import Bar, executed_bars, predicted_bars
 from tawpipe.report.chrome import write_chrome_trace

@@ -1,5 +1,4 @@
-"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them. Imports errors, schedule
-and simulate.
+"""One step in time: bars of actions, as the clock predicts them or as a run has recorded them.
 
 A recording is a folder with a JSON file of every rank, which ``runtime.recording`` writes:
 ``{"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | ...", begin, end], ...]}``, seconds
@@ -18,6 +17,8 @@ from tawpipe.schedule.actions import Action, Lane
 from tawpipe.simulate.timeline import Timeline
 
 FORMAT = 1
+TRACES = "traces"
+"""The folder of recorded steps in a run's output folder."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Bar:
 
 
 def predicted_bars(timeline: Timeline, *, step: int | None = None) -> list[Bar]:
-    """Of one step of a play, the steady one by default; seconds since its first bar begins."""
+    """Bars of one step of a play, the steady one by default; seconds since its first bar begins."""
     step = timeline.steady_step if step is None else step
     ranks = range(timeline.schedule.topology.world_size)
     spans = [span for rank in ranks for span in timeline.spans(rank, step=step)]
@@ -53,7 +54,7 @@ def predicted_bars(timeline: Timeline, *, step: int | None = None) -> list[Bar]:
 
 
 def executed_bars(folder: Path) -> list[Bar]:
-    """Of a recorded step.
+    """Bars of a recorded step.
 
     Raises:
         UserError: no recording, or not one of this format.
@@ -79,6 +80,26 @@ def executed_bars(folder: Path) -> list[Bar]:
             raise UserError("trace", str(path), f"a recording of a step ({error})") from error
     zero = min((bar.begin for bar in bars), default=0.0)
     return [Bar(bar.rank, bar.node, bar.action, bar.start - zero, bar.begin - zero, bar.end - zero) for bar in bars]
+
+
+def recordings(run: Path) -> list[Path]:
+    """The folders of recorded steps in a run's output folder, oldest step first."""
+    return sorted(folder for folder in (run / TRACES).glob("step-*") if any(folder.glob("rank-*.json")))
+
+
+def find_recording(path: Path) -> Path:
+    """The folder with the files of the ranks: ``path`` itself, or the newest recording of a run's output folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not path.is_dir():
+        raise UserError("RUN", str(path), "the output folder of a run, a folder of a recorded step, or a plan")
+    if any(path.glob("rank-*.json")):
+        return path
+    if not (recorded := recordings(path)):
+        raise UserError("RUN", str(path), "a run with a recorded step: train with --log.trace-step N")
+    return recorded[-1]
 
 
 def first_of_nodes(bars: Iterable[Bar]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Timelines for chrome://tracing and ui.perfetto.dev. Imports report."""
+"""Timelines for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 

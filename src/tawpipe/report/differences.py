@@ -1,4 +1,4 @@
-"""A predicted step beside the same step as it ran. Imports report.
+"""A predicted step beside the same step as it ran.
 
 Actions are matched by their rank and text. How long one took means something else for transfers: in a recording it
 includes waiting for the other side, which a prediction counts as waiting; computing is comparable as it is.
@@ -16,7 +16,7 @@ from tawpipe.report.picture import KINDS, kind_of
 from tawpipe.schedule.actions import Lane
 
 NAMED = 4
-"""So many actions that differ most are named, of computing and of transfers."""
+"""Actions that are named because they differ most, of computing and of transfers each."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def longer_s(self) -> float:
-        """By how much it took longer than predicted."""
+        """Seconds that it took longer than predicted."""
         return _length(self.executed) - _length(self.predicted)
 
 
@@ -40,7 +40,9 @@ def matched(predicted: Sequence[Bar], executed: Sequence[Bar]) -> list[Pair]:
 
 
 def _numbered(bars: Sequence[Bar]) -> Iterator[tuple[tuple[int, str, int], Bar]]:
-    """With its rank, its text, and the how-manieth of this text it is: transfers of several rounds read alike."""
+    """Every bar with its rank, its text and its position among bars of that text: transfers of several rounds read
+    alike.
+    """
     count: Counter[tuple[int, str]] = Counter()
     for bar in bars:
         key = bar.rank, str(bar.action)

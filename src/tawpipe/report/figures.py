@@ -1,4 +1,4 @@
-"""Figures for pages: bars, curves, lanes over time. Imports report and schedule; plotly when one is made.
+"""Figures for pages: bars, curves, lanes over time. plotly is loaded when one is made.
 
 They have no legend: the page writes one beside them, see page.py.
 """

@@ -1,4 +1,4 @@
-"""What a rank holds in the course of a step. Imports schedule and simulate."""
+"""Memory of a rank in the course of a step, for the figure in the page of a plan."""
 
 from __future__ import annotations
 

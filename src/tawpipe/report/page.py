@@ -1,5 +1,4 @@
-"""One HTML page with figures and tables, which opens without a network. Imports errors and report; plotly when
-it is written.
+"""One HTML page with figures and tables, which opens without a network.
 
 A page is a list of sections; each has words, perhaps a table, and figures. It follows the reader's light or dark theme
 and the width of the window.
@@ -131,7 +130,7 @@ def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle:
 
 
 def check_page(path: str | None, *, makes_folder: bool = False) -> None:
-    """Whether a page can be written there.
+    """Refuse a file that no page can be written to.
 
     Args:
         makes_folder: whether its folder is made before it is written.

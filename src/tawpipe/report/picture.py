@@ -1,4 +1,4 @@
-"""A timeline as a picture. Imports report; matplotlib when it draws."""
+"""A timeline as a picture for documents. matplotlib is loaded when one is drawn: not every installation has it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KINDS = {
     "sums, norm": "#8d99ae",
     "host": "#c9a227",
 }
-"""What is told apart, and its colour."""
+"""Kinds of action that are told apart, and their colours."""
 WAITING = "#e8e8e8"
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def kind_of(bar: Bar) -> str:
-    """One of ``KINDS``."""
+    """The bar's kind, one of ``KINDS``."""
     action = bar.action
     if action.op in (Op.OFFLOAD, Op.RELOAD):
         return "host"

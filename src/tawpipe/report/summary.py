@@ -1,4 +1,4 @@
-"""A timeline in a few lines of text. Imports report."""
+"""A timeline in a few lines of text, for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tawpipe.report.chrome import label
 from tawpipe.schedule.actions import Lane
 
 GAPS = 3
-"""So many of the longest gaps are named."""
+"""Number of the longest gaps that are named."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Gap:
 
 
 def gaps(bars: Sequence[Bar], rank: int) -> list[Gap]:
-    """When ``rank`` did not compute, from the first action of the step on any rank to the last."""
+    """The times when ``rank`` did not compute, from the first action of the step on any rank to the last."""
     if not bars:
         return []
     free, last = min(bar.begin for bar in bars), max(bar.end for bar in bars)
-    found = []
+    times = []
     for bar in sorted((b for b in bars if b.rank == rank and b.action.lane is Lane.COMPUTE), key=lambda b: b.begin):
         if bar.begin > free:
-            found.append(Gap(rank, free, bar.begin, bar))
+            times.append(Gap(rank, free, bar.begin, bar))
         free = max(free, bar.end)
     if last > free:
-        found.append(Gap(rank, free, last, None))
-    return found
+        times.append(Gap(rank, free, last, None))
+    return times
 
 
 def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:

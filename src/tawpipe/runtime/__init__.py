@@ -1,1 +1,1 @@
-"""The runtime: one rank's part of a schedule, run for real. Imports topology, model and schedule."""
+"""The runtime: one rank's part of a schedule, run for real."""

@@ -1,4 +1,4 @@
-"""Numbers as they travel between nodes where 8 bits have to do. Imports schedule and torch.
+"""Numbers as they travel between nodes where 8 bits have to do.
 
 A message is cut into blocks of 256 elements (the last may be shorter); each block is divided by a scale of its own, so
 that its largest element fits, and rounded to int8 or to float8 (e4m3). Behind the elements come the scales in fp32. A

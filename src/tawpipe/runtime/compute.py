@@ -1,4 +1,4 @@
-"""What a rank computes: blocks forward and backward on micro-batches. Imports model, schedule and torch.
+"""A rank's computing: blocks forward and backward on micro-batches.
 
 All calls happen on the COMPUTE lane. Boundary activations live here under the names that the schedule gives them and
 are dropped when an action frees them; weights and gradients are handed in as buffers.
@@ -31,7 +31,7 @@ SAVED = (Kind.GRAPH, Kind.ATTENTION)
 
 @dataclass
 class StepInput:
-    """What one step works on.
+    """The micro-batches of one step, and the numbers that go with them.
 
     Args:
         micro_batches: this rank's, by their global index, on the CPU.
@@ -54,8 +54,8 @@ class _Entry:
     batch: MicroBatch
     context: Context
     embedded: GradientEdge | None
-    """Where the graph of the embedding's output begins, if its backward pass needs no weights; the output itself is not
-    kept alive by it.
+    """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
+    not kept alive by it.
     """
 
 

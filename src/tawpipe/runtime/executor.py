@@ -1,4 +1,4 @@
-"""The executor: plays one rank's program of a schedule. Imports topology, model, schedule and runtime.
+"""The executor: plays one rank's program of a schedule.
 
 One thread issues every action in the schedule's order to the lane that the action names; what an action waits for
 follows from its buffers (``Hazards``), whose events outlive the step. There is no branch for a strategy here: a
@@ -24,7 +24,7 @@ from tawpipe.runtime.norm import sum_of_squares
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.watchdog import StepEnd, Watchdog
+from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.hazards import Hazards
@@ -32,7 +32,7 @@ from tawpipe.schedule.step import Schedule
 
 
 class BlockCompute(Protocol):
-    """What computes: ``Compute``, or something that stands for it in a measurement."""
+    """``Compute``, or something that stands for it in a measurement."""
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
 
@@ -46,7 +46,7 @@ class BlockCompute(Protocol):
 
 
 class Optimizers(Protocol):
-    """What updates: ``UnitOptimizers``, or something that stands for it in a measurement."""
+    """``UnitOptimizers``, or something that stands for it in a measurement."""
 
     def step(self, unit: int, finite: Tensor | None, rate: float) -> None: ...
 
@@ -93,7 +93,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How NORM and UPDATE treat the gradients of one step.
+    """The treatment of one step's gradients by NORM and UPDATE.
 
     Args:
         clip_norm: largest global norm, None for no clipping; None where updates are early.
@@ -109,7 +109,7 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the actions of one step share.
+    """The values that the actions of one step share.
 
     Args:
         result: [5] on the CPU; NORM leaves loss, gradient norm, tokens, whether all was finite, and whether the ranks
@@ -150,7 +150,7 @@ class Executor:
         self.optimizers, self.device, self.reduce_dtype = optimizers, storage.device, reduce_dtype
         self._buffers: dict[Buffer, Tensor] = {}
         for unit in storage.master:
-            self._buffers[home_weight(unit)] = storage.wire[unit]
+            self._buffers[home_weight(unit)] = storage.compute_copy[unit]
             if unit in storage.gradient:
                 self._buffers[home_gradient(unit)] = storage.gradient[unit]
         self._failure = failure = Failure()
@@ -200,7 +200,7 @@ class Executor:
         step = _Step(given, rule, values)
         ended: Event | None = None
         last: dict[Lane, Event] = {}
-        end = StepEnd(last)
+        end = LastEvents(last)
         training = given.seed is not None
         self.watchdog.watch(f"step {given.step + 1}" if training else "an evaluation", end)
         for lane in self._lanes.values():

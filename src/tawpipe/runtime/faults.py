@@ -1,4 +1,4 @@
-"""Faults on purpose, so that what happens then is known before it happens. Imports errors and schedule's words.
+"""Faults on purpose, so that what happens then is known before it happens.
 
     tawpipe train --inject "rank=2,step=7,at=push:3,kind=kill"
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tawpipe.environment import restart_count
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, home_weight
@@ -36,19 +37,11 @@ BUFFERS = ("pull", "gather", "backward", "reduce", "push", "update")
 ONLY = {"disk-full": ("save",), "nan": BUFFERS, "bitflip": (*BUFFERS, "save")}
 """Places that a kind is limited to."""
 EXIT_CODE = 3
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""torchrun's variable, which the local launcher sets as well."""
-
-
-def restart_count(environ: Mapping[str, str] = os.environ) -> int:
-    """How often this run has been started again."""
-    text = environ.get(RESTARTS, "0")
-    return int(text) if text.isdecimal() else 0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault on purpose.
 
     Args:
         step: as the log counts, from 1; for ``save`` the step that is saved, for ``load`` of no meaning.
@@ -68,7 +61,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """From ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
+        """A fault from ``rank=2,step=7,at=push:3,kind=kill``; ``seconds=`` and ``restart=`` may follow.
 
         >>> Fault.parse("rank=2,step=7,at=PUSH:3,kind=kill")
         Fault(rank=2, step=7, place='push', kind='kill', number=3, seconds=1.0, restart=0)
@@ -106,12 +99,12 @@ class Fault:
             seconds = -1.0
         if not 0 < seconds < 1e6:
             raise UserError(SETTING, f"seconds={words['seconds']}", "a number of seconds above 0")
-        found = int(number) if colon else None
-        return cls(int(words["rank"]), int(words["step"]), place, kind, found, seconds, int(counts["restart"]))
+        target = int(number) if colon else None
+        return cls(int(words["rank"]), int(words["step"]), place, kind, target, seconds, int(counts["restart"]))
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Several, separated by semicolons.
+    """Faults, separated by semicolons.
 
     Raises:
         UserError: see ``Fault.parse``.
@@ -120,7 +113,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def place_of(action: Action) -> str:
-    """One of ``PLACES``, or nothing for what is none of them."""
+    """The action's name among ``PLACES``; empty for an action that is none of them."""
     computing = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.UPDATE: "update"}
     moving = {Lane.INTER_W: "pull", Lane.GATHER: "gather", Lane.REDUCE: "reduce", Lane.INTER_G: "push"}
     if action.op in computing:
@@ -140,10 +133,10 @@ class Injector:
         self._rank = rank
         self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
         self.step = 0
-        """That is saved, for ``save``."""
+        """The step that is being saved, for faults at ``save``."""
 
     def check(self, schedule: Schedule, rank: int) -> None:
-        """Whether every fault can happen.
+        """Refuse faults that cannot happen.
 
         Raises:
             UserError: the rank's schedule has no such action.
@@ -215,7 +208,7 @@ def _matches(fault: Fault, action: Action) -> bool:
 
 
 def strike(fault: Fault) -> None:
-    """What comes before an action."""
+    """Carry out the part of a fault that comes before its action."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "exit":
@@ -249,7 +242,7 @@ def spoil(kind: str, action: Action, buffers: Mapping[Buffer, Any]) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """In the middle of a file."""
+    """Turn over one bit in the middle of a file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)

@@ -1,4 +1,4 @@
-"""The flight recorder: torch's own record of what NCCL was given, written when a rank hangs. Imports nothing.
+"""The flight recorder: torch's own record of what NCCL was given, written when a rank hangs.
 
 The watchdog says at which action of the schedule a rank is; the record says the same of the communicators under it:
 group, sequence number, sizes, and whether an operation was begun or only issued. Torch would write it when its own time

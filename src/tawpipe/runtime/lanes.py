@@ -1,6 +1,6 @@
 """Lanes: what runs actions in order while other lanes run theirs. A worker thread on the CPU, a stream on CUDA.
 
-Imports torch only. Every submitted action gets an event; an action starts when the events that it was given have passed
+Every submitted action gets an event; an action starts when the events that it was given have passed
 and the lane is free. A failed action fails everything that waits for it, and so reaches whoever waits for the step's
 result.
 """
@@ -28,13 +28,13 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """True if ``wait`` would return, or raise, at once."""
         ...
 
 
 @dataclass(frozen=True)
 class Doing:
-    """What a lane is at.
+    """The action that a lane is at.
 
     Args:
         label: of the action.
@@ -48,16 +48,16 @@ class Doing:
 
 
 class LaneProtocol(Protocol):
-    """What the executor needs of a lane."""
+    """A lane, as far as the executor knows it."""
 
     def begin_step(self) -> None:
-        """What the caller has put into its own stream so far comes before what is submitted from now on."""
+        """Let everything that is submitted from now on wait for what the caller has put into its own stream so far."""
         ...
 
     def submit(self, run: Callable[[], None], after: Iterable, label: str) -> Event: ...
 
     def doing(self) -> Doing | None:
-        """What it is at; None if nothing is left to do. From any thread."""
+        """The action under way; None if nothing is left to do. From any thread."""
         ...
 
     def busy_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A corner of torchrun's store that no earlier start has used. Imports torch and errors.
+"""A corner of torchrun's store that no earlier start has used.
 
 An agent of torchrun keeps one store for all starts of its processes, and torch puts the addresses of a group's members
 under the same names each time. After a restart a member can therefore read the address of a process that is dead and
@@ -27,7 +27,7 @@ from tawpipe.errors import RunError
 
 PREFIX = "tawpipe/start"
 LOOK_S = 0.02
-"""Between two looks of a rank, for 64 of them; more wait longer, as one store answers all."""
+"""Seconds between two looks of a rank, for 64 of them; more wait longer, as one store answers all."""
 SIGNALS = ("exception_dump", "remote_error")
 """Keys of torch's ProcessGroupNCCL, outside of any group's prefix: somebody has failed, so all end."""
 
@@ -58,10 +58,10 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
                 store.set(f"{PREFIX}/go/{name}", "go")
                 return name
         elif store.check([f"{PREFIX}/offer"]):
-            found, numbers = json.loads(store.get(f"{PREFIX}/offer"))
+            offered_name, numbers = json.loads(store.get(f"{PREFIX}/offer"))
             if numbers[rank : rank + 1] == [mine]:
-                if found != name:
-                    name = found
+                if offered_name != name:
+                    name = offered_name
                     store.set(f"{PREFIX}/yes/{name}/{rank}", "yes")
                 if store.check([f"{PREFIX}/go/{name}"]):
                     return name
@@ -70,6 +70,6 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def _numbers(store: Any, world_size: int) -> list[str]:
-    """What all ranks have written last; fewer if some have not."""
+    """The numbers that all ranks have written last; none if some have not."""
     names = [f"{PREFIX}/hello/{rank}" for rank in range(world_size)]
     return [value.decode() for value in store.multi_get(names)] if store.check(names) else []

@@ -1,5 +1,4 @@
-"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself. Imports runtime.storage
-and torch.
+"""Optimizers on home stripes: one instance per unit, so that a unit can be updated by itself.
 
 A stripe is a one-dimensional piece of some parameters, so only optimizers that treat every element by itself are right
 here.
@@ -51,7 +50,7 @@ def adamw(
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Sequence[Any]) -> Optimizer:
-    """What a factory makes for marked parameters.
+    """The optimizer that a factory makes for marked parameters.
 
     Raises:
         UserError: it cannot work on them, leaves some out or adds others.
@@ -129,15 +128,15 @@ def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE
 
 
 def _options(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Of every parameter by its name, what its group says; alike ones once."""
-    found: dict[str, list[Any]] = {}
+    """The options of every parameter's group, by the parameter's name; alike ones once."""
+    options: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         said: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            own = found.setdefault(piece_of(parameter).name, [type(optimizer)])
+            own = options.setdefault(piece_of(parameter).name, [type(optimizer)])
             if said not in own:
                 own.append(said)
-    return found
+    return options
 
 
 def _begins_unset(optimizer: Optimizer) -> bool:
@@ -163,9 +162,9 @@ class UnitOptimizers:
         ] or [check_elementwise(factory)]
         self.name = "+".join(sorted({name for name, _ in tried}))
         self.states_per_element = max(states for _, states in tried)
-        self.pieces = {u.index: found for u in trainable if (found := storage.pieces.get(u.index))}
+        self.pieces = {u.index: pieces for u in trainable if (pieces := storage.pieces.get(u.index))}
         self._factory = factory
-        self.optimizers = {unit: self._make([piece.value for piece in found]) for unit, found in self.pieces.items()}
+        self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> Any:
         optimizer = make_optimizer(self._factory, values)
@@ -174,27 +173,27 @@ class UnitOptimizers:
         return optimizer
 
     def states(self) -> States:
-        """What the optimizers hold now."""
+        """The states that the optimizers hold now."""
         return {
             unit: [self.optimizers[unit].state.get(piece.value, {}) for piece in pieces]
             for unit, pieces in self.pieces.items()
         }
 
     def full_states(self) -> States:
-        """The same, and for a unit that has none what its optimizer would hold after a step: something to load into,
-        made by a stand-in.
+        """The states, and for a unit that has none those that its optimizer would hold after a step: something to load
+        into, made by a stand-in.
         """
-        found = self.states()
+        states = self.states()
         for unit, pieces in self.pieces.items():
-            if all(found[unit]):
+            if all(states[unit]):
                 continue
             values = [piece.mark(torch.zeros_like(piece.value)) for piece in pieces]
             for value in values:
                 value.grad = torch.zeros_like(value)
             stand_in = self._make(values)
             stand_in.step()
-            found[unit] = [stand_in.state.get(value, {}) for value in values]
-        return found
+            states[unit] = [stand_in.state.get(value, {}) for value in values]
+        return states
 
     def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
         """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""

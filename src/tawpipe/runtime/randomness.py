@@ -101,11 +101,11 @@ class BlockRandomness:
         return result
 
     def again(self, block: Hashable, seed: int) -> AbstractContextManager[object]:
-        """For a block that has run: within it, this thread draws the same numbers once more."""
+        """A context for a block that has run: within it, this thread draws the same numbers once more."""
         return self.seeded(seed) if self._swap or self._draws[block] else nullcontext()
 
     def seeded(self, seed: int) -> AbstractContextManager[object]:
-        """Within it, this thread's random numbers start from ``seed``; torch's generators are left as they were."""
+        """A context in which this thread's random numbers start from ``seed``; torch's generators stay as they were."""
         if self._swap:
             return self._default_generators_seeded(seed)
         return OwnGenerator(torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""What a layer keeps from its forward pass, so that its backward pass computes less again. Imports model and torch.
+"""Results that a layer keeps from its forward pass, so that its backward pass computes less again.
 
 Weights must not be kept: they come anew for the backward pass, into whatever buffer is free then. ``keep_graph`` leaves
 notes in the graph where autograd saved one, and finds it in the buffers of the backward visit. ``keep_attention`` needs
@@ -142,7 +142,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
 
 
 def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, what is drawn takes nothing from the caller's generators."""
+    """A context: within it, what is drawn takes nothing from the caller's generators."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
@@ -152,7 +152,7 @@ class _Attention(TorchDispatchMode):
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if _policy(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
-            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        return found
+            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result

@@ -1,4 +1,4 @@
-"""When the actions of a step really ran. Imports torch.
+"""The times at which the actions of a step really ran.
 
 On the CPU a lane's thread notes the time around an action. On CUDA a pair of events is recorded around its kernels, so
 that the time is the device's, and recording costs no wait; the times are read when the step has been drained.
@@ -55,12 +55,12 @@ class Recording:
 
     def spans(self) -> list[tuple[str, float, float]]:
         """(action, begin, end) in the order of the program, in seconds of the machine's clock. After the step."""
-        found = []
+        spans = []
         for index, (begin, end) in sorted(self._spans.items()):
             if self._cuda:
                 begin, end = (self._zero.elapsed_time(event) / 1e3 for event in (begin, end))
-            found.append((self._texts[index], begin + self._zero_s, end + self._zero_s))
-        return found
+            spans.append((self._texts[index], begin + self._zero_s, end + self._zero_s))
+        return spans
 
     def write(self, folder: Path, *, rank: int, node: int) -> None:
         """The file of this rank, see ``report.bars``."""

@@ -1,9 +1,8 @@
-"""Storage: the homes of parameters, gradients and optimizer state on one rank. Imports model (units), schedule and
-torch.
+"""Storage: the homes of parameters, gradients and optimizer state on one rank.
 
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
-trainable, and the copy in the compute dtype that travels (the master itself where the dtypes are the same). Optimizer
-parameters are views of the master stripe, one per model parameter that the stripe touches.
+trainable, and the compute copy, which has the compute dtype and travels (the master itself where the dtypes are the
+same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches.
 
 A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
 host's memory, for exports and checkpoints.
@@ -28,7 +27,7 @@ from tawpipe.schedule.placement import Home
 
 @dataclass(frozen=True)
 class Piece:
-    """Which part of a model parameter a one-dimensional piece of it is.
+    """The place of a one-dimensional piece in its model parameter.
 
     Args:
         name: of the model parameter.
@@ -53,17 +52,16 @@ class Piece:
 
 
 def piece_of(parameter: Tensor) -> Piece:
-    """What a parameter that a factory of optimizers is given is a piece of: ``name``, ``shape`` (of the whole model
-    parameter) and ``start``.
+    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, and ``shape`` of the whole.
 
     Raises:
         UserError: it is no such parameter.
     """
-    found = getattr(parameter, "_tawpipe_piece", None)
-    if found is None:
+    piece = getattr(parameter, "_tawpipe_piece", None)
+    if piece is None:
         given = f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
         raise UserError("piece_of", given, "one of the parameters that a factory of optimizers is given")
-    return found
+    return piece
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Storage:
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.master: dict[int, Tensor] = {}
         self.gradient: dict[int, Tensor] = {}
-        self.wire: dict[int, Tensor] = {}
+        self.compute_copy: dict[int, Tensor] = {}
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
         self.exact: frozenset[int] = frozenset()
         """Frozen units, of all ranks, whose exact values are in the host's memory."""
@@ -120,7 +118,7 @@ class Storage:
             if unit.trainable:
                 self.gradient[unit.index] = torch.zeros(home.stripe, dtype=dtype, device=device)
             same = dtype == compute_dtype
-            self.wire[unit.index] = (
+            self.compute_copy[unit.index] = (
                 self.master[unit.index] if same else torch.zeros(home.stripe, dtype=compute_dtype, device=device)
             )
             self.pieces[unit.index] = tuple(self._cut(unit))
@@ -144,12 +142,12 @@ class Storage:
 
     def widen(self, unit: int) -> None:
         """Keep a frozen unit's values in the host's memory in the master dtype, if they are not."""
-        if self.wire[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
-            self.master[unit] = self.wire[unit].to("cpu", self.master_dtype)
+        if self.compute_copy[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
+            self.master[unit] = self.compute_copy[unit].to("cpu", self.master_dtype)
             self.pieces[unit] = tuple(self._cut(self.units[unit]))
 
     def _narrow(self, unit: int) -> None:
-        self.master[unit] = self.wire[unit]
+        self.master[unit] = self.compute_copy[unit]
         self.pieces[unit] = tuple(self._cut(self.units[unit]))
 
     def settle(self, world: dist.ProcessGroup | None) -> None:
@@ -158,7 +156,7 @@ class Storage:
         """
         rounded = torch.zeros(len(self.units), dtype=torch.int32)
         for unit, master in self.master.items():
-            if not self.units[unit].trainable and self.wire[unit] is not master:
+            if not self.units[unit].trainable and self.compute_copy[unit] is not master:
                 rounded[unit] = not torch.equal(master.to(self.compute_dtype).to(master.dtype), master)
         if world is not None:
             dist.all_reduce(rounded, dist.ReduceOp.MAX, group=world)
@@ -179,19 +177,21 @@ class Storage:
         return max(held.values(), default=0)
 
     def is_first_copy(self, unit: int) -> bool:
-        """Whether the stripe here is saved: of several copies only the first is."""
+        """True if the stripe here is saved: of several copies only the first is."""
         return self.rank in self.homes[unit].ranks
 
     def refresh(self, unit: int) -> None:
-        """Bring the travelling copy up to date with the master."""
-        if self.wire[unit] is not self.master[unit]:
-            self.wire[unit].copy_(self.master[unit])
+        """Bring the compute copy up to date with the master."""
+        if self.compute_copy[unit] is not self.master[unit]:
+            self.compute_copy[unit].copy_(self.master[unit])
 
     @torch.no_grad()
     def checksums(self) -> Iterator[tuple[int, str]]:
-        """Of every home here: the unit, and a checksum of its master, or ``stale`` if what travels is not the same."""
+        """The units with a home here, each with a checksum of its master, or ``stale`` if the compute copy differs."""
         for unit, master in self.master.items():
-            if self.wire[unit] is not master and not torch.equal(self.wire[unit], master.to(self.wire[unit])):
+            if self.compute_copy[unit] is not master and not torch.equal(
+                self.compute_copy[unit], master.to(self.compute_copy[unit])
+            ):
                 yield unit, "stale"
             else:
                 yield unit, f"{zlib.crc32(master.cpu().contiguous().view(torch.uint8).numpy().data):08x}"

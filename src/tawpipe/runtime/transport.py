@@ -1,4 +1,4 @@
-"""Transport: moves buffers between ranks with torch.distributed. Imports topology, schedule and torch.
+"""Transport: moves buffers between ranks with torch.distributed.
 
 One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its
 operations in the order in which they were issued and two lanes must not share one. The calls here block the calling
@@ -39,13 +39,13 @@ class TransportError(RuntimeError):
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
     """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on."""
-    found = set()
+    pairs = set()
     for schedule in schedules:
         for program in schedule.programs:
             for action in program:
                 if action.group:
-                    found.add((action.lane, action.group))
-    return sorted(found)
+                    pairs.add((action.lane, action.group))
+    return sorted(pairs)
 
 
 class Transport:

@@ -1,8 +1,8 @@
-"""Says what every rank waits for when a step takes too long, and ends the process. Imports runtime (lanes).
+"""Says what every rank waits for when a step takes too long, and ends the process.
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
 schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
-look at, and so is one that prints nothing, because it is in no step. Lines begin with ``workers.STUCK``, by which a
+look at, and so is one that prints nothing, because it is in no step. Lines begin with ``environment.STUCK``, by which a
 launcher finds them.
 """
 
@@ -17,25 +17,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from tawpipe.launch.workers import STUCK
+from tawpipe.environment import STUCK
 from tawpipe.runtime.lanes import Doing, Event
 from tawpipe.schedule.actions import Lane
 
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0
-"""After the report, so that every rank has printed its own before connections break."""
+"""Seconds after the report, so that every rank has printed its own before connections break."""
 EXIT_CODE = 1
 
 
 class Ends(Protocol):
-    """What tells whether a step is over."""
+    """A view of a step that tells when it is over."""
 
     @property
     def done(self) -> bool: ...
 
 
-class StepEnd:
-    """The end of a step in all lanes.
+class LastEvents:
+    """The last events of a step in all lanes.
 
     Args:
         last: the last event of every lane, while the step is being issued.
@@ -61,7 +61,7 @@ class Watchdog:
     """Watches the steps of one rank in a thread.
 
     Args:
-        doing: what every lane is at.
+        doing: gives the action that every lane is at.
         where: this rank, in words.
         limit_s: of a step, from the end of the one before it; 0 for none.
         end: is called after the report; ends the process by default.
@@ -80,7 +80,7 @@ class Watchdog:
         self._own_end = end
         self.limit_s = limit_s
         self.last_words: Callable[[str], str] = lambda step: ""
-        """Is called after the report with the step, for at most ``LAST_WORDS_S``; what it returns is said, too."""
+        """Called with the step after the report, for at most ``LAST_WORDS_S``; what it returns is said, too."""
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -133,7 +133,7 @@ class Watchdog:
         print(STUCK + line, file=self._stream or sys.stderr, flush=True)
 
     def report(self, step: str, seconds: float) -> Iterator[str]:
-        """Where this rank is."""
+        """Lines that say where this rank is."""
         limits = "--timeouts.step-s, or for the first step --timeouts.first-step-s"
         yield f"{self._where}: {step} has taken {seconds:.0f} s, longer than {limits} allows"
         doing = {lane: one for lane, one in self._doing().items() if one is not None}

@@ -1,5 +1,4 @@
-"""The processes of a run: joins them, finds the topology, picks the device. Imports topology, launch and
-torch.
+"""The processes of a run: joins them, finds the topology, picks the device.
 
 Everything comes from torchrun's variables; a process that nobody launched is a world of one.
 """
@@ -15,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
 from tawpipe.errors import UserError
-from tawpipe.launch.launcher import LOOPBACK, started_by_local_launcher
 from tawpipe.runtime.flight import keep_record
 from tawpipe.runtime.meeting import agree_on_name
-from tawpipe.topology import LaunchEnvironment, Topology
+from tawpipe.topology import Topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Of torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
+"""Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class World:
             dist.destroy_process_group(self.group)
 
     def set_timeout(self, limit: timedelta) -> None:
-        """How long the others may take for a control message from now on."""
+        """Limit the time that the others may take for a control message from now on."""
         if self.group is not None:
             _set_pg_timeout(limit, self.group)
 

@@ -1,4 +1,4 @@
-"""What can be said about settings before anything heavy is loaded. Imports the settings, not torch.
+"""Checks of settings before anything heavy is loaded, so that a refusal comes at once.
 
 Every check raises UserError with the name of the setting as the user writes it.
 """
@@ -11,17 +11,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
-from tawpipe.launch.launcher import started_by_local_launcher
-from tawpipe.runtime.faults import parse_faults, restart_count
+from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.settings import parse_homes
 from tawpipe.schedule.strategies import find
-from tawpipe.topology import LaunchEnvironment
 from tawpipe.train.config import TrainConfig, train_options
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
-"""What a run leaves in its output folder: a folder that holds one of them belongs to a run."""
+"""Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
 
 
 def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[str, str] = os.environ) -> None:
@@ -72,7 +71,7 @@ def _check_faults(config: TrainConfig) -> None:
 
 
 def _reads_files(environ: Mapping[str, str]) -> bool:
-    """Whether this process is alone or the first one: the others need not see what it reads."""
+    """True if this process is alone or the first one: the others need not see what it reads."""
     return environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""What can be set for a training run: names, defaults, meaning. Imports options and data settings, nothing heavy.
+"""Settings of a training run: names, defaults, meaning.
 
 The string under a field is its help on the command line and in YAML. Names at the top of :class:`TrainConfig` are a
 contract; what only experts turn stands in the groups.
@@ -39,9 +39,9 @@ class OptimizerConfig:
     clip_norm: float | None = bounded(1.0, minimum=0)
     """Largest global norm of the gradient; null or 0 for no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm that is not finite leads to: the end of the run, or a step without an update."""
+    """Consequence of a loss or gradient norm that is not finite: the end of the run, or a step without an update."""
     skip_limit: int = bounded(10, minimum=1)
-    """Under skip: steps in a row without an update, beyond which the run ends."""
+    """Steps in a row without an update, beyond which the run ends under skip."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CheckpointConfig:
     every: int = bounded(30, minimum=0)
     """Save each time after this many steps, and after the last one. 0 for never."""
     keep: int = bounded(2, minimum=0)
-    """How many of the newest checkpoints stay on disk. 0 for all."""
+    """Number of the newest checkpoints that stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
     memory_every: int = bounded(0, minimum=0)
@@ -75,7 +75,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written and printed along the way."""
+    """Files and lines that are written along the way."""
 
     every: int = bounded(5, minimum=1)
     """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
@@ -108,14 +108,14 @@ class SampleConfig:
     """A text that the trained model writes at the end of the run."""
 
     prompt: str = "def "
-    """Its beginning."""
+    """The beginning of the text."""
     tokens: int = bounded(32, minimum=0)
-    """How many tokens the model adds. 0 for no sample."""
+    """Tokens that the model adds. 0 for no sample."""
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """How long a process waits for the others before it gives the run up."""
+    """Times for which a process waits for the others before it gives the run up."""
 
     first_step_s: float = bounded(600.0, above=0)
     """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
@@ -142,7 +142,7 @@ class TrainConfig(DataSettings):
     """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Refused under
     torchrun unless --virtual-nodes is set."""
     virtual_nodes: bool = False
-    """Under torchrun: regroup its processes into --nodes nodes instead of the machines that they run on."""
+    """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(512, minimum=2)
     """Tokens in a row. Documents are packed into rows and see only themselves."""
     global_batch: int = bounded(8, minimum=1)
@@ -164,13 +164,13 @@ class TrainConfig(DataSettings):
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
     plan: str = "auto"
-    """Where the schedule comes from: auto measures the links and the model, predicts every strategy and takes the best,
+    """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best,
     in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
     under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
     report: str = ""
     """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
     max_restarts: int = bounded(0, minimum=0)
-    """On one machine: how often the processes are started again after one has died, from the newest sound checkpoint.
+    """Times that the processes on one machine are started again after one has died, from the newest sound checkpoint.
     Under torchrun its own --max-restarts does it."""
     deterministic: bool = False
     """Only operations that give the same bits every time, or an error. Costs time on GPUs."""
@@ -182,10 +182,10 @@ class TrainConfig(DataSettings):
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Whether a few layers of the model are compared with its own forward pass before the first step: auto does so for
+    """Comparison of a few layers with the model's own forward pass before the first step: auto does so for
     models that the project's tests do not cover (docs/models.md). Takes seconds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto takes GPUs if there are any."""
+    """Device to compute on. auto takes GPUs if there are any."""
     compile: bool = False
     """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False

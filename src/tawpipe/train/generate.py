@@ -1,4 +1,4 @@
-"""A short text from the model in training, its weights still spread over all processes. Imports batches and pipeline.
+"""A short text from the model in training, its weights still spread over all processes.
 
 For a glance at the end of a run, not for serving: every token is a forward pass over the text so far, and each pass
 brings all weights here once.

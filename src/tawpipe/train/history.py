@@ -1,5 +1,4 @@
-"""Which history an output folder holds, so that what is left of another one is never gone on with. Imports launch
-and metrics.
+"""The name of the history that an output folder holds, so that what is left of another one is never gone on with.
 
 A run that starts anew, or goes back to an earlier checkpoint, begins another history in its folder; one that is resumed
 goes on with that of before. The file says besides which start has chosen what to go on from: one that died before
@@ -14,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError
-from tawpipe.launch.launcher import LAUNCH
 from tawpipe.train.metrics import replace_text
 
 NAME = "history.json"
@@ -24,7 +23,7 @@ FIELDS = ("history", "resume", "launch")
 
 @dataclass(frozen=True)
 class Mark:
-    """What the file holds; empty where there is none.
+    """The content of the file; empty where there is none.
 
     Args:
         history: a random name.
@@ -42,7 +41,7 @@ class Mark:
 
     @classmethod
     def of(cls, text: str) -> Mark:
-        """From a file's text; of one that is damaged nothing is known."""
+        """The mark in a file's text; an empty one if the text is damaged."""
         try:
             values = json.loads(text)
             return cls(*(str(values[name]) for name in FIELDS))
@@ -51,7 +50,7 @@ class Mark:
 
 
 def launch_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The same for all starts of one launch."""
+    """A name that all starts of one launch share."""
     return environ.get(LAUNCH) or environ.get("TORCHELASTIC_RUN_ID", "")
 
 

@@ -1,5 +1,4 @@
-"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints. Imports batches, data,
-pipeline and the rest of train.
+"""The steps of a training run: batches, learning rate, numbers, evaluation, checkpoints.
 
 Every process of the run makes a :class:`Training`; only rank 0 writes and prints.
 """
@@ -29,6 +28,7 @@ from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
@@ -38,10 +38,8 @@ from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
 from tawpipe.train.stragglers import Stragglers
 
-TRACES = "traces"
-"""Folder in the output folder."""
 LOOK_AT_SAVES = 10
-"""After so many steps it is asked whether the save under way has ended."""
+"""Steps after which the run asks whether the save under way has ended."""
 
 
 @dataclass
@@ -229,7 +227,7 @@ class Training:
 
     @property
     def stall_s(self) -> float | None:
-        """For which training stood still for a checkpoint, the longest; None if there was none."""
+        """The longest time for which training stood still for a checkpoint; None if there was none."""
         return max(self._stalls, default=None)
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
@@ -339,13 +337,13 @@ class Training:
         )
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
-        """Of this rank, whose documents stand for those of all; None for models whose FLOPs are not known here."""
+        """The MFU of this rank, whose documents stand for those of all; None for models whose FLOPs are not known."""
         flops = chain_flops(self.pipeline.chain, done.lengths) if done.lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=1)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
-    """What the highest learning rate is multiplied with in step 0, 1, ...: linear warm-up, then a cosine down to
+    """The factor of the highest learning rate in step 0, 1, ...: linear warm-up, then a cosine down to
     ``least``.
 
     >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]

@@ -1,4 +1,4 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard files, peak memory. Imports torch lazily.
+"""Numbers of a run: metrics.jsonl, TensorBoard files, peak memory.
 
 Only rank 0 makes a :class:`MetricsWriter`. The file and TensorBoard hold the same values under the same names.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
-"""What every row has besides ``step``."""
+"""Names that every row has besides ``step``."""
 
 
 class MetricsWriter:

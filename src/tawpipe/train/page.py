@@ -1,4 +1,4 @@
-"""A run as a page. Imports report, the settings and what a run leaves in its folder."""
+"""A run as a page: the plan, the curves and the recorded step, from what the run leaves in its folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from tawpipe.report.bars import executed_bars, predicted_bars
+from tawpipe.report.bars import executed_bars, predicted_bars, recordings
 from tawpipe.report.figures import lines
 from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.loop import TRACES
 from tawpipe.train.planned import PLAN
 
 CURVES = (
@@ -28,7 +27,7 @@ CURVES = (
 def write_run_page(
     path: Path, config: TrainConfig, before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]]
 ) -> None:
-    """What was planned, what came out, and how it went step by step.
+    """Write the page of a run: what was planned, what came out, and how it went step by step.
 
     Args:
         before, after: what the console said before the first step and after the last one.
@@ -50,7 +49,7 @@ def write_run_page(
 
 
 def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """What the plan said about a step, beside what steps took."""
+    """The plan's prediction of a step, beside what steps took."""
     if not (folder / PLAN).is_file():
         return
     plan = yaml.safe_load((folder / PLAN).read_text(encoding="utf-8"))
@@ -74,8 +73,8 @@ def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
 
 def _recorded(folder: Path) -> Iterator[Section]:
     """The step that --log.trace-step took down, beside the plan's."""
-    found = sorted(one for one in (folder / TRACES).glob("step-*") if any(one.glob("rank-*.json")))
-    if not found:
+    recorded = recordings(folder)
+    if not recorded:
         return
     if (folder / PLAN).is_file():
         from tawpipe.plan.replay import replay
@@ -83,4 +82,4 @@ def _recorded(folder: Path) -> Iterator[Section]:
         timeline, left_out = replay(folder / PLAN)
         title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")
         yield timeline_section(title, predicted_bars(timeline))
-    yield timeline_section(f"{found[-1].name} as it ran", executed_bars(found[-1]))
+    yield timeline_section(f"{recorded[-1].name} as it ran", executed_bars(recorded[-1]))

@@ -1,7 +1,5 @@
 """The schedule of a run: from settings, from a saved plan, from one that is made now, or from the checkpoint.
 
-Imports plan and the settings.
-
 What was decided by measuring is part of the run's state: on the same nodes a resumed run does again what it did, so
 that a noisy measurement cannot change the order of sums. All ranks follow what rank 0 says. In this order:
 
@@ -35,7 +33,7 @@ from tawpipe.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 PLAN = "plan.yaml"
-"""In a run's output folder: the plan that it followed."""
+"""The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 MEMORY = {"cuda": 0.85, "cpu": 0.5}
@@ -44,7 +42,7 @@ MEMORY = {"cuda": 0.85, "cpu": 0.5}
 
 @dataclass(frozen=True)
 class Followed:
-    """What a run does.
+    """The decision of what schedule a run follows.
 
     Args:
         config: with the schedule that was decided.
@@ -95,8 +93,8 @@ def follow_plan(
     if not text:
         return Followed(config, "", line)
     plan = yaml.safe_load(text)
-    if found := _mismatch(plan, config, world, dtype):
-        raise found
+    if mismatch := _mismatch(plan, config, world, dtype):
+        raise mismatch
     chosen = _schedule(config, text)
     for name in given:
         if getattr(chosen, name) != getattr(config.schedule, name):
@@ -109,20 +107,20 @@ def follow_plan(
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
-    """Whether a plan is one for this model.
+    """Refuse a plan for another model.
 
     Raises:
-        UserError: it is not.
+        UserError: it is one.
     """
     if not text:
         return
     expected = yaml.safe_load(text)["model"]
-    found = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
-    if expected != found:
+    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
+    if expected != actual:
         raise UserError(
             "--plan",
             f"a model of {expected['parameters']} parameters in {expected['blocks']} blocks",
-            f"a plan for this model: {found['parameters']} parameters in {found['blocks']} blocks",
+            f"a plan for this model: {actual['parameters']} parameters in {actual['blocks']} blocks",
         )
 
 
@@ -144,7 +142,7 @@ def _read(config: TrainConfig) -> str:
 
 
 def _from_rank_0(world: World, make: Callable[[], str]) -> str:
-    """What ``make`` gives on rank 0, which may take its time, on all ranks; a UserError is raised on all."""
+    """The text that ``make`` gives on rank 0, which may take its time, on all ranks; a UserError is raised on all."""
     text, problem = "", ""
     if world.rank == 0:
         try:
@@ -158,7 +156,7 @@ def _from_rank_0(world: World, make: Callable[[], str]) -> str:
 
 
 def _mismatch(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch.dtype) -> UserError | None:
-    """Why a plan is not for this run, if it is not."""
+    """The reason why a plan is not for this run; None if it is."""
     nodes = [len(node) for node in world.nodes.nodes]
     if plan["nodes"] != nodes:
         return UserError("--plan", f"nodes of {plan['nodes']} processes", f"a plan for these nodes, of {nodes}")

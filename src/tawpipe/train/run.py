@@ -1,4 +1,4 @@
-"""The training run: from settings to a trained model in a folder. Imports data, model, pipeline and the rest of train.
+"""The training run: from settings to a trained model in a folder.
 
 ``run`` reads as a recipe; every process of the run calls it. What happens step by step stands in ``loop``.
 """
@@ -21,11 +21,11 @@ from tawpipe.checkpoint.store import Checkpoints, RunState, read_run, run_state
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
+from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
-from tawpipe.launch.launcher import started_by_local_launcher
 from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.faults import Injector, parse_faults, restart_count
+from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.config import TrainConfig, config_text
@@ -41,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from: a checkpoint, a copy in memory, or nothing; and the mark of that choice."""
+    """The state that a run goes on from: a checkpoint, a copy in memory, or nothing; and the mark of that choice."""
 
     path: Path | None
     copy: Copy | None
@@ -160,7 +160,7 @@ def run(config: TrainConfig) -> int:
 
 
 def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
-    """Beside the metrics; without them a run can do, too."""
+    """Write the settings and the plan beside the metrics; a run can do without these files."""
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / "config.yaml", config_text(config))
@@ -173,7 +173,7 @@ def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
 
 
 def _second_copies(config: TrainConfig, world: World) -> SecondCopies | None:
-    """Where this run keeps copies in memory, if it does; if not, those of runs before it in this folder go."""
+    """The copies in memory that this run keeps; if it keeps none, those of runs before it in this folder go."""
     key = hashlib.sha256(str(config.output_path.absolute()).encode()).hexdigest()[:12]
     folder = Path(config.checkpoint.memory_dir) / f"tawpipe-{os.getuid()}-{key}"
     if config.checkpoint.memory_every:
@@ -191,7 +191,7 @@ def _find_state(
     injector: Injector | None,
     restarts: int,
 ) -> Start:
-    """What to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
+    """The state to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
     if injector is not None:
         injector.before_load()
     before = Mark.of(world.broadcast_text(read_mark(config.output_path).text if world.rank == 0 else ""))
@@ -203,24 +203,24 @@ def _find_state(
     if copies is not None and goes_on and before.history:
         copies.history = before.history
         copy = copies.find()
-    found = checkpoints.find("auto" if goes_on else config.resume, needed=copy is None)
-    if found.path is None and copy is None and chosen and config.resume not in ("none", "auto"):
-        found = checkpoints.find(config.resume)
-    for words in found.passed_over:
+    checkpoint = checkpoints.find("auto" if goes_on else config.resume, needed=copy is None)
+    if checkpoint.path is None and copy is None and chosen and config.resume not in ("none", "auto"):
+        checkpoint = checkpoints.find(config.resume)
+    for words in checkpoint.passed_over:
         console.notice(f"passed over {words}")
-    earlier = None if found.path is None else read_run(found.path)
+    earlier = None if checkpoint.path is None else read_run(checkpoint.path)
     if copy is not None and (earlier is None or copy.step > earlier.step):
         earlier = run_state(copy.record, "the copy in memory")
     else:
         copy = None
-    same = goes_on and before.history and (copy or found.path)
+    same = goes_on and before.history and (copy or checkpoint.path)
     history = before.history if same else world.broadcast_text(secrets.token_hex(8))
     if copies is not None:
         copies.history = history
     if restarts and world.rank == 0:
         reached, first = last_step(config.output_path), earlier.step if earlier else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
-    return Start(None if copy else found.path, copy, earlier, Mark(history, config.resume, launch))
+    return Start(None if copy else checkpoint.path, copy, earlier, Mark(history, config.resume, launch))
 
 
 def gib(number: float) -> str:
@@ -254,7 +254,7 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
 
 
 def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
-    """Of the documents in the row, of the first ones, whose attention is neither the least nor the most work."""
+    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work."""
     rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
     rows = [[*row, sequence_length - sum(row)] if sum(row) < sequence_length else row for row in rows]
     return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
@@ -329,7 +329,7 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
 
 
 def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]:
-    """What is about to happen and what it costs, before the first step."""
+    """Rows that say what is about to happen and what it costs, before the first step."""
     said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
         ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),

@@ -1,4 +1,4 @@
-"""Losses that jump. Imports the standard library only."""
+"""Losses that jump: named as they come, because a run that diverges costs as much as one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending a run in good order when the system asks for it. Imports runtime.world.
+"""Ending a run in good order when the system asks for it.
 
 SIGTERM and SIGUSR1 to any process, once training has begun: all finish the step they are in, save and exit with 0. The
 processes agree by a number that goes round with every step and is read one step later, so that nobody waits for it; as
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tawpipe.launch.launcher import SECOND_S
+from tawpipe.environment import SECOND_S
 from tawpipe.runtime.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -50,16 +50,16 @@ class StopRequest:
         """
         if self._world.group is None:
             return self.caught
-        found = 0
+        number = 0
         if self._asked is not None:
             work, values = self._asked
             work.wait()
-            found = int(values[0])
+            number = int(values[0])
         values = torch.tensor([float(self.caught or 0)])
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._world.group, async_op=True)
         assert work is not None
         self._asked = (work, values)
-        return signal.Signals(found) if found else None
+        return signal.Signals(number) if number else None
 
     def finish(self) -> None:
         """Nothing is under way afterwards; call on all ranks when no further step comes."""

@@ -1,4 +1,4 @@
-"""Names ranks that stay slower than the others. Imports nothing of the project."""
+"""Names ranks that stay slower than the others: the whole run goes at their pace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 LOOKS = 4
-"""So often in a row a rank has to be slow before it is named, since once is noise; then again after twice as many."""
+"""Times in a row that a rank has to be slow before it is named, since once is noise; then again after twice as many."""
 
 
 class Stragglers:

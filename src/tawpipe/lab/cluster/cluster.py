@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tawpipe.environment import ERROR_PREFIX, LOCAL_LAUNCHER
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab.cluster import enter, network
 from tawpipe.lab.cluster.guard import claimed, signals_held, signals_raise
 from tawpipe.lab.cluster.network import INTERFACE, MAX_NODES, Traffic, own_traffic
 from tawpipe.lab.cluster.rates import parse_rate, parse_rates
-from tawpipe.launch.launcher import MARKER, Shape, launch
-from tawpipe.launch.workers import ERROR_PREFIX
+from tawpipe.launch.launcher import Shape, launch
 
 __all__ = ["DEFAULT_NAME", "Cluster", "Traffic", "own_traffic"]
 
@@ -195,7 +195,7 @@ class Cluster:
             nodes=list(self.nodes),
             commands=[list(words) for words in commands],
             # Workers are told of no local launcher: to them these are nodes of a cluster.
-            variables={"OMP_NUM_THREADS": "1", MARKER: None, **self.environment(0), **(env or {})},
+            variables={"OMP_NUM_THREADS": "1", LOCAL_LAUNCHER: None, **self.environment(0), **(env or {})},
             timeout_s=timeout_s or 0.0,
         )
         # Isolated and without site packages, because it starts for every rank and needs none of them.

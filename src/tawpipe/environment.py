@@ -1,0 +1,70 @@
+"""The words between a launcher and the processes that it starts: variables, exit codes, beginnings of lines.
+
+It stands below both, so that neither has to load the other to read a constant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tawpipe.errors import UserError
+
+LOCAL_LAUNCHER = "TAWPIPE_LOCAL_LAUNCHER"
+"""Set to 1 by the launcher of one machine, so that its workers can tell it from torchrun."""
+LAUNCH = "TAWPIPE_LAUNCH"
+"""A word that tells the starts of one launch from those of another."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Starts of this run before the present one: torchrun's variable, which the local launcher sets as well."""
+LOOPBACK = "127.0.0.1"
+"""The address at which the workers of the local launcher meet."""
+
+USER_ERROR = 2
+"""Exit code of a process that found a setting which cannot work."""
+ERROR_PREFIX = "tawpipe: error: "
+"""The beginning of an expected error's message on standard error."""
+STUCK = "tawpipe: stuck: "
+"""The beginning of the lines by which a worker says what it waits for before it ends."""
+SECOND_S = 1.0
+"""A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
+
+
+def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    return environ.get(LOCAL_LAUNCHER) == "1"
+
+
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Starts of this run before the present one."""
+    text = environ.get(RESTARTS, "0")
+    return int(text) if text.isdecimal() else 0
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """The place of this process among the others, as torchrun or the local launcher gives it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+        """The launcher's variables, or None in a process that no launcher started.
+
+        Raises:
+            UserError: some of the variables are there and others are missing or no numbers.
+        """
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return None
+        values = []
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            text = environ.get(name)
+            if text is None or not text.isdecimal():
+                raise UserError(
+                    name, text, "torchrun sets it to a number; start with torchrun, or unset RANK and WORLD_SIZE"
+                )
+            values.append(int(text))
+        return cls(*values)

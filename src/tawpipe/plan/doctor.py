@@ -1,0 +1,133 @@
+"""What is here, and how fast its links are: for a terminal, and as the topology file that plans and runs read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.cuda import nccl
+
+from tawpipe.console import Console
+from tawpipe.environment import LaunchEnvironment
+from tawpipe.errors import RunError
+from tawpipe.plan.machine import Machine, load_machine, save_machine
+from tawpipe.plan.probe import Probe, free_memory, probe
+from tawpipe.runtime.world import World, connect
+
+PACKAGES = ("tawpipe", "torch", "transformers", "tokenizers", "datasets", "safetensors")
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_DEBUG",
+)
+
+
+def examine(out: Path, *, device: str) -> None:
+    """Say on rank 0 what is here, measure the links, write the topology file; call on all processes that a launcher
+    started.
+    """
+    world = connect(device=device)
+    console = Console(world.rank)
+    console.plan(list(_software()), title="software")
+    console.plan(list(_machine(world)), title="machine")
+    console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
+    console.topology(str(world.nodes))
+    links = probe(world)
+    console.plan(list(_links(links)), title="links")
+    for finding in links.findings:
+        console.line(f"odd: {finding}")
+    if world.rank == 0:
+        notes = f"{world.nodes}, measured by tawpipe doctor"
+        save_machine(links.machine, out, notes="\n".join([notes, *links.findings]))
+    console.line(f"wrote {out}")
+    world.leave()
+
+
+def probe_machine(device: str) -> Machine | None:
+    """The machines that this process was started on, measured, by processes that are started for it if it is alone;
+    None on all ranks but the first.
+    """
+    if LaunchEnvironment.read(os.environ) is not None:
+        world = connect(device=device)
+        machine = probe(world).machine
+        world.leave()
+        return machine if world.rank == 0 else None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "topology.yaml"
+        command = [sys.executable, "-m", "tawpipe", "doctor", "--out", str(file), "--device", device]
+        if code := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise RunError(f"the links could not be measured: tawpipe doctor ended with {code}")
+        return load_machine(file)
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    """Versions of what a run needs."""
+    yield "python", platform.python_version()
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+    if torch.cuda.is_available():
+        yield "CUDA", str(torch.version.cuda)
+        yield "NCCL", ".".join(map(str, nccl.version()))
+
+
+def _machine(world: World) -> Iterator[tuple[str, str]]:
+    """Devices and memory of this machine."""
+    if world.device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.1f} GiB"
+            yield (
+                f"GPU {index}",
+                f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}",
+            )
+    else:
+        yield "device", f"CPU, {os.cpu_count()} processors"
+    yield "free memory", f"{free_memory() / 2**30:.1f} GiB"
+    yield (
+        "shared memory",
+        f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB" if Path("/dev/shm").is_dir() else "none",
+    )
+    yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
+
+
+def _links(links: Probe) -> Iterator[tuple[str, str]]:
+    """Rate and latency of every kind of link, and what each node reaches."""
+    machine = links.machine
+    for name, link, several in (
+        ("inside a node", machine.inside, max(machine.nodes) > 1),
+        ("between nodes", machine.between, len(machine.nodes) > 1),
+        ("to the host", machine.host, machine.device.name != "CPU"),
+    ):
+        if several:
+            rate = f"{link.bytes_per_s / 1e9:.3g} GB/s ({link.bytes_per_s * 8 / 1e9:.3g} Gbit/s)"
+            words = [
+                rate,
+                f"{link.latency_s * 1e6:.0f} us",
+                "one for all devices of a node" if link.shared else "one per device",
+            ]
+            words += [] if link.full_duplex else ["both directions together"]
+            yield name, ", ".join(words)
+    for node, rates in enumerate(links.rates):
+        yield f"node {node}", f"sends {rates.sent * 8 / 1e9:.3g}, receives {rates.received * 8 / 1e9:.3g} Gbit/s"
+    if not links.rates and max(machine.nodes) == 1:
+        yield "links", "none: a single process"
