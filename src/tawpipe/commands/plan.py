@@ -23,11 +23,12 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.explain import explain
     from tawpipe.plan.machine import Device
-    from tawpipe.plan.measure import device_name, machine_of, question_of
+    from tawpipe.plan.measure import device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
-    from tawpipe.plan.plan import Answer, crossing, json_text
+    from tawpipe.plan.plan import Plan, crossing, json_text
     from tawpipe.plan.search import search
     from tawpipe.runtime.world import pick_device
+    from tawpipe.schedule.settings import ScheduleSettings
 
     probed = None
     if arguments.topology == PROBE:
@@ -44,47 +45,46 @@ def run(argv: Sequence[str]) -> int:
         known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
         raise UserError("--device-name", "nothing", f"what {arguments.topology} computes with: {known}")
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
-    question = question_of(
+    request = request_of(
         arguments.model,
         machine,
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
         dtype=dtype,
-        reduce_dtype=torch.promote_types(dtype, torch.float32),
         lengths=_lengths(arguments.lengths),
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
-        clip=not arguments.no_clip,
+        settings=ScheduleSettings(early_updates=arguments.early_updates),
         trust_remote_code=arguments.trust_remote_code,
         here=here,
         tell=tell,
     )
     talk = not arguments.json
     if talk:
-        print(f"{question.machine.topology}; {question.profile.source}")
-    answer = Answer.of(question, search(question, tell=tell))
+        print(f"{request.machine.topology}; {request.profile.source}")
+    plan = Plan.of(request, search(request, tell=tell))
     if arguments.json:
-        print(json_text(answer))
+        print(json_text(plan))
     else:
-        for line in answer.table():
+        for line in plan.table():
             print(line)
-        print(f"\n{answer.reason}")
-        if answer.chosen and answer.runner_up and (words := crossing(question, answer.chosen, answer.runner_up)):
+        print(f"\n{plan.reason}")
+        if plan.chosen and plan.runner_up and (words := crossing(request, plan.chosen, plan.runner_up)):
             print(words)
     if arguments.explain:
-        for line in explain(answer, arguments.explain):
+        for line in explain(plan, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
     if arguments.report:
-        write_plan_page(answer, Path(arguments.report))
+        write_plan_page(plan, Path(arguments.report))
         if talk:
             print(f"wrote {arguments.report}")
-    if arguments.save and answer.chosen:
-        answer.save(Path(arguments.save))
+    if arguments.save and plan.chosen:
+        plan.save(Path(arguments.save))
         if talk:
             print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
-    return 0 if answer.chosen else 1
+    return 0 if plan.chosen else 1
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -94,13 +94,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
     from tawpipe.report.page import check_page
+    from tawpipe.schedule.strategies import strategies
 
     check_page(arguments.report)
-    from tawpipe.plan.search import STRATEGIES
-    from tawpipe.schedule.routes.pipelines import PIPELINES
-
-    if arguments.explain and arguments.explain not in (*STRATEGIES, *PIPELINES):
-        raise UserError("--explain", arguments.explain, f"one of {', '.join((*STRATEGIES, *PIPELINES))}")
+    if arguments.explain and arguments.explain not in strategies():
+        raise UserError("--explain", arguments.explain, f"one of {', '.join(strategies())}")
 
 
 def _lengths(words: str | None) -> list[int] | None:
@@ -139,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
-    parser.add_argument("--no-clip", action="store_true", help="without clipping and finite check")
+    parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")

@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -52,14 +52,13 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import build, step_of, strategy_of
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
-DEFAULT = ScheduleSettings()
 VERIFIED_ACTIONS = 200_000
 """Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
 
@@ -617,9 +616,7 @@ class Pipeline:
         return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
 
-def _check_settings(
-    *, micro_batch: int, dtype: torch.dtype, clip_norm: float | None, seed: int
-) -> None:
+def _check_settings(*, micro_batch: int, dtype: torch.dtype, clip_norm: float | None, seed: int) -> None:
     if micro_batch < 1:
         raise UserError("micro_batch", micro_batch, "at least 1")
     # fp16 would need loss scaling: gradients of single tokens are below its range.

@@ -1,4 +1,4 @@
-"""From what a user names to a question: model, machines, data. Imports model, plan and torch."""
+"""From what a user names to a request for a plan: model, machines, data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
-from tawpipe.plan.request import Question
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
 
 USABLE = 0.94
@@ -56,7 +57,7 @@ def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine
     return uniform(nodes, local, between=LinkModel(rate, LATENCY_S), inside=inside, device=device)
 
 
-def question_of(
+def request_of(
     model: str,
     machine: Machine,
     *,
@@ -64,25 +65,23 @@ def question_of(
     global_batch: int,
     micro_batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
-    reduce_dtype: torch.dtype = torch.float32,
     lengths: Sequence[int] | None = None,
     profile: str = "auto",
     vocab_size: int | None = None,
     memory_bytes: int | None = None,
-    clip: bool = True,
-    chunk_tokens: int = 1024,
+    settings: ScheduleSettings = DEFAULT,
     trust_remote_code: bool = False,
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Question:
-    """The question.
+) -> PlanRequest:
+    """The request.
 
     Args:
         lengths: of the documents in a row; one as long as the row by default.
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
         memory_bytes: of a device, instead of what the machine says.
-        chunk_tokens: whose logits exist at one time.
+        settings: what a plan takes as given, see ``schedule.settings.UNPLANNED``.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -115,22 +114,31 @@ def question_of(
     made = chain()
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master = torch.promote_types(dtype, torch.float32)
+    reduce = dtype if settings.reduce_dtype == "same" else master
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
-    return Question(
+    return PlanRequest(
         model=made.spec,
         profile=_profile(
-            made, machine, profile, dtype, sequence_length, chunk_tokens, peak, here or torch.device("cpu"), tell
+            made,
+            machine,
+            profile,
+            dtype,
+            sequence_length,
+            settings.loss_chunk_tokens,
+            peak,
+            here or torch.device("cpu"),
+            tell,
         ),
         machine=machine,
         global_batch=global_batch,
         micro_batch=micro_batch,
         sequence_length=sequence_length,
         size=size_of(documents * micro_batch),
-        widths=Widths(dtype.itemsize, reduce_dtype.itemsize, master.itemsize, optimizer_states=2),
+        widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, optimizer_states=2),
         memory_bytes=int(limit),
         flops=(chain_flops(made, documents) or 0.0) * global_batch,
         peak_flops=peak,
-        clip=clip,
+        settings=settings,
     )
 
 

@@ -1,4 +1,4 @@
-"""An answer as a page. Imports plan and report."""
+"""A plan as a page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.plan.plan import Answer
-from tawpipe.plan.request import Question, predict
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.predict import predict
+from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
@@ -24,7 +25,7 @@ SHOWN = 5
 """Strategies in the figures of what would change."""
 
 
-def write_plan_page(answer: Answer, path: Path) -> None:
+def write_plan_page(plan: Plan, path: Path) -> None:
     """Write the page.
 
     Raises:
@@ -32,22 +33,22 @@ def write_plan_page(answer: Answer, path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise UserError("--report", str(path), "a file in a folder that exists")
-    question = answer.question
+    request = plan.request
     subtitle = (
-        f"{sum(unit.numel for unit in question.model.units) / 1e9:.3g} B parameters, rows of "
-        f"{question.sequence_length} tokens, {question.global_batch} in a step; {question.machine.topology}; "
-        f"{question.profile.source}"
+        f"{sum(unit.numel for unit in request.model.units) / 1e9:.3g} B parameters, rows of "
+        f"{request.sequence_length} tokens, {request.global_batch} in a step; {request.machine.topology}; "
+        f"{request.profile.source}"
     )
-    write_page(path, "Plan", _sections(answer), subtitle=subtitle)
+    write_page(path, "Plan", _sections(plan), subtitle=subtitle)
 
 
-def _sections(answer: Answer) -> Iterator[Section]:
-    question = answer.question
-    shown = [one for one in answer.candidates if one.prediction is not None]
-    rows = [line.split("\t") for line in answer.table(separator="\t")]
-    marked = [i for i, one in enumerate(answer.candidates) if one is answer.chosen]
+def _sections(plan: Plan) -> Iterator[Section]:
+    request = plan.request
+    shown = [one for one in plan.candidates if one.prediction is not None]
+    rows = [line.split("\t") for line in plan.table(separator="\t")]
+    marked = [i for i, one in enumerate(plan.candidates) if one is plan.chosen]
     yield Section(
-        answer.chosen.strategy if answer.chosen else "Nothing fits", answer.reason, Table(rows[0], rows[1:], marked)
+        plan.chosen.strategy if plan.chosen else "Nothing fits", plan.reason, Table(rows[0], rows[1:], marked)
     )
     names = [one.strategy for one in shown]
     made = [one.prediction for one in shown if one.prediction is not None]
@@ -60,44 +61,44 @@ def _sections(answer: Answer) -> Iterator[Section]:
         "Where a step's time goes", "Of a device, on the average.", figures=[stacked_bars(names, parts, unit="s")]
     )
     kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
-    limit = question.memory_bytes / 2**30 if question.memory_bytes else None
+    limit = request.memory_bytes / 2**30 if request.memory_bytes else None
     yield Section(
         "Memory of a device", "At its highest.", figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)]
     )
-    if question.topology.num_nodes > 1:
+    if request.topology.num_nodes > 1:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
         yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB")])
-    yield from _chosen(answer)
-    yield from _changes(answer, shown[:SHOWN])
+    yield from _chosen(plan)
+    yield from _changes(plan, shown[:SHOWN])
 
 
-def _chosen(answer: Answer) -> Iterator[Section]:
-    chosen = answer.chosen
+def _chosen(plan: Plan) -> Iterator[Section]:
+    chosen = plan.chosen
     if chosen is None or chosen.prediction is None or chosen.prediction.timeline is None:
         return
-    timeline, question = chosen.prediction.timeline, answer.question
-    rounds = timeline.schedule.knobs.rounds
-    whole = chosen.knobs.rounds if chosen.knobs else rounds
+    timeline, request = chosen.prediction.timeline, plan.request
+    rounds = timeline.schedule.step.rounds
+    whole = chosen.step.rounds if chosen.step else rounds
     words = f"{rounds} of {whole} rounds: those in the middle are alike." if rounds < whole else ""
     yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
-    over = memory_over_time(timeline, rank, question.activation_bytes, fixed)
+    over = memory_over_time(timeline, rank, request.activation_bytes, fixed)
     yield Section("Memory in the course of the step", figures=[memory_figure({chosen.strategy: over})])
 
 
-def _changes(answer: Answer, shown: Sequence[Candidate]) -> Iterator[Section]:
-    """How the answer moves; the knobs stay as they are."""
-    question = answer.question
-    ours = [one for one in shown if one.knobs is not None]
-    if question.topology.num_nodes > 1:
-        rate = question.machine.between.bytes_per_s
+def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
+    """How the plan moves; the settings stay as they are."""
+    request = plan.request
+    ours = [one for one in shown if one.step is not None]
+    if request.topology.num_nodes > 1:
+        rate = request.machine.between.bytes_per_s
         rates = [rate * factor for factor in RATES]
-        others = [replace(question, machine=question.machine.with_rate(one)) for one in rates]
+        others = [replace(request, machine=request.machine.with_rate(one)) for one in rates]
         series = {one.strategy: [_seconds(other, one) for other in others] for one in ours}
         figure = lines([one * 8 / 1e9 for one in rates], series, x_title="Gbit/s between nodes", y_title="s per step")
         yield Section("With other links", "Seconds per step.", figures=[figure])
-    longer = [_longer(question, factor) for factor in LENGTHS]
+    longer = [_longer(request, factor) for factor in LENGTHS]
     series = {one.strategy: [_tokens(other, one) for other in longer] for one in ours}
     figure = lines(
         [other.sequence_length for other in longer],
@@ -110,22 +111,22 @@ def _changes(answer: Answer, shown: Sequence[Candidate]) -> Iterator[Section]:
     )
 
 
-def _longer(question: Question, factor: float) -> Question:
-    length = max(2, round(question.sequence_length * factor))
-    size = MicroBatchSize(length * question.micro_batch, length * length * question.micro_batch)
-    return replace(question, sequence_length=length, size=size)
+def _longer(request: PlanRequest, factor: float) -> PlanRequest:
+    length = max(2, round(request.sequence_length * factor))
+    size = MicroBatchSize(length * request.micro_batch, length * length * request.micro_batch)
+    return replace(request, sequence_length=length, size=size)
 
 
-def _seconds(question: Question, candidate: Candidate) -> float | None:
-    assert candidate.knobs is not None
+def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
+    assert candidate.step is not None
     try:
-        return predict(question, candidate.knobs).step_seconds
+        return predict(request, candidate.step).step_seconds
     except UserError:
         return None
 
 
-def _tokens(question: Question, candidate: Candidate) -> float | None:
-    seconds = _seconds(question, candidate)
+def _tokens(request: PlanRequest, candidate: Candidate) -> float | None:
+    seconds = _seconds(request, candidate)
     if seconds is None:
         return None
-    return question.global_batch * question.sequence_length / seconds / question.topology.world_size
+    return request.global_batch * request.sequence_length / seconds / request.topology.world_size

@@ -22,13 +22,12 @@ from math import isfinite
 
 import numpy as np
 
-from tawpipe.plan.request import Question, memory_quickly
-from tawpipe.schedule.build import place_units
-from tawpipe.schedule.placement import AT_ONE_PLACE
-from tawpipe.schedule.residency import plan_residency
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.footprint import far_widths
 from tawpipe.schedule.routes.staggered import number_of_exchanges, visits_of_exchange
-from tawpipe.schedule.spec import Knobs, wire_width
-from tawpipe.schedule.visits import training_visits
+from tawpipe.schedule.step import StepSpec
+from tawpipe.schedule.weight_strategy import WeightStrategy
 
 IN_TURN, ONE_BY_ONE, SOLVER = "in turn", "moved one by one", "from the solver"
 MOST_WORK = 10_000_000
@@ -70,23 +69,23 @@ class Homes:
         return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 
-def find_homes(question: Question, knobs: Knobs, *, although_even: bool = False) -> Homes | None:
+def find_homes(request: PlanRequest, step: StepSpec, *, although_even: bool = False) -> Homes | None:
     """Homes for these units and links; None where there is nothing to choose.
 
     Args:
-        knobs: of a strategy; homes in them are not looked at.
+        step: homes in its settings are not looked at.
         although_even: look for them where nodes, links and layers are alike, too.
     """
-    if knobs.placement not in AT_ONE_PLACE or question.topology.num_nodes == 1:
+    if not step.strategy.places(request.topology) or request.topology.num_nodes == 1:
         return None
-    task = _Task(question, knobs)
+    task = _Task(request, step)
     usual = {IN_TURN: task.seconds(task.in_turn)}
-    if _is_even(question) and not although_even:
+    if _is_even(request) and not although_even:
         return Homes((), usual, note="nodes, links and layers are alike")
     if not usual[IN_TURN] or not all(map(isfinite, task.rates)):
         return Homes((), usual, note="no link between nodes takes time")
     if task.work > MOST_WORK:
-        return Homes((), usual, note=f"others are not looked for on {question.topology.num_nodes} nodes")
+        return Homes((), usual, note=f"others are not looked for on {request.topology.num_nodes} nodes")
     found = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
     if not task.fits(found[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
         del found[ONE_BY_ONE]
@@ -98,12 +97,12 @@ def find_homes(question: Question, knobs: Knobs, *, although_even: bool = False)
     return Homes(task.spelled(found[best]) if best != IN_TURN else (), seconds, bound, note)
 
 
-def _is_even(question: Question) -> bool:
-    model = question.model
+def _is_even(request: PlanRequest) -> bool:
+    model = request.model
     layers = {sum(model.units[u].numel for u in block.units) for block in model.blocks if block.kind == "layer"}
-    machine = question.machine
-    links = {question.costs.node_link(node) for node in range(len(machine.nodes))}
-    return len(layers) == 1 and len(links) == 1 and question.topology == machine.topology
+    machine = request.machine
+    links = {request.costs.node_link(node) for node in range(len(machine.nodes))}
+    return len(layers) == 1 and len(links) == 1 and request.topology == machine.topology
 
 
 @dataclass(frozen=True)
@@ -131,43 +130,41 @@ class _Task:
         limit: of a device, bytes at home: as many as with homes in turn, or what a limit of memory leaves.
     """
 
-    def __init__(self, question: Question, knobs: Knobs) -> None:
-        topology, model, widths = question.topology, question.model, question.widths
-        self.topology, self.whole, knobs = topology, knobs.placement == "whole", replace(knobs, homes=())
-        homes = place_units(model, topology, knobs.placement)
+    def __init__(self, request: PlanRequest, step: StepSpec) -> None:
+        topology, model, widths = request.topology, request.model, request.widths
+        step = replace(step, settings=replace(step.settings, homes=""))
+        homes = step.homes
+        self.topology, self.whole = topology, step.strategy.places(topology) > topology.num_nodes
         self.usual = tuple(home.ranks[0] for home in homes)
         self.in_turn = tuple(topology.node_of(rank) for rank in self.usual)
-        self.machine_of = [question.machine.topology.node_of(node[0]) for node in topology.nodes]
-        sizes = question.machine.nodes
-        links = [question.costs.node_link(machine) for machine in range(len(sizes))]
+        self.machine_of = [request.machine.topology.node_of(node[0]) for node in topology.nodes]
+        sizes = request.machine.nodes
+        links = [request.costs.node_link(machine) for machine in range(len(sizes))]
         # Devices with links of their own send their stripes at the same time; a whole unit leaves over one of them.
         devices = [1 if link.shared or self.whole else size for link, size in zip(links, sizes, strict=True)]
         self.rates = [link.bytes_per_s * count for link, count in zip(links, devices, strict=True)]
         self.full_duplex = [link.full_duplex for link in links]
-        far = wire_width(knobs.gradients_wire, widths.gradient), wire_width(knobs.weights_wire, widths.weight)
-        self.sizes = tuple([home.padded * width for home in homes] for width in far)
+        weights, gradients = far_widths(step.settings, widths)
+        self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
         self.kept = np.array([unit.numel * widths.at_home(trainable=unit.trainable) for unit in model.units])
 
-        visits = training_visits(model, knobs)
-        residency = plan_residency(model, topology, homes, knobs, visits)
-        stays = residency.full if residency.slices is None else residency.slices
-        coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in stays]
-        if knobs.weights_scope == "step":
-            coming = _first_of_each(coming)
+        assert isinstance(step.strategy, WeightStrategy)
+        tour = step.strategy.tour(step)
+        coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
         counts = Counter((True, one) for one in _staggered(coming, topology.num_nodes))
         rounds = [
-            [model.trainable_units(v.block) for v in visits if v.round == r and v.gradients is not None]
-            for r in range(knobs.rounds)
+            [model.trainable_units(v.block) for v in tour.visits if v.round == r and v.gradient_index is not None]
+            for r in range(step.rounds)
         ]
-        if knobs.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
+        if step.settings.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
             rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
         for leaving in rounds:
             counts.update((False, one) for one in _staggered(leaving, topology.num_nodes))
         self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
 
         self.limit = float(self.device_bytes(self.in_turn).max())
-        if question.memory_bytes:
-            self.limit += max(0, question.memory_bytes - sum(memory_quickly(question, knobs).values()))
+        if request.memory_bytes:
+            self.limit += max(0, request.memory_bytes - sum(memory_quickly(request, step).values()))
 
     def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
         """The machines that send and receive; None if there is nothing to send between machines."""
@@ -203,7 +200,9 @@ class _Task:
         return found
 
     def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
-        """As in ``Knobs.homes``: under ``whole`` ranks, in a node the largest unit first to the one that has least."""
+        """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes first,
+        to the one that has least.
+        """
         if not self.whole:
             return tuple(homes)
         had, ranks = np.zeros(self.topology.world_size), [0] * len(homes)

@@ -1,6 +1,4 @@
-"""The answer to a question: the candidates, the choice and its reasons; as a table, as JSON, as a file to train by.
-Imports errors, schedule, plan.
-"""
+"""A plan: the candidates, the choice and its reasons; as a table, as JSON, as a file to train by."""
 
 from __future__ import annotations
 
@@ -14,14 +12,17 @@ import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import record_of, settings_of
-from tawpipe.plan.request import Question, predict
+from tawpipe.plan.predict import predict
+from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, Candidate
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)
+"""Those that are read: in 1 a schedule has the names of settings of before."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class Plan:
     """What the search found.
 
     Args:
@@ -31,13 +32,13 @@ class Answer:
         runner_up: the next one.
     """
 
-    question: Question
+    request: PlanRequest
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     runner_up: Candidate | None
 
     @classmethod
-    def of(cls, question: Question, candidates: Sequence[Candidate]) -> Answer:
+    def of(cls, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
         good = [one for one in candidates if one.runnable and one.fits and one.prediction is not None]
         good.sort(key=lambda one: one.seconds)
         if good:  # of those that are as fast, the one that loads the links least
@@ -45,22 +46,23 @@ class Answer:
             best = min(alike, key=lambda one: one.prediction.link_bytes if one.prediction else 0)
             good.remove(best)
             good.insert(0, best)
-        return cls(question, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
+        return cls(request, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
 
     @property
     def reason(self) -> str:
         """A sentence or two."""
         if self.chosen is None:
             return self._nothing_fits()
-        assert self.chosen.prediction is not None and self.chosen.knobs is not None
+        assert self.chosen.prediction is not None and self.chosen.step is not None
         made, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - made.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
-        if self.question.topology.num_nodes > 1:
+        if self.request.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
             words += f" and keeps the busiest link {busy:.0%} busy"
-            keeps = self.chosen.knobs.placement in ("spread", "striped")
-            if keeps and self.chosen.knobs.weights_scope == "visit" and busy < 0.6:
+            step = self.chosen.step
+            keeps = "step_cache" not in step.strategy.refusals
+            if keeps and not step.step_cache and busy < 0.6:
                 words += ", so weights need not be kept in the node beyond a visit"
             elif busy > 0.9:
                 words += ": the link is the limit, more micro-batches per visit or a larger batch would help"
@@ -81,23 +83,23 @@ class Answer:
         )
         if least is None or least.prediction is None:
             return "no strategy can run this model on these machines"
-        over = (least.prediction.peak_bytes - self.question.memory_bytes) / 2**30
+        over = (least.prediction.peak_bytes - self.request.memory_bytes) / 2**30
         return f"nothing fits: {least.strategy} needs least, and lacks {over:.2f} GiB on every device"
 
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
         assert candidate.prediction is not None
-        question = self.question
-        links = [question.costs.node_link(node) for node in range(len(question.machine.nodes))]
-        rate = min(link.bytes_per_s * (1 if link.shared else question.topology.local_size) for link in links)
+        request = self.request
+        links = [request.costs.node_link(node) for node in range(len(request.machine.nodes))]
+        rate = min(link.bytes_per_s * (1 if link.shared else request.topology.local_size) for link in links)
         return candidate.prediction.link_bytes / rate / candidate.seconds
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
         """One of ``candidates`` in the JSON."""
-        made, question = candidate.prediction, self.question
+        made, request = candidate.prediction, self.request
         row: dict[str, Any] = {
             "strategy": candidate.strategy,
-            "knobs": candidate.chosen_knobs(),
+            "knobs": candidate.chosen_settings(),
             "runnable": candidate.runnable,
             "fits": candidate.fits,
             "why_not": candidate.why_not,
@@ -113,13 +115,13 @@ class Answer:
         )
         if made is None:
             return row | dict.fromkeys((*names, "peak_gib", "memory_gib"))
-        devices = question.topology.world_size
-        tokens = question.global_batch * question.sequence_length
-        peak = question.peak_flops
+        devices = request.topology.world_size
+        tokens = request.global_batch * request.sequence_length
+        peak = request.peak_flops
         return row | {
             "step_seconds": made.step_seconds,
             "tokens_per_second_per_device": tokens / made.step_seconds / devices,
-            "mfu": question.flops / (made.step_seconds * devices * peak) if peak and question.flops else None,
+            "mfu": request.flops / (made.step_seconds * devices * peak) if peak and request.flops else None,
             "exposed_communication_s": made.exposed_communication_s,
             "idle_s": made.idle_s,
             "link_bytes": made.link_bytes,
@@ -189,32 +191,32 @@ class Answer:
         Raises:
             UserError: nothing was chosen.
         """
-        if self.chosen is None or self.chosen.knobs is None:
+        if self.chosen is None or self.chosen.step is None:
             raise UserError("plan", "no strategy", f"a model that fits these machines; {self.reason}")
-        question = self.question
+        request = self.request
         content = {
             "format": FORMAT,
             "strategy": self.chosen.strategy,
             "reason": self.reason,
-            "model": fingerprint(question),
-            "nodes": list(question.machine.nodes),
-            "global_batch": question.global_batch,
-            "micro_batch": question.micro_batch,
-            "sequence_length": question.sequence_length,
-            "weight_bytes": question.widths.weight,
-            "gradient_bytes": question.widths.gradient,
+            "model": fingerprint(request),
+            "nodes": list(request.machine.nodes),
+            "global_batch": request.global_batch,
+            "micro_batch": request.micro_batch,
+            "sequence_length": request.sequence_length,
+            "weight_bytes": request.widths.weight,
+            "gradient_bytes": request.widths.gradient,
             "step_seconds": round(self.chosen.seconds, 6),
-            "schedule": settings_of(self.chosen.knobs),
+            "schedule": settings_of(self.chosen.step),
         }
-        clock = yaml.safe_dump({"clock": record_of(question)}, sort_keys=False, default_flow_style=True, width=120)
+        clock = yaml.safe_dump({"clock": record_of(request)}, sort_keys=False, default_flow_style=True, width=120)
         head = yaml.safe_dump(content, sort_keys=False, width=120)
         return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
 
 
-def fingerprint(question: Question) -> dict[str, int]:
+def fingerprint(request: PlanRequest) -> dict[str, int]:
     """What tells models apart here: the numbers of blocks and of parameters."""
-    units = question.model.units
-    return {"blocks": len(question.model.blocks), "parameters": sum(unit.numel for unit in units)}
+    units = request.model.units
+    return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units)}
 
 
 def load_plan(path: Path) -> dict[str, Any]:
@@ -228,23 +230,23 @@ def load_plan(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
     needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
-    good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
+    good = isinstance(content, dict) and content.get("format") in FORMATS and all(name in content for name in needed)
     if not good or not isinstance(content["schedule"], dict):
         raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
     return content
 
 
-def crossing(question: Question, first: Candidate, second: Candidate) -> str:
+def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     """At which rate of the links ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
-    if first.knobs is None or second.knobs is None or question.topology.num_nodes == 1:
+    if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
-    base = question.machine.between.bytes_per_s
+    base = request.machine.between.bytes_per_s
     for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
-        other = replace(question, machine=question.machine.with_rate(base * factor))
-        if predict(other, second.knobs).step_seconds < predict(other, first.knobs).step_seconds * 0.995:
+        other = replace(request, machine=request.machine.with_rate(base * factor))
+        if predict(other, second.step).step_seconds < predict(other, first.step).step_seconds * 0.995:
             return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
     return ""
 
 
-def json_text(answer: Answer) -> str:
-    return json.dumps(answer.as_json(), indent=1, allow_nan=False)
+def json_text(plan: Plan) -> str:
+    return json.dumps(plan.as_json(), indent=1, allow_nan=False)

@@ -1,4 +1,4 @@
-"""A question and a choice as plain data, so that a plan can be played again without its model. Imports schedule, plan.
+"""A request and a choice as plain data, so that a plan can be played again without its model.
 
 A saved plan has two parts: what a reader wants to know and ``tawpipe train --plan`` follows, and under ``clock`` what
 the clock was given. Layers that are alike are written once, with their number.
@@ -6,46 +6,32 @@ the clock was given. Layers that are alike are written once, with their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.profile import Profile
-from tawpipe.plan.request import Question
-from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.placement import parse_homes, spell_homes
-from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, UnitSpec
+from tawpipe.schedule.settings import PLANNED, UNPLANNED, ScheduleSettings, settings_from
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
 MOST_ALIKE = 100_000
 """Blocks or units in a row, beyond which a plan is damaged."""
-PLACEMENTS = {"flat": "flat", "hsdp": "hybrid", "weipipe": "ring"}
-"""Of the settings ``schedule.builder`` that fix the placement."""
-SETTINGS = (
-    "micro_batches_per_visit",
-    "look_ahead",
-    "gradient_buffers",
-    "weights_scope",
-    "gradients_scope",
-    "kept_units",
-    "offloaded_layers",
-    "weights_wire",
-    "gradients_wire",
-)
-"""Knobs that are settings of ``tawpipe train`` under the same name."""
-NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops", "clip")
-"""Of a question, plain ones."""
+NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops")
+"""Parts of a request that are plain numbers."""
 
 
-def record_of(question: Question) -> dict[str, Any]:
-    """What ``question_from`` makes the question of again."""
-    profile, model = question.profile, question.model
+def record_of(request: PlanRequest) -> dict[str, Any]:
+    """What ``request_from`` makes the request of again."""
+    profile, model = request.profile, request.model
     return {
-        "machine": spell_machine(question.machine),
+        "machine": spell_machine(request.machine),
         "blocks": _packed(
             [block.kind, block.backward_reads_weights, block.needs_backward, _cost(cost)]
             for block, cost in zip(model.blocks, profile.blocks, strict=True)
@@ -60,14 +46,15 @@ def record_of(question: Question) -> dict[str, Any]:
             "fixed_working": profile.fixed_working,
             "source": profile.source,
         },
-        "size": asdict(question.size),
-        "widths": asdict(question.widths),
-        **{name: getattr(question, name) for name in NUMBERS},
+        "size": asdict(request.size),
+        "widths": asdict(request.widths),
+        "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
+        **{name: getattr(request, name) for name in NUMBERS},
     }
 
 
-def question_from(content: Mapping[str, Any], *, where: str) -> Question:
-    """The question of a saved plan.
+def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
+    """The request of a saved plan.
 
     Raises:
         UserError: it is damaged.
@@ -84,52 +71,41 @@ def question_from(content: Mapping[str, Any], *, where: str) -> Question:
             for own, (kind, reads, needs, _) in zip(of_blocks, blocks, strict=True)
         )
         costs = tuple(BlockCost(*(Seconds(*part) for part in one[3])) for one in blocks)
-        return Question(
+        return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
             profile=Profile(costs, **content["profile"]),
             machine=machine_from(content["machine"], where=where),
             size=MicroBatchSize(**content["size"]),
             widths=Widths(**content["widths"]),
+            settings=ScheduleSettings(**content.get("settings", {})),
             **{name: content[name] for name in NUMBERS},
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError("PLAN", where, f"a plan that `tawpipe plan --save` or a run wrote ({error!r})") from error
 
 
-def knobs_from(schedule: Mapping[str, Any], question: Question) -> Knobs:
-    """The knobs that the section ``schedule`` of a plan or of settings stands for."""
-    return question.knobs(
-        placement=PLACEMENTS.get(schedule.get("builder", "tawpipe")) or schedule.get("placement", "spread"),
-        recompute=recompute_of_blocks(schedule.get("recompute", "full"), question.model),
-        homes=parse_homes(schedule.get("homes", "")),
-        **{name: schedule[name] for name in SETTINGS if name in schedule},
-    )
+def settings_of(step: StepSpec) -> dict[str, Any]:
+    """The section ``schedule`` of a training run: what a plan chooses."""
+    return {name: getattr(step.settings, name) for name in PLANNED}
 
 
-def settings_of(knobs: Knobs) -> dict[str, Any]:
-    """The section ``schedule`` of a training run."""
-    builders = {placement: builder for builder, placement in PLACEMENTS.items()}
-    found: dict[str, Any] = {"builder": builders.get(knobs.placement, "tawpipe")}
-    if knobs.placement not in builders:
-        found |= {"placement": knobs.placement, "homes": spell_homes(knobs.homes)}
-    found |= {name: getattr(knobs, name) for name in SETTINGS}
-    found["recompute"] = spell_recompute(knobs.recompute) if knobs.recompute else "full"
-    return found
+def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> ScheduleSettings:
+    """Settings with what the section ``schedule`` of a plan chooses; it may be of an earlier version.
 
-
-def spell_recompute(recompute: Sequence[str]) -> str:
-    """The setting that ``recompute_of_blocks`` reads.
-
-    >>> spell_recompute(("full", "full", "selective", "none", "none", "full"))
-    'none:2,selective:1,full'
+    Raises:
+        UserError: a name or value that was never one.
     """
-    layers = list(reversed(recompute[1:-1]))
-    words: list[str] = []
-    while layers:
-        count = next((i for i, how in enumerate(layers) if how != layers[0]), len(layers))
-        words.append(f"{layers[0]}:{count}" if count < len(layers) else layers[0])
-        del layers[:count]
-    return ",".join(words)
+    values = dict(schedule)
+    if "builder" in values or "placement" in values:
+        placement = values.pop("placement", "spread")
+        builder = values.pop("builder", "tawpipe")
+        values["strategy"] = f"tawpipe-{placement}" if builder == "tawpipe" else builder
+        cached = values.pop("kept_units", 0)
+        values["step_cache"] = "all" if values.pop("weights_scope", "visit") == "step" else cached
+        for what in ("weights", "gradients"):
+            values[f"{what}_compression"] = values.pop(f"{what}_wire", "dtype").replace("dtype", "none")
+    planned = settings_from(values, where="PLAN: schedule")
+    return replace(base, **{name: getattr(planned, name) for name in PLANNED})
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """Measures the links of the processes that are there. Imports topology, plan.machine, runtime.world and torch.
 
 Messages go between pairs of ranks, every rank in at most one pair at a time, so that pairs do not disturb each other
-unless that is the question. What is asked, in a few seconds altogether:
+unless that is the request. What is asked, in a few seconds altogether:
 
 * inside a node: latency and rate of a pair alone, both ways at once, and of all pairs of the node at once;
 * between nodes: the same, for every node with some others in turn; a node's rate is that of its best partner, so that
@@ -69,7 +69,7 @@ class Probe:
 
 
 def probe(world: World) -> Probe:
-    """Measure; call on all ranks, which get the same answer."""
+    """Measure; call on all ranks, which get the same plan."""
     ruler = _Ruler(world)
     nodes = world.nodes.nodes
     inside, inside_notes = _inside(ruler, nodes)

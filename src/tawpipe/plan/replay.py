@@ -1,4 +1,4 @@
-"""A saved plan, played again. Imports plan."""
+"""A saved plan, played again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.plan.plan import load_plan
-from tawpipe.plan.plan_file import knobs_from, question_from
-from tawpipe.plan.request import timeline_of
+from tawpipe.plan.plan_file import planned_settings, request_from
+from tawpipe.plan.predict import timeline_of
 from tawpipe.simulate import Timeline
 
 
@@ -20,10 +20,10 @@ def replay(path: Path) -> tuple[Timeline, str]:
     plan = load_plan(path)
     if not isinstance(plan.get("clock"), dict):
         raise UserError("PLAN", str(path), "a plan with the section `clock`, as `tawpipe plan --save` writes it")
-    question = question_from(plan["clock"], where=str(path))
-    knobs = knobs_from(plan["schedule"], question)
-    timeline = timeline_of(question, knobs)
-    played, ranks = timeline.schedule.knobs.rounds, len(timeline.schedule.played)
-    if played == knobs.rounds and ranks == question.topology.world_size:
+    request = request_from(plan["clock"], where=str(path))
+    step = request.step(planned_settings(plan["schedule"], request.settings))
+    timeline = timeline_of(request, step)
+    played, ranks = timeline.schedule.step.rounds, len(timeline.schedule.played)
+    if played == step.rounds and ranks == request.topology.world_size:
         return timeline, ""
-    return timeline, f"{played} of {knobs.rounds} rounds, {ranks} of {question.topology.world_size} ranks"
+    return timeline, f"{played} of {step.rounds} rounds, {ranks} of {request.topology.world_size} ranks"

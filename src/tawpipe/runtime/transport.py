@@ -158,7 +158,10 @@ class Transport:
             self._check_exchange(key, action)
         messages = [buffers[t.buffer] for t in action.transfers]
         if action.compression:
-            plain, messages = messages, self._scratch[action.lane].take([one.numel() for one in messages], action.compression)
+            plain, messages = (
+                messages,
+                self._scratch[action.lane].take([one.numel() for one in messages], action.compression),
+            )
             for t, values, message in zip(action.transfers, plain, messages, strict=True):
                 if t.send:
                     encode(values, action.compression, message)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
 from tawpipe.topology import Topology
@@ -102,7 +102,8 @@ def costs(
         trainable=sum(unit.numel for unit in units if unit.trainable),
         strategy=schedule.name + (", homes as given" if settings.homes else ""),
         schedule=(
-            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} in {count(schedule.step.rounds, 'round')}, "
+            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} "
+            f"in {count(schedule.step.rounds, 'round')}, "
             f"{settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
         ),
         link_sent_bytes=tuple(link.bytes_sent(*far) for link in traffic),

@@ -86,9 +86,14 @@ class Residency:
         """Whether a device has its slice of the unit from an earlier visit."""
         return self.slices is not None and self.slices[visit][unit].held
 
+    @property
+    def arriving(self) -> tuple[dict[int, Stay], ...]:
+        """The stays that begin with a way over the link between nodes, where ``held`` is False."""
+        return self.full if self.slices is None else self.slices
+
     def arrivals(self) -> Iterator[int]:
         """The units that come into a node in the course of the step."""
-        for visit in self.full if self.slices is None else self.slices:
+        for visit in self.arriving:
             for unit, stay in visit.items():
                 if not stay.held:
                     yield unit

@@ -67,6 +67,7 @@ class ScheduleSettings:
     """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
 
 
+DEFAULT = ScheduleSettings()
 RENAMED = {
     "builder": "strategy (tawpipe-spread, flat, hsdp, weipipe, ...)",
     "placement": "strategy (tawpipe-spread, tawpipe-striped or tawpipe-whole)",

@@ -31,7 +31,6 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-
 NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit"}
 """What the settings that may be left open are for strategies that have no word on them."""
 

@@ -43,7 +43,7 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
 
 
 def scratch_bytes(schedule: Schedule, rank: int) -> int:
-    """Bytes of the room that one rank needs for messages in 8 bits, those of a lane one after the other in the same place."""
+    """Bytes of the room that one rank needs for messages in 8 bits; those of a lane share a place."""
     sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()
     for action in schedule.programs[rank]:
         if not action.compression:

@@ -69,9 +69,13 @@ class WeightStrategy(Strategy):
             self.home(topology, unit.numel, unit.blocks[0], where) for unit, where in zip(units, at, strict=True)
         )
 
-    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+    def tour(self, step: StepSpec, *, training: bool = True) -> Tour:
+        """The visits of a step, and what stays in buffers between them."""
         visits = training_visits(step) if training else forward_visits(step)
-        tour = Tour(step, visits, plan_residency(step, visits, slices_busy=self.slices_busy(step)))
+        return Tour(step, visits, plan_residency(step, visits, slices_busy=self.slices_busy(step)))
+
+    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        tour = self.tour(step, training=training)
         programs: list[tuple[Action, ...]] = [()] * step.topology.world_size
         pools: list[tuple[Pool, ...]] = [()] * step.topology.world_size
         for rank in range(step.topology.world_size) if ranks is None else ranks:
@@ -89,9 +93,11 @@ class WeightStrategy(Strategy):
         topology = step.topology
         if topology.num_nodes == 1:
             return (LinkTraffic(),)
-        visits = training_visits(step) if training else forward_visits(step)
-        weights = list(plan_residency(step, visits, slices_busy=self.slices_busy(step)).arrivals())
-        gradients = [u for v in visits if v.gradient_index is not None for u in step.model.trainable_units(v.block)]
+        tour = self.tour(step, training=training)
+        weights = list(tour.residency.arrivals())
+        gradients = [
+            u for v in tour.visits if v.gradient_index is not None for u in step.model.trainable_units(v.block)
+        ]
         if step.settings.gradients_scope == "step":
             gradients = sorted(set(gradients))
         alike = self.one_stands_for_all(inside_is_even=True)  # one node's link stands for all

@@ -20,7 +20,7 @@ import numpy as np
 
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.step import Schedule
-from tawpipe.simulate.clock import End, Transit, Player, Start, dependencies
+from tawpipe.simulate.clock import End, Player, Start, Transit, dependencies
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.relax import unlimited_buffers
 from tawpipe.simulate.transfers import Port

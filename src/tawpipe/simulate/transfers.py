@@ -117,7 +117,9 @@ class Transfers:
         key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, action.compression)
         if key not in self._collectives:
             costs, n = self.costs, len(members)
-            width = compressed_width(action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes)
+            width = compressed_width(
+                action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes
+            )
             how = "pairwise" if action.compression else costs.reduce_scatter  # a ring would round at every hop
             moved = messages(action.collective, members, whole, root=action.root, reduce_scatter=how)
             delay = self.latency(action.collective, members, action.root)

@@ -25,8 +25,9 @@ import yaml
 from tawpipe.checkpoint.store import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
+from tawpipe.plan.plan_file import planned_settings
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import PLANNED, ScheduleSettings, settings_from
+from tawpipe.schedule.settings import PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import TrainConfig
@@ -125,13 +126,8 @@ def check_model(text: str, spec: ModelSpec) -> None:
 
 
 def _schedule(config: TrainConfig, text: str) -> ScheduleSettings:
-    """The settings under ``schedule`` with what a plan decides.
-
-    Raises:
-        UserError: the plan is of an earlier version.
-    """
-    planned = settings_from(yaml.safe_load(text)["schedule"], where="--plan: schedule")
-    return replace(config.schedule, **{name: getattr(planned, name) for name in PLANNED})
+    """The settings under ``schedule`` with what a plan decides."""
+    return planned_settings(yaml.safe_load(text)["schedule"], config.schedule)
 
 
 def _read(config: TrainConfig) -> str:
@@ -189,27 +185,26 @@ def _make(
 
     Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
     """
-    from tawpipe.plan.measure import question_of
-    from tawpipe.plan.plan import Answer
+    from tawpipe.plan.measure import request_of
+    from tawpipe.plan.plan import Plan
     from tawpipe.plan.probe import probe
-    from tawpipe.plan.request import Question
+    from tawpipe.plan.request import PlanRequest
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
     tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
     machine = probe(world).machine
-    question: Question | None = None
+    request: PlanRequest | None = None
     problem = ""
     world.barrier()
     try:
-        question = question_of(
+        request = request_of(
             config.model,
             machine,
             sequence_length=config.sequence_length,
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
             dtype=dtype,
-            reduce_dtype=_reduce_dtype(config, dtype),
             lengths=lengths,
             profile="measure",
             vocab_size=vocab_size,
@@ -225,14 +220,14 @@ def _make(
     failed = any(world.gather_numbers(float(bool(problem))))
 
     def choose() -> str:
-        if failed or question is None:
+        if failed or request is None:
             return NO_PLAN + (problem or "another process could not measure the blocks")
         try:
-            answer = Answer.of(question, search(question))
+            made = Plan.of(request, search(request))
         except Exception as error:
             logger.debug("searching", exc_info=True)
             return f"{NO_PLAN}{type(error).__name__}: {error}"
-        return answer.text() if answer.chosen else NO_PLAN + answer.reason
+        return made.text() if made.chosen else NO_PLAN + made.reason
 
     text = _from_rank_0(world, choose)
     if text.startswith(NO_PLAN):

@@ -28,6 +28,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig, config_text
 from tawpipe.train.generate import generate
 from tawpipe.train.history import Mark, launch_name, read_mark, write_mark
@@ -321,8 +322,8 @@ def _resume(
 
 def _without_effect(config: TrainConfig, world: World) -> list[str]:
     """Settings that were changed and do nothing here."""
-    names = ("weights_scope", "gradients_scope", "kept_units", "weights_wire", "gradients_wire")
-    usual = ScheduleConfig()
+    names = ("step_cache", "gradients_scope", "weights_compression", "gradients_compression")
+    usual = ScheduleSettings()
     return [
         name for name in names if world.nodes.num_nodes == 1 and getattr(config.schedule, name) != getattr(usual, name)
     ]

@@ -158,7 +158,9 @@ class _Checker:
         if activations != [reads, writes]:
             yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
         needs = spec.kind == "head" or not backward or spec.backward_reads_weights
-        if len(action.weights) != (len(spec.units) if needs else 0) or any(buffer.is_weight for buffer in action.writes):
+        if len(action.weights) != (len(spec.units) if needs else 0) or any(
+            buffer.is_weight for buffer in action.writes
+        ):
             yield f"reads other weights than those of the units {spec.units}"
         makes = self.model.trainable_units(b) if backward else ()
         if len(action.gradients) != len(makes):

@@ -26,8 +26,8 @@ from math import inf
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, home_gradient, home_weight, input_gradient, pooled
 from tawpipe.schedule.blocks import backward, forward
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, home_gradient, home_weight, input_gradient, pooled
 from tawpipe.schedule.placement import Home, padded_stripe
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Pool, Schedule, StepSpec
@@ -64,7 +64,7 @@ def build_pipeline(kind: str, step: StepSpec, shape: Stages) -> Schedule:
     Raises:
         UserError: fewer layers than stages, or a number of micro-batches that the order does not know.
     """
-    model, topology = step.model, step.topology
+    topology = step.topology
     replicas = topology.world_size // shape.size
     count = len([m for own in step.micro_batches for m in own])
     if count % replicas:
@@ -75,9 +75,7 @@ def build_pipeline(kind: str, step: StepSpec, shape: Stages) -> Schedule:
     times = _times(shape, _orders(kind, shape, each))
     workers = [_Worker(step, shape, rank, each, times) for rank in range(topology.world_size)]
     last = shape.stages - 1
-    shares = tuple(
-        tuple(map(worker.number, range(each))) if last in worker.stages else () for worker in workers
-    )
+    shares = tuple(tuple(map(worker.number, range(each))) if last in worker.stages else () for worker in workers)
     step = replace(step, micro_batches=shares)
     programs, pools = [], []
     for worker in workers:

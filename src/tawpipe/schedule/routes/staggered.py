@@ -162,7 +162,11 @@ class ExchangeRoute(Route):
         if self.topology.local_size > 1:
             target, collective, root = source, "reduce", carriers[0]
             if not self._whole:
-                target, collective, root = self._gradient_buffer("H", unit, self.homes[unit].stripe), "reduce_scatter", -1
+                target, collective, root = (
+                    self._gradient_buffer("H", unit, self.homes[unit].stripe),
+                    "reduce_scatter",
+                    -1,
+                )
             yield Action(
                 Op.COLLECTIVE,
                 Lane.REDUCE,

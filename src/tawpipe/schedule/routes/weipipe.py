@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.buffers import Buffer, home_gradient, home_weight
 from tawpipe.schedule.blocks import backward, forward
+from tawpipe.schedule.buffers import Buffer, home_gradient, home_weight
 from tawpipe.schedule.routes.ring import Journey, Ring, Stream
 from tawpipe.schedule.routes.route import Pools
 from tawpipe.schedule.step import Schedule, StepSpec

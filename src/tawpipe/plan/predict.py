@@ -1,0 +1,140 @@
+"""What is predicted of one strategy: its schedule, the one that would run, played by the clock.
+
+Two things keep it fast for thousands of devices and many rounds: where all ranks do alike, one is played for all
+(``simulate.fold``); where a step has many rounds, a step with few is played twice, with one round more the second time,
+and what the round took is added for all that are left (``Strategy.extended``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.footprint import Costs, costs, far_widths
+from tawpipe.schedule.step import Schedule, StepSpec
+from tawpipe.schedule.strategies import build
+from tawpipe.simulate import Timeline, play
+from tawpipe.simulate.fold import build_folded, foldable
+
+MOST_VISITS = 20_000
+"""Micro-batches of a step, times blocks, up to which a timeline has all of them."""
+PLAYED_STEPS = 3
+"""One before and one after the step that is looked at."""
+PLAYED_ROUNDS = 3
+"""Full rounds of a step that are played where there are more; and one more."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a strategy takes.
+
+    Args:
+        step_seconds: of a step in the middle of training.
+        exposed_communication_s, idle_s: of them, in which a device waits for transfers, and for anything.
+        link_bytes: sent over the busiest node's link.
+        memory: parts of what a device holds, in bytes, by name.
+        bound_s: what computing and links alone need.
+    """
+
+    step_seconds: float
+    exposed_communication_s: float
+    idle_s: float
+    link_bytes: int
+    memory: Mapping[str, int]
+    bound_s: float
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+def memory_of(request: PlanRequest, schedule: Schedule) -> dict[str, int]:
+    """Bytes that a device holds, by parts."""
+    said: Costs = costs(schedule, request.widths, activation_bytes=request.activation_bytes)
+    working = request.profile.working * round(request.size.tokens) + request.profile.fixed_working
+    return {
+        "homes": said.home_bytes,
+        "buffers": said.buffer_bytes,
+        "activations": said.activation_bytes,
+        "working": working,
+    }
+
+
+def link_bytes_of(timeline: Timeline) -> float:
+    """Bytes that the busiest link between nodes carries in one direction in a step."""
+    return max(max(node.sent, node.received) for node in timeline.node_bytes[timeline.steady_step])
+
+
+def bound_of(request: PlanRequest, step: StepSpec) -> float:
+    """Seconds that computing, and the links, need at least; without building a schedule."""
+    count = sum(map(len, step.micro_batches))
+    most = max(map(len, step.micro_batches)) if step.strategy.runs else count / step.topology.world_size
+    compute, topology = most * request.compute_s(step), request.topology
+    traffic = step.strategy.traffic(step, training=True)
+    if topology.num_nodes == 1 or traffic is None:
+        return compute
+    far = far_widths(step.settings, request.widths)
+    links = [request.costs.node_link(node) for node in range(len(request.machine.nodes))]
+    rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
+    moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in traffic]
+    if topology == request.machine.topology:
+        link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
+    else:  # groups of one machine do not use its link between them, and units may all live in one
+        link = 0.0 if step.strategy.places(topology) else min(moved) / max(rates)
+    return max(compute, link)
+
+
+def predict(request: PlanRequest, step: StepSpec) -> Prediction:
+    """Play a strategy.
+
+    Raises:
+        UserError: the strategy cannot run this model on these machines.
+    """
+    short, longer, left = step.strategy.extended(step, PLAYED_ROUNDS)
+    schedule = _build(request, short)
+    made = _play(request, schedule)
+    more = _play(request, _build(request, longer)) if left else made
+
+    def extended(value: Callable[[Timeline], float]) -> float:
+        first = value(made)
+        return max(0.0, first + left * (value(more) - first)) if left else first
+
+    return Prediction(
+        extended(lambda one: one.step_seconds),
+        extended(lambda one: one.exposed_communication_s),
+        extended(lambda one: one.idle_s),
+        round(extended(link_bytes_of)),
+        memory_of(request, schedule),
+        bound_of(request, step),
+        made if step.strategy.runs else None,
+    )
+
+
+def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
+    """A step with all of its rounds and ranks, or with some of them if there are too many to look at."""
+    if request.micro_batches * len(request.model.blocks) > MOST_VISITS:
+        short, _, _ = step.strategy.extended(step, PLAYED_ROUNDS)
+        return _play(request, _build(request, short))
+    return play(build(step), request.costs, steps=PLAYED_STEPS, physical=request.machine.topology)
+
+
+def memory_quickly(request: PlanRequest, step: StepSpec) -> dict[str, int]:
+    """``memory_of`` without the whole schedule: two rounds hold as much as many."""
+    short, _, _ = step.strategy.extended(step, 2)
+    return memory_of(request, _build(request, short))
+
+
+def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
+    """True if one rank is played for all."""
+    return request.topology == request.machine.topology and foldable(step, request.costs)
+
+
+def _build(request: PlanRequest, step: StepSpec) -> Schedule:
+    return build_folded(step) if one_for_all(request, step) else build(step)
+
+
+def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
+    physical = None if len(schedule.played) < schedule.topology.world_size else request.machine.topology
+    return play(schedule, request.costs, steps=PLAYED_STEPS, physical=physical)
