@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        words = _import_modules(words)
         # The first word decides; what follows belongs to the command.
         command = importlib.import_module(f"tawpipe.commands.{parser.parse_args(words[:1]).command}")
         return command.run(words[1:])
@@ -65,9 +66,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _import_modules(words: list[str]) -> list[str]:
+    """The words without ``--import MODULE``, whose modules are imported; for the processes that this one starts, too.
+
+    Raises:
+        UserError: a module that is not there, or that cannot be imported.
+    """
+    left: list[str] = []
+    rest = iter(words)
+    modules: list[str] = []
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name == "--import":
+            modules.append(value or next(rest, ""))
+        else:
+            left.append(word)
+    if modules:
+        from tawpipe.schedule.strategies import import_strategies
+
+        import_strategies(modules)
+    return left
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "Train long-context language models where the activations stay and the weights travel."
     parser = argparse.ArgumentParser(prog="tawpipe", description=description)
+    parser.add_argument(
+        "--import",
+        metavar="MODULE",
+        dest="modules",
+        help="import a module, or a .py file, that brings strategies; after any command, too",
+    )
     parser.add_argument("--version", action="version", version=f"tawpipe {importlib.metadata.version('tawpipe')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 T = TypeVar("T")
+Choices = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Leaf:
     @property
     def expected(self) -> str:
         """What the setting may be, in words."""
+        if choices := self.metadata.get("choices"):
+            return f"one of {', '.join(choices)}"
         words, bounds = describe(self.hint), describe_bounds(self.metadata)
         if not bounds:
             return words
@@ -127,6 +130,20 @@ def tree(cls: type, path: tuple[str, ...] = ()) -> tuple[Leaf | Group, ...]:
     return tuple(sorted(members, key=lambda member: isinstance(member, Group)))
 
 
+def _with_choices(members: Sequence[Leaf | Group], choices: Choices) -> tuple[Leaf | Group, ...]:
+    """The same settings, with values from tables in their help and in what is expected of them."""
+    made: list[Leaf | Group] = []
+    for member in members:
+        if isinstance(member, Group):
+            member = dataclasses.replace(member, members=_with_choices(member.members, choices))
+        elif known := choices.get(member.key):
+            words = "; ".join(f"{value}: {meaning}" for value, meaning in known.items())
+            metadata = {**member.metadata, "choices": tuple(known)}
+            member = dataclasses.replace(member, help=f"{member.help} {words}.", metadata=metadata)
+        made.append(member)
+    return tuple(made)
+
+
 def field_help(cls: type) -> dict[str, str]:
     """The help of every field: the string below it, or its line under ``Args:`` in the docstring of the class."""
     from docstring_parser import parse_from_object
@@ -161,11 +178,21 @@ class Options(Generic[T]):
         cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text) or dataclasses of
             them. Every field has a default.
         prog: the command as the user types it.
+        renamed: keys of earlier versions, with what takes their place.
+        choices: of settings whose values stand in a table: key -> value -> what it means.
     """
 
-    def __init__(self, cls: type[T], *, prog: str, description: str) -> None:
-        self.cls, self.prog, self.description = cls, prog, description
-        self.members = tree(cls)
+    def __init__(
+        self,
+        cls: type[T],
+        *,
+        prog: str,
+        description: str,
+        renamed: Mapping[str, str] | None = None,
+        choices: Choices | None = None,
+    ) -> None:
+        self.cls, self.prog, self.description, self.renamed = cls, prog, description, dict(renamed or {})
+        self.members = _with_choices(tree(cls), choices or {})
         self.leaves = {leaf.path: leaf for leaf in leaves(self.members)}
         self.groups = list(groups(self.members))
         self._by_option = {leaf.option: leaf for leaf in self.leaves.values()}
@@ -234,6 +261,8 @@ class Options(Generic[T]):
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
         known = [*self._by_option, "--config", "--print-config", "--help"]
+        if new := self.renamed.get(name.removeprefix("--").replace("-", "_")):
+            raise UserError("command line", name, f"its name of today: {new}")
         if name not in known:
             raise UserError("command line", name, f"no such option; {self.suggestion(name, known, '--help')}")
         return name + equals + value
@@ -249,6 +278,8 @@ class Options(Generic[T]):
                 if not isinstance(value, Mapping):
                     raise UserError(f"{name} in {file}", value, "a mapping of settings")
                 checked[str(key)] = self._checked_mapping(value, file, place)
+            elif new := self.renamed.get(name):
+                raise UserError(f"--config {file}", name, f"its name of today: {new}")
             elif (leaf := self.leaves.get(place)) is None:
                 known = [leaf.key for leaf in self.leaves.values()]
                 raise UserError(

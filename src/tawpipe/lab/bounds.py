@@ -1,4 +1,4 @@
-"""How fast a setting could be at best, for the timed workload. Imports topology, schedule, simulate and lab.
+"""How fast a setting could be at best, for the timed workload.
 
 Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
 and ends with nothing under way:
@@ -24,7 +24,8 @@ from tawpipe.errors import UserError
 from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec, wire_width
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, compressed_width
+from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import CostModel, LinkModel, dependency_bound
 from tawpipe.topology import Topology
@@ -90,8 +91,11 @@ def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology 
     """
     topology = physical or schedule.topology
     traffic = link_elements(schedule, physical=topology)
-    knobs = schedule.knobs
-    far = wire_width(knobs.weights_wire, costs.weight_bytes), wire_width(knobs.gradients_wire, costs.gradient_bytes)
+    settings = schedule.step.settings
+    far = (
+        compressed_width(settings.weights_compression, costs.weight_bytes),
+        compressed_width(settings.gradients_compression, costs.gradient_bytes),
+    )
     sent = [link.bytes_sent(*far) for link in traffic]
     received = [link.bytes_received(*far) for link in traffic]
     compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
@@ -107,7 +111,7 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         if action.op is Op.FORWARD:
             total += costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
-            again = schedule.knobs.recomputes(action.block)
+            again = schedule.step.recomputes(action.block)
             total += costs.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)

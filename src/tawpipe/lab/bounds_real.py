@@ -18,7 +18,7 @@ from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.rivals import fsdp
 from tawpipe.lab.rivals.traffic import pipeline_bytes, sharded_traffic
 from tawpipe.lab.workload import RealWorkload
-from tawpipe.schedule.spec import wire_width
+from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -49,10 +49,12 @@ def real_bounds(
     Raises:
         UserError: no such strategy or knob, or it cannot run there.
     """
-    if name in ours.NAMES:
+    if name in ours.rows():
         schedule = ours.schedule_of(name, workload, topology, knobs)
         traffic = link_elements(schedule, physical=topology)
-        far = [wire_width(wire, WIDTH) for wire in (schedule.knobs.weights_wire, schedule.knobs.gradients_wire)]
+        settings = schedule.step.settings
+        chosen = settings.weights_compression, settings.gradients_compression
+        far = [compressed_width(compression, WIDTH) for compression in chosen]
         sent = [link.bytes_sent(*far) for link in traffic]
         received = [link.bytes_received(*far) for link in traffic]
     else:
@@ -71,7 +73,7 @@ def _shipped_bytes(name: str, workload: RealWorkload, topology: Topology, knobs:
         amount = workload.micro_batches * workload.activation_bytes
         return pipeline_bytes(name, amount, topology, int(knobs.get("stages_per_rank", usual)))
     if name not in fsdp.NAMES:
-        raise UserError("strategy", name, f"one of {', '.join((*ours.NAMES, *fsdp.NAMES, *PIPELINES))}")
+        raise UserError("strategy", name, f"one of {', '.join((*ours.rows(), *fsdp.NAMES, *PIPELINES))}")
     model = real_model_spec(workload)
     parts = [WIDTH * sum(model.units[unit].numel for unit in block.units) for block in model.blocks]
     if name == "hsdp":

@@ -32,6 +32,7 @@ from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.workload import RealWorkload, spell_out
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -251,7 +252,7 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
     if isinstance(cell.workload, RealWorkload):
         return real_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
-    if entry.strategy in ours.NAMES:
+    if entry.strategy in ours.rows():
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
         workload = cell.workload.split(ours.settings_of(entry.strategy, entry.knobs).parts_per_layer)
         costs = workload_costs(workload, between=between, inside=INSIDE, reduce_scatter="ring")
@@ -262,12 +263,12 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
 def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
     """GiB that the schedule of a timed workload says a rank needs; None for other strategies and workloads."""
     workload = cell.workload
-    if isinstance(workload, RealWorkload) or entry.strategy not in ours.NAMES:
+    if isinstance(workload, RealWorkload) or entry.strategy not in ours.rows():
         return None
     schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.knobs)
     widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
     boundary = workload.activation_bytes
-    said = costs(schedule, widths, activation_bytes={"x": boundary, "graph": boundary})
+    said = costs(schedule, widths, activation_bytes={Kind.INPUT: boundary, Kind.GRAPH: boundary})
     return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
 
 
@@ -276,7 +277,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "suite": suite.name,
         "cell": cell.spelled_out(),
         "strategy": entry.strategy,
-        "origin": "ours" if entry.strategy in ours.NAMES else "shipped",
+        "origin": "ours" if entry.strategy in ours.rows() else "shipped",
         "knobs": reading.get("knobs") or entry.knobs,
         "label": entry.label,
         "status": "ok",

@@ -67,25 +67,6 @@ class Maker(Protocol):
     def __call__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender: ...
 
 
-def makers() -> dict[str, Maker]:
-    """Every strategy that is shipped by others, by its name."""
-    from tawpipe.lab.rivals import deepspeed, fsdp, pipelining
-
-    return {
-        **dict.fromkeys(fsdp.NAMES, fsdp.make),
-        **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
-        **dict.fromkeys(pipelining.NAMES, pipelining.make),
-    }
-
-
-def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """The contender called ``name`` on this rank; see `Maker`."""
-    known = makers()
-    if name not in known:
-        raise UserError("strategy", name, f"one of {', '.join(known)}")
-    return known[name](name, workload, topology, rank, **knobs)
-
-
 def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, object]) -> Settings:
     """``knobs`` as the settings dataclass ``cls`` of the strategy ``name``.
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
 from tawpipe.lab.cluster.cluster import own_traffic
-from tawpipe.lab.contender import Contender, makers
-from tawpipe.lab.contender import make as make_shipped
+from tawpipe.lab.contender import Contender
+from tawpipe.lab.ours_timed import OurContender
+from tawpipe.lab.registry import make, makers
 from tawpipe.lab.rivals import deepspeed
 from tawpipe.lab.sleeper import Pace, Slowdown
 from tawpipe.lab.workload import Workload, from_spelled_out
@@ -87,7 +87,7 @@ def main(job_path: str, result_path: str) -> int:
                 _note(result_path, rank, number)
                 _measure(contender, reading, topology, rank, sample)
     for number, contender in enumerate(contenders):
-        if job["traces"] and isinstance(contender, ours.OurContender):
+        if job["traces"] and isinstance(contender, OurContender):
             _record(contender, Path(job["traces"]) / str(number), topology, rank)
     for contender, reading in zip(contenders, readings, strict=True):
         if contender is not None:
@@ -107,8 +107,7 @@ def _make(
     name, knobs = entry["strategy"], entry["knobs"]
     contender: Contender | None = None
     try:
-        maker = ours.make if name in ours.NAMES else make_shipped
-        contender = maker(name, workload, topology, rank, **knobs)
+        contender = make(name, workload, topology, rank, **knobs)
     except (UserError, MemoryError, ValueError) as error:
         reading.failed = f"{type(error).__name__}: {error}"
     failures = _gather(float(contender is None))
@@ -165,7 +164,7 @@ def _measure(contender: Contender, reading: Readings, topology: Topology, rank: 
         reading.lanes[name] = reading.lanes.get(name, 0.0) + value
 
 
-def _record(contender: ours.OurContender, folder: Path, topology: Topology, rank: int) -> None:
+def _record(contender: OurContender, folder: Path, topology: Topology, rank: int) -> None:
     """Leave the timeline of one more step in ``folder``."""
     if contender.sleeper is not None:
         contender.sleeper.pace.begin(0)

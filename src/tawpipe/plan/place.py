@@ -200,8 +200,8 @@ class _Task:
         return found
 
     def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes first,
-        to the one that has least.
+        """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes
+        first, to the one that has least.
         """
         if not self.whole:
             return tuple(homes)

@@ -8,8 +8,8 @@ In strict mode every message is preceded by its sequence number in its group and
 other side compares with its own: a schedule that runs by luck on gloo, because it matches by tag or by size, fails here
 by name.
 
-Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the owner of
-a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
+Where an action says so, numbers travel in 8 bits (compression.py). A gathered unit is then the same on all ranks, the
+owner of a stripe included. A reduction rounds every rank's contribution once, and adds them in the order of the group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Buffers: what actions read and write, as values with a kind. Two players that mean the same bytes say the same value.
 
-A buffer's text is exact and parses back: ``home.w.3`` is unit 3 at home, ``W0.1`` buffer 1 of pool ``W0``, ``x.2.5`` the
-input of block 5 for micro-batch 2. Who needs to know what a buffer is asks for its kind and numbers; nobody takes the
-text apart.
+A buffer's text is exact and parses back: ``home.w.3`` is unit 3 at home, ``W0.1`` buffer 1 of pool ``W0``, ``x.2.5``
+the input of block 5 for micro-batch 2. Who needs to know what a buffer is asks for its kind and numbers; nobody takes
+the text apart.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is its help. What a choice means for one model on one cluster is worked out in `
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION, 
 class ScheduleSettings:
     """How weights travel."""
 
-    strategy: str = field(default="tawpipe-spread", metadata={"strategies": True})
-    """The way weights and gradients take; docs/placement.md has them side by side."""
+    strategy: str = "tawpipe-spread"
+    """The way that weights and gradients take."""
     homes: str = ""
     """Under tawpipe-striped and tawpipe-whole, of every unit (embedding, layers, head) the node or the process that
     keeps it, as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""

@@ -7,10 +7,14 @@ planned and measured like the others (docs/add-a-strategy.md). A package can bri
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
@@ -328,11 +332,38 @@ for _kind in ("1f1b", "interleaved-1f1b", "zero-bubble"):
     register(ActivationPipeline(_kind))
 
 
+IMPORTS = "TAWPIPE_IMPORT"
+"""Variable that names the modules of ``--import``, separated as in PATH, for the processes that a command starts."""
+
+
+def import_strategies(modules: Sequence[str]) -> None:
+    """Import modules, or .py files, that bring strategies; here, and in every process that this one starts.
+
+    Raises:
+        UserError: one that is not there, or that cannot be imported.
+    """
+    for module in modules:
+        path = Path(module)
+        name = path.stem if path.suffix == ".py" else module
+        folder = str(path.parent.absolute()) if path.suffix == ".py" else os.getcwd()
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            expected = "a module, or a .py file, that can be imported"
+            raise UserError("--import", module, f"{expected} ({type(error).__name__}: {error})") from error
+    known = filter(None, os.environ.get(IMPORTS, "").split(os.pathsep))
+    named = [str(Path(module).absolute()) if module.endswith(".py") else module for module in modules]
+    os.environ[IMPORTS] = os.pathsep.join(dict.fromkeys((*known, *named)))
+
+
 @cache
 def _bring() -> None:
-    """Import what installed packages bring, once."""
+    """Import what installed packages and the command that started this process bring, once."""
     for point in entry_points(group="tawpipe.strategies"):
         point.load()
+    import_strategies([module for module in os.environ.get(IMPORTS, "").split(os.pathsep) if module])
 
 
 def strategies(*, runs: bool | None = None) -> dict[str, Strategy]:

@@ -15,7 +15,8 @@ from typing import Literal
 
 from tawpipe.data.settings import DataSettings
 from tawpipe.options import Options, bounded
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import RENAMED, ScheduleSettings
+from tawpipe.schedule.strategies import strategies
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -208,7 +209,10 @@ class TrainConfig(DataSettings):
 def train_options() -> Options[TrainConfig]:
     """The settings of ``tawpipe train``."""
     head = (TrainConfig.__doc__ or "").strip()
-    return Options(TrainConfig, prog="tawpipe train", description=head)
+    choices = {"schedule.strategy": {name: one.summary for name, one in strategies(runs=True).items()}}
+    groups = {"finite_check": "optimizer"}
+    renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
+    return Options(TrainConfig, prog="tawpipe train", description=head, renamed=renamed, choices=choices)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:

@@ -1,7 +1,7 @@
 """Proves a schedule right before anything runs it.
 
-The proof checks every action by itself (wellformed.py) and plays all programs with symbolic contents (symbolic.py), under
-the rules that hold for NCCL and for gloo in strict mode:
+The proof checks every action by itself (wellformed.py) and plays all programs with symbolic contents (symbolic.py),
+under the rules that hold for NCCL and for gloo in strict mode:
 
 * a lane runs its actions in their order, one at a time;
 * an action starts when the actions it depends on (``Hazards``) have ended, on whichever lane they are;

@@ -1,0 +1,156 @@
+"""Rows of this project on the timed workload: everything is real but computing, which sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.ours import schedule_of, settings_of
+from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.runtime.compute import StepInput
+from tawpipe.runtime.executor import Executor, UpdateRule
+from tawpipe.runtime.optimizer import UnitOptimizers, adamw
+from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.schedule.actions import Action, Lane
+from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.step import Schedule
+from tawpipe.topology import Topology
+
+
+class OurContender:
+    """A schedule of a timed workload, run step by step."""
+
+    origin = "ours"
+    loss_share: float | None = None
+
+    def __init__(
+        self,
+        name: str,
+        workload: TimedWorkload,
+        topology: Topology,
+        rank: int,
+        **knobs: Any,
+    ) -> None:
+        settings = settings_of(name, knobs)
+        self.name, self.knobs = name, settings.spelled_out()
+        self._rule = UpdateRule(clip_norm=settings.clip_norm)
+        self.schedule = schedule_of(name, workload, topology, knobs)
+        verify(self.schedule)
+        self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
+        units = []
+        for i, spec in enumerate(self.schedule.model.units):
+            slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
+            units.append(Unit(i, slot.name, True, (slot,), spec.blocks, spec.numel))
+        device = torch.device("cpu")
+        storage = Storage(
+            units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
+        )
+        transport = _MeasuredTransport(
+            self.schedule.topology, rank, [self.schedule], device=device, strict=settings.strict
+        )
+        transport.busy = self._busy
+        self._executor = Executor(
+            rank,
+            compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, self.sleeper),
+            storage=storage,
+            transport=transport,
+            optimizers=UnitOptimizers(storage, adamw()) if workload.optimizer else _NoOptimizer(),
+            reduce_dtype=torch.float32,
+        )
+        self._executor.adopt(self.schedule)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        mine = self.schedule.step.micro_batches[rank]
+        batches = {m: MicroBatch(token, token, token, (1,), index=m) for m in mine}
+        self._given = StepInput(batches, scale=1.0, seed=None, step=0)
+
+    def step(self) -> None:
+        self._executor.play(self.schedule, self._given, self._rule)
+        self._executor.drain()
+
+    def record(self) -> Recording:
+        """One more step, with the times of its actions."""
+        recording = Recording(torch.device("cpu"), 0)
+        self._executor.play(self.schedule, self._given, self._rule, recording=recording)
+        self._executor.drain()
+        return recording
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _SleepingCompute:
+    """Takes the seconds of the workload and leaves buffers as they are: what travels is what was there.
+
+    Boundary activations stay from forward to backward, as in training, so that memory can be compared.
+    """
+
+    def __init__(self, workload: TimedWorkload, schedule: Schedule, sleeper: Sleeper) -> None:
+        self._workload, self._model, self._step = workload, schedule.model, schedule.step
+        self._sleep = sleeper.compute
+        self._boundaries: dict[tuple[int, int], Tensor] = {}
+
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        if self._model.blocks[action.block].kind == "layer":
+            boundary = torch.ones(max(1, self._workload.activation_bytes // 4))
+            self._boundaries[action.block, action.micro_batch] = boundary
+            self._sleep(self._workload.forward_s)
+
+    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        if self._model.blocks[action.block].kind == "layer":
+            again = self._step.recomputes(action.block)
+            self._sleep(self._workload.backward_input_s - (self._workload.forward_s if again == "none" else 0))
+            self._sleep(self._workload.backward_weight_s)
+            del self._boundaries[action.block, action.micro_batch]
+
+    def offload(self, action: Action) -> None:
+        pass
+
+    def reload(self, action: Action) -> None:
+        pass
+
+    def losses(self, action: Action) -> list[Tensor]:
+        return []
+
+
+class _MeasuredTransport(Transport):
+    """Notes how long every lane was in its operations."""
+
+    busy: BusyTime
+
+    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        with self.busy(_row(action)):
+            super().collective(action, buffers)
+
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        with self.busy(_row(action)):
+            super().exchange(action, buffers)
+
+    def all_reduce(self, action: Action, values: Tensor) -> None:
+        with self.busy(_row(action)):
+            super().all_reduce(action, values)
+
+
+def _row(action: Action) -> str:
+    """Where a transfer's time counts: on its lane, and apart from computing where both have the same one."""
+    return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
+
+
+class _NoOptimizer:
+    """For workloads that leave the optimizer's arithmetic out."""
+
+    def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
+        pass
