@@ -49,7 +49,7 @@ GOOD = 0.03
 NEAR = 0.3
 NAMES = {"hsdp": "hsdp-ours"}
 """Of strategies in the lab, where they differ from the planner's."""
-KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "weights_scope", "gradients_scope", "kept_units")
+KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "weights_scope", "gradients_scope", "step_cache")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def limit_of(cell: Cell, machine: Emulation, random_: random.Random) -> int:
     asked = question_of(cell, machine)
     most = asked.micro_batches // asked.topology.world_size
     few, many = (
-        sum(memory_quickly(asked, asked.knobs(placement="spread", micro_batches_per_visit=k)).values())
+        sum(memory_quickly(asked, asked.knobs(strategy="tawpipe-spread", micro_batches_per_visit=k)).values())
         for k in (1, most)
     )
     return int(few + (share - 0.4) / 0.6 * (many - few) * 1.2)
@@ -237,7 +237,7 @@ def measured_before(file: Path, environment: dict[str, Any]) -> list[dict[str, A
 def short(label: str) -> str:
     """A label without the knobs that are as usual."""
     name, _, knobs = label.partition(" (")
-    usual = ("look_ahead 2", "gradient_buffers 2", "weights_scope visit", "gradients_scope visit", "kept_units 0")
+    usual = ("look_ahead 2", "gradient_buffers 2", "weights_scope visit", "gradients_scope visit", "step_cache 0")
     kept = [one for one in knobs.rstrip(")").split(", ") if one not in (*usual, "reuse True")]
     return f"{name}, {', '.join(kept)}".replace("micro_batches_per_visit", "per visit").replace("_", " ")
 

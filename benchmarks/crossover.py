@@ -5,7 +5,7 @@
 Llama-like models of 16 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device,
 on four nodes of two devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights travel in bf16, gradients
 in fp32. Memory is not limited here: the question is time. Beside each other stand what the clock finds and the rule of
-docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of the best setting, v = 2.
+docs/strategy.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of the best setting, v = 2.
 Writes ``crossover.json``, ``table.md`` and ``crossover.png``; five minutes on two processors.
 """
 
@@ -68,13 +68,13 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
             best[family] = (seconds, name, per_visit)
 
     for per_visit in (1, 2, 4, 8):
-        for name, scopes in (("visit", {}), ("step", {"weights_scope": "step", "gradients_scope": "step"})):
+        for name, scopes in (("visit", {}), ("step", {"step_cache": "all", "gradients_scope": "step"})):
             if name == "step" and per_visit == PER_DEVICE:
                 continue
-            made = predict(asked, asked.knobs(placement="spread", micro_batches_per_visit=per_visit, **scopes))
+            made = predict(asked, asked.knobs(strategy="tawpipe-spread", micro_batches_per_visit=per_visit, **scopes))
             offer("weights travel", made.step_seconds, f"spread, {per_visit} per visit, scope {name}", per_visit)
         made = predict(
-            asked, asked.knobs(placement="hybrid", gradients_scope="step", micro_batches_per_visit=per_visit)
+            asked, asked.knobs(strategy="hsdp", gradients_scope="step", micro_batches_per_visit=per_visit)
         )
         offer("a copy per node (HSDP)", made.step_seconds, f"hsdp, {per_visit} per visit")
     for kind in PIPELINES:

@@ -101,9 +101,9 @@ def tokens(system: str, asked: Question) -> float:
         seconds = predict_pipeline(asked, "1f1b", "world").step_seconds
     else:
         knobs = {
-            "FSDP": {"placement": "flat", "look_ahead": 1, "gradient_buffers": 1, "reuse": False},
-            "WeiPipe": {"placement": "ring"},
-            "TawPipe": {"placement": "whole", "reuse": False},
+            "FSDP": {"strategy": "flat", "look_ahead": 1, "gradient_buffers": 1, "reuse": False},
+            "WeiPipe": {"strategy": "weipipe"},
+            "TawPipe": {"strategy": "tawpipe-whole", "reuse": False},
         }[system]
         seconds = predict(asked, asked.knobs(**knobs)).step_seconds
     return BATCH * asked.sequence_length / seconds / DEVICES

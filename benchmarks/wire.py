@@ -63,7 +63,7 @@ def train(weights: str, gradients: str, seed: int, words: list[str]) -> dict[str
     """Losses of one run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tawpipe", "train", "--nproc", "4", "--nodes", "2", "--output", folder]
-        command += ["--schedule.weights-wire", weights, "--schedule.gradients-wire", gradients, "--seed", str(seed)]
+        command += ["--schedule.weights-compression", weights, "--schedule.gradients-compression", gradients, "--seed", str(seed)]
         command += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.tensorboard", "false", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tawpipe.schedule.build import build_training
 
 from schedules import llama
-from tawpipe.schedule.build import build_training
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
@@ -23,7 +23,7 @@ def test_uneven_nodes_are_cut_into_groups():
 
 def test_the_busiest_link_carries_no_more_than_it_must():
     """A node with a third of the devices has a third of every unit: the other two thirds must come in."""
-    knobs = Knobs("spread", share_micro_batches(6, 6), reuse=False)
+    knobs = Knobs("tawpipe-spread", share_micro_batches(6, 6), reuse=False)
     schedule = build_training(llama(4), ODD.evened(), knobs)
     said = costs(schedule, Widths(4, 4, 4, 2), activation_bytes={}, nodes=ODD)
     visits = [action for action in schedule.programs[0] if action.collective == "all_gather" and action.group == "rail"]

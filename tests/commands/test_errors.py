@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--optimizer.clip-norm -1", "--optimizer.clip-norm", "-1", "at least 0 or null"),
         ("--dtype float16", "--dtype", "float16", "float32, bfloat16, float64"),
         ("--strict maybe", "--strict", "maybe", "true or false"),
-        ("--schedule.placement here", "--schedule.placement", "here", "spread, striped, whole"),
+        ("--schedule.strategy here", "--schedule.strategy", "here", "spread, striped, whole"),
         ("--micro-batch 5 --global-batch 4", "--micro-batch", "5", "at most --global-batch, which is 4"),
         ("--nodes 3 --nproc 4", "--nodes", "3", "a divisor of --nproc, which is 4"),
         ("--nproc 0", "--nproc", "0", "at least 1"),

@@ -109,7 +109,7 @@ def test_mistakes_in_suites_are_named(tmp_path):
 
 
 def test_an_unknown_strategy_or_knob_is_named():
-    with pytest.raises(UserError, match="placement"):
+    with pytest.raises(UserError, match="strategy"):
         ours.settings_of("flat", {"no_such_knob": 1})
     with pytest.raises(UserError, match="tawpipe-spread"):
         ours.settings_of("nobody", {})

@@ -45,7 +45,7 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2, ring, two per gather": ("fsdp2", {"reduction": "ring", "prefetch": 2, "micro_batches_per_gather": 2}),
     "fsdp2, kept, reduced once": ("fsdp2", {"keep_weights": True, "reduce_every_round": False}),
     "tawpipe-spread, two per visit": ("tawpipe-spread", {"micro_batches_per_visit": 2}),
-    "tawpipe-spread, slices kept": ("tawpipe-spread", {"kept_units": 3}),
+    "tawpipe-spread, slices kept": ("tawpipe-spread", {"step_cache": 3}),
 }
 if torch.__version__ < pipelining.ZBV_NEEDS:
     del CONTENDERS["zbv"]

@@ -16,11 +16,11 @@ TOPOLOGIES = [
     pytest.param(4, 1, marks=pytest.mark.slow),
     (3, 2),
 ]
-PLACEMENTS = ["spread", "striped", "whole", "flat", "hybrid"]
+PLACEMENTS = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
 
 
-def setting(nodes, local, placement, rounds, per_visit, tied, dtype):
+def setting(nodes, local, strategy, rounds, per_visit, tied, dtype):
     """Rows such that the step has the rounds and the last ranks have fewer micro-batches than the first."""
     world = nodes * local
     rows = world * per_visit * rounds - (1 if world > 1 else 0)
@@ -28,7 +28,7 @@ def setting(nodes, local, placement, rounds, per_visit, tied, dtype):
         "dtype": dtype,
         "tied": tied,
         "rows": rows,
-        "placement": placement,
+        "strategy": strategy,
         "micro_batches_per_visit": per_visit,
     }
 
@@ -42,12 +42,12 @@ def check(pool, nodes, local, settings):
 @pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
 def test_same_numbers_as_one_process(pool, nodes, local):
     covering = [
-        ("spread", 3, 1, True, "float64"),
-        ("spread", 1, 2, False, "float32"),
-        ("striped", 1, 2, True, "float64"),
-        ("striped", 3, 1, False, "float64"),
-        ("whole", 1, 1, False, "float64"),
-        ("whole", 3, 2, True, "float64"),
+        ("tawpipe-spread", 3, 1, True, "float64"),
+        ("tawpipe-spread", 1, 2, False, "float32"),
+        ("tawpipe-striped", 1, 2, True, "float64"),
+        ("tawpipe-striped", 3, 1, False, "float64"),
+        ("tawpipe-whole", 1, 1, False, "float64"),
+        ("tawpipe-whole", 3, 2, True, "float64"),
         ("flat", 1, 2, True, "float64"),
     ]
     check(pool, nodes, local, [setting(nodes, local, *row) for row in covering])
@@ -56,15 +56,15 @@ def test_same_numbers_as_one_process(pool, nodes, local):
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), LARGE], ids=lambda n: str(n))
 def test_scopes_keep_the_numbers(pool, nodes, local):
     settings = [
-        setting(nodes, local, placement, 3, 1, True, "float64")
-        | {"weights_scope": weights, "gradients_scope": gradients, "kept_units": kept}
-        for placement, weights, gradients, kept in [
-            ("spread", "step", "visit", 0),
-            ("spread", "step", "step", 0),
-            ("striped", "step", "step", 0),
-            ("hybrid", "visit", "step", 0),
-            ("spread", "visit", "visit", 2),
-            ("striped", "visit", "step", 1),
+        setting(nodes, local, strategy, 3, 1, True, "float64")
+        | {"weights_scope": weights, "gradients_scope": gradients, "step_cache": kept}
+        for strategy, weights, gradients, kept in [
+            ("tawpipe-spread", "step", "visit", 0),
+            ("tawpipe-spread", "step", "step", 0),
+            ("tawpipe-striped", "step", "step", 0),
+            ("hsdp", "visit", "step", 0),
+            ("tawpipe-spread", "visit", "visit", 2),
+            ("tawpipe-striped", "visit", "step", 1),
         ]
     ]
     check(pool, nodes, local, settings)
@@ -73,10 +73,10 @@ def test_scopes_keep_the_numbers(pool, nodes, local):
 def test_homes_anywhere_keep_the_numbers(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [
-        setting(3, 2, placement, rounds, 1, False, "float64") | {"homes": homes}
-        for placement, rounds, homes in [
-            ("striped", 2, (1, 1, 0, 1, 0, 0, 1)),
-            ("whole", 3, (5, 5, 0, 2, 5, 0, 4)),
+        setting(3, 2, strategy, rounds, 1, False, "float64") | {"homes": homes}
+        for strategy, rounds, homes in [
+            ("tawpipe-striped", 2, (1, 1, 0, 1, 0, 0, 1)),
+            ("tawpipe-whole", 3, (5, 5, 0, 2, 5, 0, 4)),
         ]
     ]
     check(pool, 3, 2, settings)
@@ -85,19 +85,21 @@ def test_homes_anywhere_keep_the_numbers(pool):
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (4, 1)], ids=lambda n: str(n))
 def test_a_ring_keeps_the_numbers(pool, nodes, local):
     """WeiPipe needs a layer for every process."""
-    check(pool, nodes, local, [setting(nodes, local, "ring", *row, "float64") for row in [(1, 2, True), (3, 1, False)]])
+    check(
+        pool, nodes, local, [setting(nodes, local, "weipipe", *row, "float64") for row in [(1, 2, True), (3, 1, False)]]
+    )
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (2, 2)], ids=lambda n: str(n))
 def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, nodes, local):
     settings = [
-        setting(nodes, local, placement, rounds, 2, True, "float64")
+        setting(nodes, local, strategy, rounds, 2, True, "float64")
         | {"recompute": recompute, "offloaded_layers": offloaded}
-        for placement, rounds, recompute, offloaded in [
-            ("spread", 3, "none", 0),
-            ("spread", 1, "selective", 0),
-            ("whole", 2, "none:2,selective:1,full", 2),
-            ("striped", 2, "full", 5),
+        for strategy, rounds, recompute, offloaded in [
+            ("tawpipe-spread", 3, "none", 0),
+            ("tawpipe-spread", 1, "selective", 0),
+            ("tawpipe-whole", 2, "none:2,selective:1,full", 2),
+            ("tawpipe-striped", 2, "full", 5),
         ]
     ]
     check(pool, nodes, local, settings)
@@ -105,7 +107,7 @@ def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, nodes, local
 
 def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
     """With dropout, too: what is not computed again has drawn the same random numbers."""
-    knobs = {"dropout": 0.3, "rows": 5, "placement": "spread"}
+    knobs = {"dropout": 0.3, "rows": 5, "strategy": "tawpipe-spread"}
     plain, (losses, weights) = (
         pool.run("cases:weights_after", 2, 2, recompute=recompute, **knobs)[0] for recompute in ("full", "none")
     )
@@ -122,14 +124,14 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
 )
 def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
     settings = [
-        setting(nodes, local, placement, rounds, 1, tied, "float64")
-        | {"clip_norm": None, "finite_check": False, "gradients_scope": scope}
-        for placement, rounds, tied, scope in [
-            ("spread", 3, True, "visit"),
-            ("spread", 2, False, "step"),
-            ("striped", 2, False, "visit"),
-            ("whole", 1, True, "visit"),
-            ("hybrid", 2, False, "step"),
+        setting(nodes, local, strategy, rounds, 1, tied, "float64")
+        | {"clip_norm": None, "early_updates": True, "gradients_scope": scope}
+        for strategy, rounds, tied, scope in [
+            ("tawpipe-spread", 3, True, "visit"),
+            ("tawpipe-spread", 2, False, "step"),
+            ("tawpipe-striped", 2, False, "visit"),
+            ("tawpipe-whole", 1, True, "visit"),
+            ("hsdp", 2, False, "step"),
         ]
     ]
     check(pool, nodes, local, settings)
@@ -138,7 +140,7 @@ def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
 @pytest.mark.slow
 def test_compiled_layers_keep_the_numbers(pool):
     settings = [
-        setting(2, 2, "spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
+        setting(2, 2, "tawpipe-spread", 2, 2, True, "float64") | {"recompute": recompute, "compile_layers": True}
         for recompute in ("full", "selective", "none")
     ]
     check(pool, 2, 2, settings)
@@ -146,26 +148,26 @@ def test_compiled_layers_keep_the_numbers(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("strategy", PLACEMENTS)
 @pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
-def test_the_whole_grid(pool, nodes, local, placement, dtype):
+def test_the_whole_grid(pool, nodes, local, strategy, dtype):
     grid = itertools.product((1, 3), (1, 2), (False, True))
-    settings = [setting(nodes, local, placement, rounds, k, tied, dtype) for rounds, k, tied in grid]
+    settings = [setting(nodes, local, strategy, rounds, k, tied, dtype) for rounds, k, tied in grid]
     check(pool, nodes, local, settings)
 
 
 def test_evaluation_between_steps_changes_nothing(pool):
-    chosen = setting(2, 2, "spread", 2, 1, True, "float64") | {"evaluate_first": True}
-    check(pool, 2, 2, [chosen, chosen | {"placement": "striped"}])
+    chosen = setting(2, 2, "tawpipe-spread", 2, 1, True, "float64") | {"evaluate_first": True}
+    check(pool, 2, 2, [chosen, chosen | {"strategy": "tawpipe-striped"}])
 
 
 @pytest.mark.parametrize(
     "knobs",
     [
-        *({"placement": placement} for placement in PLACEMENTS),
-        {"placement": "spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
-        {"placement": "striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
-        {"placement": "spread", "clip_norm": None, "finite_check": False},
+        *({"strategy": strategy} for strategy in PLACEMENTS),
+        {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
+        {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
+        {"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True},
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
@@ -179,8 +181,8 @@ def test_delays_in_every_lane_change_no_bit(pool, knobs):
 
 def test_dropout_does_not_depend_on_the_topology(pool):
     results = [
-        pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, placement=placement)[0]
-        for nodes, local, placement in [(1, 1, "spread"), (2, 2, "spread"), (3, 2, "whole")]
+        pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, strategy=strategy)[0]
+        for nodes, local, strategy in [(1, 1, "tawpipe-spread"), (2, 2, "tawpipe-spread"), (3, 2, "tawpipe-whole")]
     ]
     for losses, weights in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-10)

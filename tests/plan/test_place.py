@@ -35,18 +35,18 @@ def uneven(nodes: int = 3, local: int = 1, **changes) -> Question:
 
 
 @given(
-    placement=st.sampled_from(["striped", "whole"]),
+    strategy=st.sampled_from(["tawpipe-striped", "tawpipe-whole"]),
     nodes=st.integers(2, 4),
     local=st.integers(1, 3),
     scopes=st.sampled_from([("visit", "visit"), ("step", "visit"), ("visit", "step")]),
     kind=st.sampled_from([{}, {"tied": True}, {"lora": True}]),
     data=st.data(),
 )
-def test_exchanges_carry_what_the_schedule_does(placement, nodes, local, scopes, kind, data):
+def test_exchanges_carry_what_the_schedule_does(strategy, nodes, local, scopes, kind, data):
     """The sum over all exchanges, link by link and direction by direction."""
     asked = question(uniform(nodes, local, between=LinkModel(1.0), inside=LinkModel(1e8)), widths=Widths(1, 1, 4, 2))
     asked = replace(asked, model=llama(6, **kind))
-    knobs = asked.knobs(placement=placement, weights_scope=scopes[0], gradients_scope=scopes[1])
+    knobs = asked.knobs(strategy=strategy, weights_scope=scopes[0], gradients_scope=scopes[1])
     task = _Task(asked, knobs)
     units = len(asked.model.units)
     homes = tuple(data.draw(st.lists(st.integers(0, nodes - 1), min_size=units, max_size=units)))
@@ -56,7 +56,7 @@ def test_exchanges_carry_what_the_schedule_does(placement, nodes, local, scopes,
         nodes,
         local,
         asked.micro_batches,
-        **{name: getattr(knobs, name) for name in ("placement", "homes", "weights_scope", "gradients_scope")},
+        **{name: getattr(knobs, name) for name in ("strategy", "homes", "weights_scope", "gradients_scope")},
     )
     for node, traffic in enumerate(link_elements(schedule)):
         sent = received = 0.0
@@ -70,12 +70,12 @@ def test_exchanges_carry_what_the_schedule_does(placement, nodes, local, scopes,
         assert received == traffic.weights_received + traffic.gradients_received
 
 
-@pytest.mark.parametrize("placement", ["striped", "whole"])
+@pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
 @pytest.mark.parametrize("full_duplex", [True, False])
-def test_the_solver_is_as_good_as_trying_all(placement, full_duplex):
+def test_the_solver_is_as_good_as_trying_all(strategy, full_duplex):
     machine = Machine((1, 1), FAST, LinkModel(1e8), {0: replace(SLOW, full_duplex=full_duplex)})
     asked = question(machine, global_batch=6)
-    knobs = asked.knobs(placement=placement)
+    knobs = asked.knobs(strategy=strategy)
     found, task = find_homes(asked, knobs), _Task(asked, knobs)
     assert found is not None
     all_homes = itertools.product(range(2), repeat=len(asked.model.units))
@@ -89,18 +89,18 @@ def test_the_solver_is_as_good_as_trying_all(placement, full_duplex):
 def test_even_nodes_keep_homes_in_turn_and_load_no_solver(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     asked = question(uniform(3, 2, between=FAST, inside=LinkModel(1e8)))
-    found = find_homes(asked, asked.knobs(placement="striped"))
+    found = find_homes(asked, asked.knobs(strategy="tawpipe-striped"))
     assert found is not None and not found.of_unit and list(found.seconds) == [IN_TURN]
     assert "alike" in str(found)
-    assert find_homes(asked, asked.knobs(placement="spread")) is None
+    assert find_homes(asked, asked.knobs(strategy="tawpipe-spread")) is None
     alone = question(uniform(1, 2, between=FAST, inside=LinkModel(1e8)))
-    assert find_homes(alone, alone.knobs(placement="whole")) is None
+    assert find_homes(alone, alone.knobs(strategy="tawpipe-whole")) is None
 
 
 def test_without_the_solver_the_heuristic_holds_and_that_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     asked = uneven()
-    found = find_homes(asked, asked.knobs(placement="striped"))
+    found = find_homes(asked, asked.knobs(strategy="tawpipe-striped"))
     assert found is not None and found.of_unit and SOLVER not in found.seconds
     assert "pip install 'tawpipe[plan]'" in str(found)
 
@@ -109,10 +109,12 @@ def test_a_slow_link_keeps_less_and_the_plan_says_where():
     asked = uneven()
     spread, striped = (
         settle(asked, Candidate(name, knobs, predict(asked, knobs), True, True))
-        for name, knobs in [(f"tawpipe-{kind}", asked.knobs(placement=kind)) for kind in ("spread", "striped")]
+        for name, knobs in [
+            (f"tawpipe-{kind}", asked.knobs(strategy=kind)) for kind in ("tawpipe-spread", "tawpipe-striped")
+        ]
     )
     assert striped.knobs is not None and striped.knobs.homes and striped.homes is not None
-    assert striped.seconds < predict(asked, asked.knobs(placement="striped")).step_seconds
+    assert striped.seconds < predict(asked, asked.knobs(strategy="tawpipe-striped")).step_seconds
     assert knobs_from(settings_of(striped.knobs), asked).homes == striped.knobs.homes
     answer = Answer.of(asked, [striped, spread])
     assert {IN_TURN, ONE_BY_ONE, SOLVER, "bound"} == answer.row(striped)["exchange_seconds"].keys()
@@ -123,13 +125,15 @@ def test_a_slow_link_keeps_less_and_the_plan_says_where():
 def test_homes_stay_in_memory():
     """Nothing is kept beyond what homes in turn need, unless a limit leaves room for it."""
     asked = uneven(local=2)
-    for placement in ("striped", "whole"):
-        knobs = asked.knobs(placement=placement)
+    for strategy in ("tawpipe-striped", "tawpipe-whole"):
+        knobs = asked.knobs(strategy=strategy)
         task = _Task(asked, knobs)
         found = find_homes(asked, knobs)
-        assert found is not None and (found.of_unit or placement == "whole")
+        assert found is not None and (found.of_unit or strategy == "tawpipe-whole")
         if found.of_unit:
-            nodes = found.of_unit if placement == "striped" else [asked.topology.node_of(r) for r in found.of_unit]
+            nodes = (
+                found.of_unit if strategy == "tawpipe-striped" else [asked.topology.node_of(r) for r in found.of_unit]
+            )
             assert task.device_bytes(nodes).max() <= task.device_bytes(task.in_turn).max()
         roomy = _Task(replace(asked, memory_bytes=10**9), knobs)
         assert roomy.limit > task.limit
@@ -139,7 +143,7 @@ def test_groups_of_one_machine_send_nothing_over_its_link():
     machine = Machine((2, 4), FAST, LinkModel(1e8))
     asked = question(machine, global_batch=12)
     assert asked.topology.num_nodes == 3
-    knobs = asked.knobs(placement="striped")
+    knobs = asked.knobs(strategy="tawpipe-striped")
     task = _Task(asked, knobs)
     assert task.machine_of == [0, 1, 1]
     found = find_homes(asked, knobs)
@@ -148,13 +152,13 @@ def test_groups_of_one_machine_send_nothing_over_its_link():
 
 def test_links_without_a_rate_leave_nothing_to_choose():
     asked = question(Machine((2, 4), LinkModel(float("inf"), 1e-5), LinkModel(1e8)), global_batch=12)
-    found = find_homes(asked, asked.knobs(placement="striped"))
+    found = find_homes(asked, asked.knobs(strategy="tawpipe-striped"))
     assert found is not None and not found.of_unit and "takes time" in str(found)
 
 
 def test_many_nodes_are_not_searched_for_minutes():
     asked = question(Machine((1,) * 64, FAST, LinkModel(1e8), {0: SLOW}), global_batch=64)
-    found = find_homes(replace(asked, model=llama(62)), asked.knobs(placement="striped"))
+    found = find_homes(replace(asked, model=llama(62)), asked.knobs(strategy="tawpipe-striped"))
     assert found is not None and "not looked for on 64 nodes" in str(found)
 
 
@@ -165,16 +169,16 @@ def test_a_damaged_list_of_homes_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("placement", "homes", "reason"),
+    ("strategy", "homes", "reason"),
     [
-        ("spread", (0,) * 6, "striped and whole"),
-        ("striped", (0, 1), "6 nodes, one for every unit, from 0 to 1"),
-        ("striped", (0, 1, 2, 0, 1, 0), "from 0 to 1"),
-        ("whole", (0, 1, 2, 4, 1, 0), "6 processes, one for every unit, from 0 to 3"),
+        ("tawpipe-spread", (0,) * 6, "striped and whole"),
+        ("tawpipe-striped", (0, 1), "6 nodes, one for every unit, from 0 to 1"),
+        ("tawpipe-striped", (0, 1, 2, 0, 1, 0), "from 0 to 1"),
+        ("tawpipe-whole", (0, 1, 2, 4, 1, 0), "6 processes, one for every unit, from 0 to 3"),
     ],
 )
-def test_homes_that_cannot_be(placement, homes, reason):
+def test_homes_that_cannot_be(strategy, homes, reason):
     model = llama(3)
     assert len(model.units) == 6
     with pytest.raises(UserError, match=reason):
-        make(model, 2, 2, 4, placement=placement, homes=homes)
+        make(model, 2, 2, 4, strategy=strategy, homes=homes)

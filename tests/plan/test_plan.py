@@ -10,6 +10,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tawpipe.schedule.build import build_training
 from transformers import GPT2Config
 
 from questions import LAYERS, question
@@ -26,7 +27,6 @@ from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.request import _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
 from tawpipe.plan.search import STRATEGIES, search
 from tawpipe.schedule.blocks import recompute_of_blocks
-from tawpipe.schedule.build import build_training
 from tawpipe.schedule.placement import parse_homes
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
@@ -79,15 +79,15 @@ def test_an_estimate_counts_the_operations():
 
 @settings(max_examples=20, deadline=None)
 @given(
-    placement=st.sampled_from(["spread", "striped", "flat", "hybrid"]),
+    strategy=st.sampled_from(["tawpipe-spread", "tawpipe-striped", "flat", "hsdp"]),
     per_visit=st.integers(1, 2),
     per_rank=st.integers(6, 9),
     scope=st.sampled_from(["visit", "step"]),
 )
-def test_few_rounds_tell_about_many(placement, per_visit, per_rank, scope):
+def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
     asked = question(global_batch=4 * per_rank)
-    scopes = {"gradients_scope": scope} if placement in ("spread", "hybrid") else {}
-    knobs = asked.knobs(placement=placement, micro_batches_per_visit=per_visit, **scopes)
+    scopes = {"gradients_scope": scope} if strategy in ("tawpipe-spread", "hsdp") else {}
+    knobs = asked.knobs(strategy=strategy, micro_batches_per_visit=per_visit, **scopes)
     made = predict(asked, knobs)
     schedule = build_training(asked.model, asked.topology, knobs)
     whole = _play(asked, schedule)
@@ -140,7 +140,7 @@ def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     free = next(one for one in search(question(machine)) if one.strategy == "tawpipe-spread")
     assert free.knobs is not None and free.knobs.offloaded_layers == 0
     lean = free.knobs
-    lean = replace(lean, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, kept_units=0, recompute=())
+    lean = replace(lean, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, step_cache=0, recompute=())
     sizes = {
         layers: sum(memory_quickly(question(machine), replace(lean, offloaded_layers=layers)).values())
         for layers in (0, LAYERS // 2, LAYERS)
@@ -217,8 +217,8 @@ def test_recompute_is_spelled_as_it_is_read(setting):
 
 def test_settings_name_the_builder():
     asked = question()
-    assert settings_of(asked.knobs(placement="hybrid"))["builder"] == "hsdp"
-    assert settings_of(asked.knobs(placement="striped"))["placement"] == "striped"
+    assert settings_of(asked.knobs(strategy="hsdp"))["builder"] == "hsdp"
+    assert settings_of(asked.knobs(strategy="tawpipe-striped"))["strategy"] == "tawpipe-striped"
 
 
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
@@ -326,9 +326,9 @@ def test_plans_agree_and_one_repeats_bit_by_bit(pool):
     for one in (*chosen, chosen[0]):
         assert one.knobs is not None
         settings = settings_of(one.knobs)
-        placement = PLACEMENTS.get(settings.pop("builder"))
+        strategy = PLACEMENTS.get(settings.pop("builder"))
         settings |= {"homes": parse_homes(settings.pop("homes", ""))}
-        knobs = {"placement": placement, **settings} if placement else settings
+        knobs = {"strategy": strategy, **settings} if strategy else settings
         results.append(pool.run("cases:weights_after", 2, 2, rows=8, **knobs)[0])
     losses, weights = results[0]
     for other_losses, other in results[1:]:

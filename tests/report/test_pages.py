@@ -70,11 +70,11 @@ def test_a_tied_model_survives_being_written():
     assert question_from(record_of(asked), where="here").model == asked.model
 
 
-@pytest.mark.parametrize("placement", ["spread", "striped", "whole", "flat", "hybrid", "ring"])
-def test_knobs_survive_being_settings(placement):
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp", "weipipe"])
+def test_knobs_survive_being_settings(strategy):
     asked = question(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))
-    scopes = {"gradients_scope": "step"} if placement == "hybrid" else {}
-    knobs = asked.knobs(placement=placement, micro_batches_per_visit=2, look_ahead=3, **scopes)
+    scopes = {"gradients_scope": "step"} if strategy == "hsdp" else {}
+    knobs = asked.knobs(strategy=strategy, micro_batches_per_visit=2, look_ahead=3, **scopes)
     knobs = replace(knobs, recompute=recompute_of_blocks("none:2,full", asked.model))
     assert knobs_from(settings_of(knobs), asked) == knobs
 

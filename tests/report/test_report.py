@@ -22,7 +22,7 @@ GATHER = Action.parse("GATHER COLLECTIVE all_gather @node u1 | home.w.1 -> W0.0"
 @pytest.fixture
 def bars() -> list[Bar]:
     """Of a step on two nodes of two, as the clock plays it."""
-    schedule = make(llama(3), 2, 2, 8, placement="spread", micro_batches_per_visit=1)
+    schedule = make(llama(3), 2, 2, 8, strategy="tawpipe-spread", micro_batches_per_visit=1)
     costs = CostModel.timed(
         layers=3, forward_s=1.0, backward_s=2.0, between=LinkModel(2000.0), inside=LinkModel(1e6), update_s=1e-4
     )

@@ -82,12 +82,17 @@ def test_bytes_and_room():
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"placement": "spread", "weights_wire": "int8", "gradients_wire": "int8"},
-        {"placement": "spread", "weights_wire": "fp8", "gradients_wire": "fp8", "gradients_scope": "step"},
-        {"placement": "striped", "weights_wire": "int8", "gradients_wire": "fp8"},
-        {"placement": "whole", "gradients_wire": "int8"},
-        {"placement": "spread", "gradients_wire": "fp8"},
-        {"placement": "flat", "weights_wire": "fp8"},
+        {"strategy": "tawpipe-spread", "weights_compression": "int8", "gradients_compression": "int8"},
+        {
+            "strategy": "tawpipe-spread",
+            "weights_compression": "fp8",
+            "gradients_compression": "fp8",
+            "gradients_scope": "step",
+        },
+        {"strategy": "tawpipe-striped", "weights_compression": "int8", "gradients_compression": "fp8"},
+        {"strategy": "tawpipe-whole", "gradients_compression": "int8"},
+        {"strategy": "tawpipe-spread", "gradients_compression": "fp8"},
+        {"strategy": "flat", "weights_compression": "fp8"},
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
@@ -96,7 +101,7 @@ def test_training_in_8_bits_is_close_and_repeats_itself(pool, knobs):
     same bits again whatever the timing.
     """
     limit = 0.06 if "fp8" in knobs.values() else 0.02
-    if "weights_wire" in knobs:  # attention's gradients are small differences of what rounded weights give
+    if "weights_compression" in knobs:  # attention's gradients are small differences of what rounded weights give
         limit = 0.15
     for norm, differences in pool.run("cases:rounded", 2, 2, knobs=knobs):
         assert norm == pytest.approx(1.0, abs=limit / 2) and norm != 1.0

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tawpipe.schedule.build import build_training
 from transformers import LlamaForCausalLM
 
 from cases import llama
@@ -35,7 +36,6 @@ from tawpipe.runtime.lanes import Doing
 from tawpipe.runtime.watchdog import Watchdog
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane
-from tawpipe.schedule.build import build_training
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.topology import Topology
 from tawpipe.train.config import TrainConfig, load_config
@@ -101,7 +101,7 @@ def test_what_cannot_be_injected_is_refused(text):
 
 @pytest.fixture(scope="module")
 def schedule():
-    return build_training(sizes(3), Topology.grid(2, 2), Knobs("spread", share_micro_batches(4, 4)))
+    return build_training(sizes(3), Topology.grid(2, 2), Knobs("tawpipe-spread", share_micro_batches(4, 4)))
 
 
 def test_every_place_of_a_schedule_is_known(schedule):
@@ -114,7 +114,7 @@ def test_a_place_that_is_not_there_is_named(schedule):
     Injector([Fault(1, 1, "push", "kill", number=77)], 0, restart=0).check(schedule, 0)  # another rank's
     with pytest.raises(UserError, match="push:77"):
         Injector([Fault(0, 1, "push", "kill", number=77)], 0, restart=0).check(schedule, 0)
-    one_node = build_training(sizes(3), Topology.grid(1, 2), Knobs("spread", share_micro_batches(4, 2)))
+    one_node = build_training(sizes(3), Topology.grid(1, 2), Knobs("tawpipe-spread", share_micro_batches(4, 2)))
     with pytest.raises(UserError, match="pull"):
         Injector([Fault(0, 1, "pull", "kill")], 0, restart=0).check(one_node, 0)
 

@@ -188,8 +188,8 @@ def test_the_natural_factory_works_and_may_ask_for_whole_shapes():
 def test_every_lane_has_groups_of_its_own():
     from schedules import llama, make
 
-    for placement in ("spread", "striped", "whole"):
-        groups = needed_groups([make(llama(3), 2, 2, 4, placement=placement)])
+    for strategy in ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole"):
+        groups = needed_groups([make(llama(3), 2, 2, 4, strategy=strategy)])
         assert {lane for lane, _ in groups} == {Lane.INTER_W, Lane.GATHER, Lane.REDUCE, Lane.INTER_G}
         assert len(set(groups)) == len(groups)
 

@@ -12,19 +12,20 @@ import pytest
 from schedule_numbers import WrongNumbers, check_numbers
 from schedules import llama, make
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.spec import Schedule
+from tawpipe.schedule.step import Schedule
 
 Program = list[Action]
 
 
-def _names(schedule: Schedule, rank: int) -> list[str]:
+def _names(schedule: Schedule, rank: int) -> list[Buffer]:
     names = {name for action in schedule.programs[rank] for name in (*action.reads, *action.writes)}
     return sorted(names | set(schedule.buffer_elements(rank)))
 
 
 def _rename(dice: random.Random, schedule: Schedule, rank: int, action: Action) -> Action:
-    """Another name in one place of reads, writes or frees; of a transfer in the transfer."""
+    """Another buffer in one place of reads, writes or frees; of a transfer in the transfer."""
     name = dice.choice(_names(schedule, rank))
     if action.transfers:
         i = dice.randrange(len(action.transfers))
@@ -132,7 +133,7 @@ def mutant(schedule: Schedule, seed: int) -> tuple[str, Schedule]:
             i = dice.randrange(len(own))
             changed = {"count": own[i].count + dice.choice([-1, 1]), "elements": own[i].elements + dice.choice([-8, 8])}
             name = dice.choice(["count", "elements", "kind"])
-            other = {"weight": "gradient", "gradient": "weight"}[own[i].kind]
+            other = {Kind.WEIGHT: Kind.GRADIENT, Kind.GRADIENT: Kind.WEIGHT}[own[i].kind]
             own[i] = replace(own[i], **{name: changed.get(name, other)})
         return "pool", replace(schedule, pools=tuple(map(tuple, pools)))
     i = dice.randrange(len(programs[rank]))
@@ -156,33 +157,33 @@ def mutant(schedule: Schedule, seed: int) -> tuple[str, Schedule]:
 
 
 BASES = {
-    "spread": {"placement": "spread", "nodes": 2, "local": 2},
+    "spread": {"strategy": "tawpipe-spread", "nodes": 2, "local": 2},
     "spread, scope step": {
-        "placement": "spread",
+        "strategy": "tawpipe-spread",
         "nodes": 2,
         "local": 2,
-        "weights_scope": "step",
+        "step_cache": "all",
         "gradients_scope": "step",
     },
-    "striped": {"placement": "striped", "nodes": 3, "local": 2},
+    "striped": {"strategy": "tawpipe-striped", "nodes": 3, "local": 2},
     "striped, scope step": {
-        "placement": "striped",
+        "strategy": "tawpipe-striped",
         "nodes": 2,
         "local": 2,
-        "weights_scope": "step",
+        "step_cache": "all",
         "gradients_scope": "step",
     },
-    "whole": {"placement": "whole", "nodes": 2, "local": 2},
+    "whole": {"strategy": "tawpipe-whole", "nodes": 2, "local": 2},
     "whole, scope step": {
-        "placement": "whole",
+        "strategy": "tawpipe-whole",
         "nodes": 3,
         "local": 1,
-        "weights_scope": "step",
+        "step_cache": "all",
         "gradients_scope": "step",
     },
-    "flat": {"placement": "flat", "nodes": 2, "local": 2},
-    "hybrid": {"placement": "hybrid", "nodes": 2, "local": 2, "gradients_scope": "step"},
-    "ring": {"placement": "ring", "nodes": 3, "local": 1},
+    "flat": {"strategy": "flat", "nodes": 2, "local": 2},
+    "hybrid": {"strategy": "hsdp", "nodes": 2, "local": 2, "gradients_scope": "step"},
+    "ring": {"strategy": "weipipe", "nodes": 3, "local": 1},
 }
 
 

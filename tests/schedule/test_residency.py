@@ -50,10 +50,10 @@ def test_a_unit_has_its_buffer_while_it_may_be_in_use(uses, busy, spare, reuse):
     for visit, units in zip(plan_stays(uses, capacity=capacity, busy=busy, reuse=reuse), uses, strict=True):
         assert set(visit) == set(units)
         for unit, stay in visit.items():
-            assert 0 <= stay.slot < capacity
-            assert not stay.held or (reuse and holds[stay.slot] == unit)
-            holds[stay.slot] = unit
-        used.append({stay.slot: unit for unit, stay in visit.items()})
+            assert 0 <= stay.place < capacity
+            assert not stay.held or (reuse and holds[stay.place] == unit)
+            holds[stay.place] = unit
+        used.append({stay.place: unit for unit, stay in visit.items()})
         for earlier in used[-busy - 1 :]:
             assert all(holds[slot] == unit for slot, unit in earlier.items())
 

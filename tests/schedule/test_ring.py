@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from schedules import llama, make
+from schedules import llama, make, step_for
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.build import place_units
-from tawpipe.schedule.routes.ring import Ring, Stream, slots_of_blocks
-from tawpipe.schedule.spec import Knobs, share_micro_batches
+from tawpipe.schedule.routes.ring import Ring, Stream, stages_of_blocks
 from tawpipe.topology import Topology
 
 
 def ring(nodes: int, local: int, count: int, *, layers: int = 0, per_visit: int = 1, training: bool = True) -> Ring:
     topology = Topology.grid(nodes, local)
-    shares = share_micro_batches(count, topology.world_size)
-    knobs = Knobs("ring", shares, micro_batches_per_visit=per_visit)
     model = llama(layers or topology.world_size)
-    return Ring(model, topology, knobs, place_units(model, topology, "ring"), training)
+    step = step_for(model, topology, count, strategy="weipipe", micro_batches_per_visit=per_visit)
+    return Ring(step, training)
 
 
 @pytest.mark.parametrize(("layers", "size"), [(6, 6), (12, 6), (7, 3), (8, 5), (1, 1)])
-def test_slots_are_even_in_layers(layers, size):
-    slots = slots_of_blocks(llama(layers), size)
-    assert list(slots) == sorted(slots)
-    per_slot = [slots[1:-1].count(slot) for slot in range(size)]
-    assert sum(per_slot) == layers and max(per_slot) - min(per_slot) <= 1
+def test_stages_are_even_in_layers(layers, size):
+    stages = stages_of_blocks(llama(layers), size)
+    assert list(stages) == sorted(stages)
+    per_stage = [stages[1:-1].count(stage) for stage in range(size)]
+    assert sum(per_stage) == layers and max(per_stage) - min(per_stage) <= 1
 
 
-def test_every_slot_has_a_home_of_its_own():
+def test_every_stage_has_a_home_of_its_own():
     made = ring(3, 2, 6, layers=12)
     homes = {
         made.home(unit)
@@ -55,16 +52,16 @@ def test_a_turn_is_one_forward_and_one_backward_of_different_passes():
 def test_what_a_pass_uses_is_there_in_its_turn(count):
     made = ring(2, 2, count)
     there = {
-        (journey.stream, journey.slot, (journey.start + turn - journey.departure) % made.size, turn)
+        (journey.stream, journey.stage, (journey.start + turn - journey.departure) % made.size, turn)
         for journey in made.journeys
         for turn in range(journey.departure, journey.arrival + 1)
     }
     for number in made.passes:
-        for slot in range(made.size):
+        for stage in range(made.size):
             position = number % made.size
-            assert (Stream.FORWARD, slot, position, made.forward_turn(number, slot)) in there
-            assert (Stream.BACKWARD, slot, position, made.backward_turn(number, slot)) in there
-            assert (Stream.GRADIENT, slot, position, made.backward_turn(number, slot)) in there
+            assert (Stream.FORWARD, stage, position, made.forward_turn(number, stage)) in there
+            assert (Stream.BACKWARD, stage, position, made.backward_turn(number, stage)) in there
+            assert (Stream.GRADIENT, stage, position, made.backward_turn(number, stage)) in there
     assert all(journey.departure >= 0 for journey in made.journeys)
     ends = {
         (journey.start + journey.hops) % made.size - made.home(journey.unit)
@@ -84,7 +81,7 @@ def test_passes_over_an_edge_are_the_hops_over_it():
 
 
 def test_a_turn_ends_with_one_exchange_a_lane_between_neighbours():
-    schedule = make(llama(12), 3, 2, 18, placement="ring")
+    schedule = make(llama(12), 3, 2, 18, strategy="weipipe")
     for rank, program in enumerate(schedule.programs):
         exchanges = [action for action in program if action.op is Op.EXCHANGE]
         assert {action.lane for action in exchanges} == {Lane.INTER_W, Lane.INTER_G}
@@ -102,7 +99,7 @@ def test_weights_wait_for_nothing_but_buffers():
     """
     ahead = []
     for look_ahead in (1, 2, 4):
-        program = make(llama(4), 2, 2, 8, placement="ring", look_ahead=look_ahead).programs[0]
+        program = make(llama(4), 2, 2, 8, strategy="weipipe", look_ahead=look_ahead).programs[0]
         first = next(i for i, action in enumerate(program) if action.op is Op.FORWARD)
         ahead.append(sum(action.op is Op.EXCHANGE for action in program[:first]))
     assert ahead == [1, 2, 4]

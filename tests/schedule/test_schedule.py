@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedule_numbers import check_numbers
-from schedules import SCOPED, llama, make, schedules
+from schedules import NAMES, SCOPED, llama, make, schedules
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action, Lane, Op, is_activation, is_gradient, is_weight
-from tawpipe.schedule.build import build_evaluation, place_units
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.placement import ALL_PLACEMENTS
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.spec import Schedule, share_micro_batches
+from tawpipe.schedule.spec import share_micro_batches
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.strategies import find
 from tawpipe.topology import Topology
 
 
@@ -47,17 +48,18 @@ def test_every_order_gives_the_numbers_of_one_process(schedule, seed):
 @given(schedule=schedules())
 def test_every_buffer_is_of_one_kind(schedule):
     for program in schedule.programs:
-        for name in {name for action in program for name in (*action.reads, *action.writes)} - {"norm", "count"}:
-            assert is_weight(name) + is_gradient(name) + is_activation(name) == 1, name
+        for one in {one for action in program for one in (*action.reads, *action.writes)} - {NORM, COUNT}:
+            assert one.is_weight + one.is_gradient + one.is_activation == 1, one
+            assert Buffer.parse(str(one)) == one
 
 
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
+@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (3, 1), (3, 2)])
-def test_every_copy_of_a_unit_is_whole_and_no_rank_has_two(placement, nodes, local):
+def test_every_copy_of_a_unit_is_whole_and_no_rank_has_two(strategy, nodes, local):
     model, topology = llama(6), Topology.grid(nodes, local)
-    for unit, home in zip(model.units, place_units(model, topology, placement), strict=True):
+    for unit, home in zip(model.units, find(strategy).place(model, topology), strict=True):
         assert home.padded >= unit.numel
-        assert len(home.copies) == (nodes if placement == "hybrid" else 1)
+        assert len(home.copies) == (nodes if strategy == "hsdp" else 1)
         ranks = [rank for copy in home.copies for rank in copy]
         assert len(set(ranks)) == len(ranks)
         for copy in home.copies:
@@ -89,7 +91,7 @@ def _swap(lane: Lane):
     return change
 
 
-@pytest.mark.parametrize("placement", ["spread", "striped", "whole"])
+@pytest.mark.parametrize("strategy", SCOPED)
 @pytest.mark.parametrize(
     "change",
     [
@@ -102,19 +104,21 @@ def _swap(lane: Lane):
     ],
     ids=["lost add", "lost backward", "lost update", "pulls swapped", "gathers swapped", "reductions swapped"],
 )
-def test_a_broken_schedule_is_refused(placement, change):
-    schedule = make(llama(5), 3, 2, 12, placement=placement)
+def test_a_broken_schedule_is_refused(strategy, change):
+    schedule = make(llama(5), 3, 2, 12, strategy=strategy)
     verify(schedule)
     with pytest.raises(ScheduleError):
         verify(_edit(schedule, 0, change))
 
 
 def test_a_buffer_that_is_reused_too_early_is_found():
-    schedule = make(llama(5), 2, 2, 4, placement="spread")
+    schedule = make(llama(5), 2, 2, 4, strategy="tawpipe-spread")
 
     def change(program):
         return [
-            replace(action, writes=("W1.0",)) if action.lane is Lane.GATHER and action.writes == ("W1.1",) else action
+            replace(action, writes=(Buffer.parse("W1.0"),))
+            if action.lane is Lane.GATHER and action.writes == (Buffer.parse("W1.1"),)
+            else action
             for action in program
         ]
 
@@ -123,7 +127,7 @@ def test_a_buffer_that_is_reused_too_early_is_found():
 
 
 def test_a_gradient_counted_twice_is_found():
-    schedule = make(llama(3), 2, 2, 4, placement="spread")
+    schedule = make(llama(3), 2, 2, 4, strategy="tawpipe-spread")
 
     def change(program):
         i = next(i for i, action in enumerate(program) if action.op is Op.ADD)
@@ -145,12 +149,12 @@ def test_gradients_of_a_block_match_its_units_one_by_one(change):
     model = llama(3)
     model = replace(model, blocks=(*model.blocks[:1], replace(model.blocks[1], units=(1, 2)), *model.blocks[2:]))
     model = replace(model, units=(*model.units[:2], replace(model.units[2], blocks=(1, 2)), *model.units[3:]))
-    schedule = make(model, 2, 2, 4, placement="spread")
+    schedule = make(model, 2, 2, 4, strategy="tawpipe-spread")
     verify(schedule)
 
     def edit(program):
         i = next(i for i, action in enumerate(program) if action.op is Op.BACKWARD and action.block == 1)
-        writes = tuple(name for name in program[i].writes if not is_gradient(name))
+        writes = tuple(one for one in program[i].writes if not one.is_gradient)
         program[i] = replace(program[i], writes=(*writes, *change(program[i].gradients)))
         return program
 
@@ -159,7 +163,7 @@ def test_gradients_of_a_block_match_its_units_one_by_one(change):
 
 
 def test_one_device_moves_nothing():
-    schedule = make(llama(3), 1, 1, 4, placement="spread", micro_batches_per_visit=2)
+    schedule = make(llama(3), 1, 1, 4, strategy="tawpipe-spread", micro_batches_per_visit=2)
     assert {action.lane for action in schedule.programs[0]} == {Lane.COMPUTE}
     assert schedule.pools == ((),)
 
@@ -167,35 +171,33 @@ def test_one_device_moves_nothing():
 # scopes of copies
 
 
-@pytest.mark.parametrize("placement", SCOPED)
-def test_kept_weights_enter_a_node_once_a_step(placement):
-    schedule = make(llama(4, tied=True), 2, 2, 12, placement=placement, weights_scope="step")
+@pytest.mark.parametrize("strategy", SCOPED)
+def test_kept_weights_enter_a_node_once_a_step(strategy):
+    schedule = make(llama(4, tied=True), 2, 2, 12, strategy=strategy, step_cache="all")
     for rank in range(4):
         pulls = [action for action in schedule.programs[rank] if action.lane is Lane.INTER_W]
         pulled = [action.unit for action in pulls if action.op is Op.COLLECTIVE]
         pulled += [transfer.unit for action in pulls for transfer in action.transfers if not transfer.send]
         assert len(set(pulled)) == len(pulled)
-        assert placement != "spread" or sorted(pulled) == list(range(len(schedule.model.units)))
+        assert strategy != "tawpipe-spread" or sorted(pulled) == list(range(len(schedule.model.units)))
 
 
 def test_what_keeping_costs_is_in_the_pools():
     model = llama(4)
-    visit, step = (make(model, 3, 2, 12, placement="spread", weights_scope=s) for s in ("visit", "step"))
-    kept = sum(pool.count * pool.elements for pool in step.pools[0] if pool.name.startswith("K"))
-    assert kept == sum(home.padded // 2 for home in step.homes)
-    slices = sum(pool.count * pool.elements for pool in visit.pools[0] if pool.name.startswith("S"))
-    assert step.pool_elements(0, "weight") == visit.pool_elements(0, "weight") + kept - slices
+    plain, cached = (make(model, 3, 2, 12, strategy="tawpipe-spread", step_cache=cache) for cache in (0, "all"))
+    slices = [sum(p.count * p.elements for p in one.pools[0] if p.name.startswith("S")) for one in (plain, cached)]
+    assert slices[1] == sum(home.padded // 2 for home in cached.homes)
+    weights = [one.pool_elements(0, Kind.WEIGHT) for one in (plain, cached)]
+    assert weights[1] - weights[0] == slices[1] - slices[0]
 
 
-def test_a_unit_that_is_visited_once_is_not_kept():
-    schedule = make(
-        llama(4), 2, 2, 12, build_evaluation, placement="spread", weights_scope="step", micro_batches_per_visit=3
-    )
-    assert not any(pool.name.startswith("K") for pools in schedule.pools for pool in pools)
+def test_a_step_that_caches_everything_is_the_strategy_made_for_it():
+    cached = make(llama(4), 3, 2, 12, strategy="tawpipe-spread", step_cache="all", gradients_scope="step")
+    assert cached.programs == make(llama(4), 3, 2, 12, strategy="tawpipe-step").programs
 
 
 def test_a_kept_slice_of_the_step_before_is_refused():
-    schedule = make(llama(2), 2, 1, 4, placement="spread", weights_scope="step")
+    schedule = make(llama(2), 2, 1, 4, strategy="tawpipe-spread", step_cache="all")
     forward = next(action for action in schedule.programs[0] if action.op is Op.FORWARD)
     (name,), contents = forward.weights, Contents(schedule)
     contents.held[0][name] = Content("w", 0, (0, 1), version=0)
@@ -203,9 +205,9 @@ def test_a_kept_slice_of_the_step_before_is_refused():
         contents.local(Running(0, 1, 0, forward))
 
 
-@pytest.mark.parametrize("placement", [*SCOPED, "hybrid"])
-def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(placement):
-    schedule = make(llama(4), 2, 2, 12, placement=placement, gradients_scope="step")
+@pytest.mark.parametrize("strategy", [*SCOPED, "hsdp"])
+def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(strategy):
+    schedule = make(llama(4), 2, 2, 12, strategy=strategy, gradients_scope="step")
     for program in schedule.programs:
         left: dict[int, int] = {}
         for i, action in enumerate(program):
@@ -218,14 +220,14 @@ def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(placeme
 
 
 def test_a_gradient_that_leaves_once_is_summed_in_no_extra_buffer():
-    schedule = make(llama(4), 2, 2, 4, placement="spread", gradients_scope="step")
+    schedule = make(llama(4), 2, 2, 4, strategy="tawpipe-spread", gradients_scope="step")
     assert not any(pool.name.startswith("A") for pools in schedule.pools for pool in pools)
 
 
 def test_the_norm_counts_every_gradient_once():
-    schedule = make(llama(3), 3, 2, 6, placement="hybrid")
+    schedule = make(llama(3), 3, 2, 6, strategy="hsdp")
     norms = [next(action for action in program if action.op is Op.NORM) for program in schedule.programs]
-    assert [any(is_gradient(name) for name in norm.reads) for norm in norms] == [True, True, False, False, False, False]
+    assert [any(one.is_gradient for one in norm.reads) for norm in norms] == [True, True, False, False, False, False]
     assert all(schedule.counts(rank)[Op.UPDATE] == len(schedule.model.units) for rank in range(6))
 
 
@@ -236,20 +238,23 @@ def test_the_norm_counts_every_gradient_once():
     ("setting", "knobs"),
     [
         ("look_ahead", {"look_ahead": -1}),
-        ("placement", {"placement": "nowhere"}),
-        ("weights_scope", {"weights_scope": "run"}),
-        ("weights_scope", {"placement": "flat", "weights_scope": "step"}),
-        ("gradients_scope", {"placement": "flat", "gradients_scope": "step"}),
-        ("weights_scope", {"placement": "hybrid", "weights_scope": "step"}),
-        ("gradients_scope", {"placement": "ring", "gradients_scope": "step"}),
-        ("look_ahead", {"placement": "ring", "look_ahead": 0}),
-        ("placement", {"placement": "ring", "layers": 3}),
+        ("strategy", {"strategy": "nowhere"}),
+        ("step_cache", {"step_cache": "run"}),
+        ("step_cache", {"step_cache": -1}),
+        ("step_cache", {"step_cache": 2, "reuse": False}),
+        ("step_cache", {"strategy": "tawpipe-whole", "step_cache": 2}),
+        ("step_cache", {"strategy": "flat", "step_cache": "all"}),
+        ("gradients_scope", {"strategy": "flat", "gradients_scope": "step"}),
+        ("step_cache", {"strategy": "hsdp", "step_cache": "all"}),
+        ("gradients_scope", {"strategy": "weipipe", "gradients_scope": "step"}),
+        ("look_ahead", {"strategy": "weipipe", "look_ahead": 0}),
+        ("strategy", {"strategy": "weipipe", "layers": 3}),
     ],
 )
 def test_bad_knobs_are_named(setting, knobs):
     layers = knobs.pop("layers", 4)
     with pytest.raises(UserError, match=rf"schedule\.{setting}: got"):
-        make(llama(layers), 2, 2, 4, **({"placement": "spread"} | knobs))
+        make(llama(layers), 2, 2, 4, **({"strategy": "tawpipe-spread"} | knobs))
 
 
 def test_hazards_order_reads_and_writes():

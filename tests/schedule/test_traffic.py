@@ -9,9 +9,10 @@ from hypothesis import given, settings
 
 from schedules import SCOPED, make, schedules
 from tawpipe.errors import UserError
-from tawpipe.schedule.build import build_evaluation
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, Schedule, UnitSpec
-from tawpipe.schedule.traffic import LinkTraffic, link_elements, link_elements_formula
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.schedule.step import LinkTraffic, Schedule
+from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 
 
@@ -30,60 +31,64 @@ def total(schedule: Schedule) -> Fraction:
     return Fraction(sent, len(links) * sum(unit.numel for unit in schedule.model.units))
 
 
+def formula(schedule: Schedule) -> tuple[LinkTraffic, ...] | None:
+    return schedule.step.strategy.traffic(schedule.step, training=schedule.training)
+
+
 @settings(max_examples=150, deadline=None)
 @given(schedule=schedules())
 def test_actions_move_what_the_formula_says(schedule):
     links = link_elements(schedule)
-    assert links == link_elements_formula(schedule)
+    assert links == formula(schedule)
     assert sum(link.weights_sent for link in links) == sum(link.weights_received for link in links)
     assert sum(link.gradients_sent for link in links) == sum(link.gradients_received for link in links)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-@pytest.mark.parametrize("placement", SCOPED)
-def test_a_node_moves_each_unit_twice_and_its_gradient_once_a_round(placement, rounds):
-    assert total(make(even(6), 3, 2, 6 * rounds, placement=placement, reuse=False)) == 3 * rounds * Fraction(2, 3)
+@pytest.mark.parametrize("strategy", SCOPED)
+def test_a_node_moves_each_unit_twice_and_its_gradient_once_a_round(strategy, rounds):
+    assert total(make(even(6), 3, 2, 6 * rounds, strategy=strategy, reuse=False)) == 3 * rounds * Fraction(2, 3)
 
 
-@pytest.mark.parametrize("placement", ["spread", "striped"])
-def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(placement):
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped"])
+def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(strategy):
     """Three buffers of units: at each of five turns the next three visits need no transfer, of slices one more each."""
     rounds, units = 3, 12
-    schedule = make(even(units), 3, 2, 6 * rounds, placement=placement, look_ahead=2)
+    schedule = make(even(units), 3, 2, 6 * rounds, strategy=strategy, look_ahead=2)
     moved = sum(link.weights_received for link in link_elements(schedule)) / 5040 / 3 / Fraction(2, 3)
     assert moved == 2 * rounds * units - (2 * rounds - 1) * 4
 
 
 @pytest.mark.parametrize("local", [1, 2])
-@pytest.mark.parametrize("placement", ["spread", "striped"])
-def test_with_a_buffer_for_every_slice_weights_move_once(placement, local):
-    most, least = (make(even(12), 3, local, 9 * local, placement=placement, kept_units=n) for n in (12, 0))
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped"])
+def test_with_a_buffer_for_every_slice_weights_move_once(strategy, local):
+    most, least = (make(even(12), 3, local, 9 * local, strategy=strategy, step_cache=n) for n in (12, 0))
     assert total(most) == (1 + 3) * Fraction(2, 3)
-    assert most.pool_elements(0, "weight") > least.pool_elements(0, "weight")
+    assert most.pool_elements(0, Kind.WEIGHT) > least.pool_elements(0, Kind.WEIGHT)
 
 
-@pytest.mark.parametrize("knobs", [{"placement": "whole"}, {"placement": "spread", "weights_scope": "step"}])
+@pytest.mark.parametrize("knobs", [{"strategy": "tawpipe-whole"}, {"strategy": "flat"}, {"reuse": False}])
 def test_keeping_units_where_nothing_could_be_kept_is_refused(knobs):
-    with pytest.raises(UserError, match="kept_units"):
-        make(even(4), 2, 2, 4, kept_units=1, **knobs)
+    with pytest.raises(UserError, match="step_cache"):
+        make(even(4), 2, 2, 4, step_cache=1, **knobs)
 
 
-@pytest.mark.parametrize("placement", ["flat", *SCOPED, "hybrid"])
-def test_reuse_moves_less_and_takes_no_more_buffers(placement):
-    with_it, without = (make(even(12), 3, 2, 12, placement=placement, reuse=reuse) for reuse in (True, False))
-    assert total(with_it) <= total(without) if placement == "hybrid" else total(with_it) < total(without)
+@pytest.mark.parametrize("strategy", ["flat", *SCOPED, "hsdp"])
+def test_reuse_moves_less_and_takes_no_more_buffers(strategy):
+    with_it, without = (make(even(12), 3, 2, 12, strategy=strategy, reuse=reuse) for reuse in (True, False))
+    assert total(with_it) <= total(without) if strategy == "hsdp" else total(with_it) < total(without)
     buffers = [pool for pools in with_it.pools for pool in pools if pool.kind == "weight"]
-    assert max(pool.count for pool in buffers) <= with_it.knobs.look_ahead + 1
+    assert max(pool.count for pool in buffers) <= with_it.step.settings.look_ahead + 1
 
 
-@pytest.mark.parametrize("placement", SCOPED)
-def test_at_scope_step_a_node_moves_each_unit_once_and_its_gradient_once(placement):
-    schedule = make(even(6), 3, 2, 24, placement=placement, weights_scope="step", gradients_scope="step")
+@pytest.mark.parametrize("strategy", SCOPED)
+def test_at_scope_step_a_node_moves_each_unit_once_and_its_gradient_once(strategy):
+    schedule = make(even(6), 3, 2, 24, strategy=strategy, step_cache="all", gradients_scope="step")
     assert total(schedule) == 2 * Fraction(2, 3)
 
 
 def test_replicas_move_gradients_alone():
-    once, often = (make(even(6), 3, 2, 24, placement="hybrid", gradients_scope=s) for s in ("step", "visit"))
+    once, often = (make(even(6), 3, 2, 24, strategy="hsdp", gradients_scope=s) for s in ("step", "visit"))
     assert total(once) == 2 * Fraction(2, 3)
     assert total(often) == 4 * 2 * Fraction(2, 3)
     assert all(link.weights_sent == 0 for link in link_elements(once))
@@ -91,26 +96,28 @@ def test_replicas_move_gradients_alone():
 
 def test_weights_cross_the_slow_link_a_third_less_than_in_a_ring():
     """(1-1/D) of every visited unit enters a node; flat sharding passes (P-1)/P of it: at 3 x 2 a ratio of 1.25."""
-    spread, flat = (total(make(even(6), 3, 2, 6, placement=p, reuse=False)) for p in ("spread", "flat"))
+    spread, flat = (total(make(even(6), 3, 2, 6, strategy=p, reuse=False)) for p in ("tawpipe-spread", "flat"))
     assert flat / spread == Fraction(5, 4)
 
 
 def test_weipipe_moves_three_units_a_layer_and_round_where_tawpipe_moves_two():
     """36 H^2 against 24 H^2 at D = 3, once filling and draining are outweighed by many rounds."""
     rounds = 40
-    ring, spread = (total(make(even(6), 3, 2, 6 * rounds, placement=p, reuse=False)) for p in ("ring", "spread"))
+    ring, spread = (
+        total(make(even(6), 3, 2, 6 * rounds, strategy=p, reuse=False)) for p in ("weipipe", "tawpipe-spread")
+    )
     assert float(ring / rounds) == pytest.approx(3, rel=0.03)
     assert float(ring / spread) == pytest.approx(1.5, rel=0.03)
 
 
 def test_without_grouping_the_slow_link_is_crossed_as_by_a_flat_ring():
-    grouped, alone = (make(even(6), nodes, local, 6, placement="spread") for nodes, local in ((3, 2), (6, 1)))
-    flat = make(even(6), 3, 2, 6, placement="flat")
+    grouped, alone = (make(even(6), nodes, local, 6, strategy="tawpipe-spread") for nodes, local in ((3, 2), (6, 1)))
+    flat = make(even(6), 3, 2, 6, strategy="flat")
     assert link_elements(alone, physical=grouped.topology) == link_elements(flat)
 
 
 def test_without_grouping_a_home_sends_to_every_rank_by_itself():
-    alone = make(even(6), 4, 1, 4, placement="whole", reuse=False)
+    alone = make(even(6), 4, 1, 4, strategy="tawpipe-whole", reuse=False)
     physical = Topology.grid(2, 2)
     for node, link in enumerate(link_elements(alone, physical=physical)):
         # From each of its homes to the two ranks elsewhere, and to each of its ranks from the homes elsewhere; twice.
@@ -120,7 +127,7 @@ def test_without_grouping_a_home_sends_to_every_rank_by_itself():
 
 
 def test_one_node_has_no_slow_link():
-    for placement in ("spread", "flat", "hybrid", "ring", "whole"):
-        for build in (None, build_evaluation):
-            schedule = make(even(6), 1, 4, 8, *([build] if build else []), placement=placement)
-            assert link_elements(schedule) == link_elements_formula(schedule) == (LinkTraffic(),)
+    for strategy in ("tawpipe-spread", "flat", "hsdp", "weipipe", "tawpipe-whole"):
+        for training in (True, False):
+            schedule = make(even(6), 1, 4, 8, training=training, strategy=strategy)
+            assert link_elements(schedule) == formula(schedule) == (LinkTraffic(),)

@@ -36,16 +36,16 @@ def test_thousands_of_schedules_without_overlap_are_proved(schedule):
     verify(without_overlap(schedule))
 
 
-@pytest.mark.parametrize("placement", ["spread", "flat", "hybrid"])
-def test_where_all_ranks_go_in_step_programs_keep_their_order(placement):
-    schedule = make(llama(6), 2, 2, 8, placement=placement, look_ahead=0)
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "flat", "hsdp"])
+def test_where_all_ranks_go_in_step_programs_keep_their_order(strategy):
+    schedule = make(llama(6), 2, 2, 8, strategy=strategy, look_ahead=0)
     for before, after in zip(schedule.programs, without_overlap(schedule).programs, strict=True):
         assert tuple(replace(action, lane=Lane.COMPUTE) for action in before) == after
 
 
-@pytest.mark.parametrize("placement", ["striped", "whole"])
-def test_staggered_programs_cannot_simply_be_put_on_one_lane(placement):
-    schedule = make(llama(6), 3, 2, 12, placement=placement, look_ahead=0)
+@pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
+def test_staggered_programs_cannot_simply_be_put_on_one_lane(strategy):
+    schedule = make(llama(6), 3, 2, 12, strategy=strategy, look_ahead=0)
     simply = tuple(tuple(replace(action, lane=Lane.COMPUTE) for action in own) for own in schedule.programs)
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(replace(schedule, programs=simply))

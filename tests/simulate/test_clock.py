@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tawpipe.schedule.build import build_evaluation, build_training
 
 from schedules import MOST_LAYERS, Shape, shapes
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.build import build_evaluation, build_training
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.proof.verify import ScheduleError, verify
@@ -55,7 +55,7 @@ def by_hand(topology: Topology, programs, *, units: int = 1, stripe: int = 25, p
     model = ModelSpec(blocks, (UnitSpec(stripe, True, (1,)),) * units)
     shared = (*pools, *(Pool(name, kind, 9, stripe) for name, kind in POOLS.items()))
     everyone = tuple(tuple(p) for p in programs)
-    knobs = Knobs("whole", ((),) * topology.world_size)
+    knobs = Knobs("tawpipe-whole", ((),) * topology.world_size)
     return Schedule("by hand", topology, model, knobs, (home,) * units, everyone, (shared,) * topology.world_size)
 
 
@@ -159,7 +159,7 @@ def test_a_collective_begins_with_its_last_member():
     assert timeline.makespan == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize(("algorithm", "pieces"), [("ring", 3), ("pairwise", 4)])
+@pytest.mark.parametrize(("algorithm", "pieces"), [("weipipe", 3), ("pairwise", 4)])
 def test_a_reduction_over_the_world_costs_what_its_algorithm_sends(algorithm, pieces):
     """2 x 2 ranks: the ring passes 3 pieces over each node's link, each of 2 ranks sends 2 pieces away pairwise."""
     action = _collective("reduce_scatter", "world", Lane.INTER_G, "L.0", "G.0")
@@ -211,7 +211,7 @@ def _without(op: Op, lane: Lane):
 def test_grouping_matters_on_the_links_that_are_there():
     """Without grouping, for six nodes of one rank each, more crosses the links of the three real nodes."""
     topology = Topology.grid(3, 2)
-    grouped, alone = (build(*grid, placement="spread", reuse=False) for grid in ((3, 2), (6, 1)))
+    grouped, alone = (build(*grid, strategy="tawpipe-spread", reuse=False) for grid in ((3, 2), (6, 1)))
     model = costs(reduce_scatter="ring")
     timeline = play(alone, model, physical=topology)
     for node, link in enumerate(link_elements(alone, physical=topology)):
@@ -221,7 +221,7 @@ def test_grouping_matters_on_the_links_that_are_there():
 
 
 def test_a_deadlock_names_what_waits_for_what():
-    schedule = _edit(build(2, 2, layers=1, placement="whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
+    schedule = _edit(build(2, 2, layers=1, strategy="tawpipe-whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(schedule, steps=1)
     with pytest.raises(ScheduleError, match=r"deadlock(.|\n)*waits for rank 1 to come to this collective"):
@@ -251,7 +251,7 @@ def test_operations_that_do_not_match_are_refused(lane):
         program[a], program[b] = program[b], program[a]
         return program
 
-    schedule = _edit(build(2, 2, placement="spread", layers=3), 0, swap)
+    schedule = _edit(build(2, 2, strategy="tawpipe-spread", layers=3), 0, swap)
     for judge in (verify, lambda s: play(s, costs(3))):
         with pytest.raises(ScheduleError, match="different operations"):
             judge(schedule)
@@ -320,7 +320,7 @@ def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency)
 
 def test_a_look_ahead_hides_what_no_look_ahead_shows():
     steps = [
-        play(build(2, 2, count=8, placement="spread", look_ahead=n, reuse=False), costs()).step_seconds
+        play(build(2, 2, count=8, strategy="tawpipe-spread", look_ahead=n, reuse=False), costs()).step_seconds
         for n in (0, 1, 2)
     ]
     assert steps[0] > steps[1] * 1.02
@@ -331,12 +331,12 @@ def test_a_look_ahead_hides_what_no_look_ahead_shows():
 
 
 def test_steps_become_periodic():
-    times = play(build(3, 2, placement="striped", layers=5), costs(5, rate=3e4), steps=5).step_times
+    times = play(build(3, 2, strategy="tawpipe-striped", layers=5), costs(5, rate=3e4), steps=5).step_times
     assert times[2:] == pytest.approx([times[2]] * 3)
 
 
 def test_busy_and_idle_time_make_up_the_step():
-    timeline = play(build(3, 2, count=12, placement="spread"), costs(rate=2e4))
+    timeline = play(build(3, 2, count=12, strategy="tawpipe-spread"), costs(rate=2e4))
     for rank in range(6):
         busy, _ = timeline.lane_seconds(rank, Lane.COMPUTE)
         assert busy == pytest.approx(4 * 2 * 0.4)
@@ -346,7 +346,7 @@ def test_busy_and_idle_time_make_up_the_step():
 
 
 def test_waiting_for_a_slow_device_is_not_communication():
-    timeline = play(build(1, 2, placement="spread"), costs(inside=FREE, compute_factor={1: 2.0}))
+    timeline = play(build(1, 2, strategy="tawpipe-spread"), costs(inside=FREE, compute_factor={1: 2.0}))
     idle = timeline.idle(0)
     assert idle.transfer_s == pytest.approx(0.0, abs=1e-9)
     assert idle.compute_s == pytest.approx(4 * 0.4, rel=1e-6)
@@ -355,13 +355,13 @@ def test_waiting_for_a_slow_device_is_not_communication():
 
 def test_filling_and_draining_are_the_first_pull_and_the_last_push():
     """Half of a layer of 19200 bytes comes in from the other node first, half of its gradient leaves last."""
-    timeline = play(build(2, 1, layers=2, placement="spread", reuse=False), costs(2, rate=1e4), steps=1)
+    timeline = play(build(2, 1, layers=2, strategy="tawpipe-spread", reuse=False), costs(2, rate=1e4), steps=1)
     assert timeline.fill_s == pytest.approx(4800 * 4 / 2 / 1e4)
     assert timeline.drain_s == pytest.approx(4800 * 4 / 2 / 1e4)
 
 
 def test_a_large_play_takes_seconds():
-    schedule = build(3, 8, layers=12, count=24 * 8, elements=2_000_000, placement="spread")
+    schedule = build(3, 8, layers=12, count=24 * 8, elements=2_000_000, strategy="tawpipe-spread")
     began = time.process_time()
     play(schedule, costs(12, rate=49e6, inside=LinkModel(2e9)), steps=4)
     assert time.process_time() - began < 10
@@ -401,4 +401,4 @@ def test_a_wrong_table_is_named(change, named):
 
 def test_a_block_without_costs_is_named():
     with pytest.raises(UserError, match="costs of block"):
-        play(build(1, 1, layers=5, placement="spread"), costs(2))
+        play(build(1, 1, layers=5, strategy="tawpipe-spread"), costs(2))

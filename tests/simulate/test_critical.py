@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tawpipe.schedule.build import build_training
 
 from schedules import shapes
 from tawpipe.errors import UserError
@@ -18,7 +19,6 @@ from tawpipe.lab.bounds import (
     workload_model,
 )
 from tawpipe.lab.workload import TimedWorkload
-from tawpipe.schedule.build import build_training
 from tawpipe.schedule.placement import ALL_PLACEMENTS
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.spec import Knobs, share_micro_batches
@@ -34,15 +34,15 @@ def workload(micro_batches: int = 12, *, layers: int = 12, scale: float = 1.0) -
     return TimedWorkload(layers, 8_000_000, 0.1 * scale, 0.2 * scale, 0.1 * scale, micro_batches, 2_666_666)
 
 
-def schedule_of(work: TimedWorkload, topology: Topology, placement: str = "spread", per_visit: int = 1, **knobs):
+def schedule_of(work: TimedWorkload, topology: Topology, strategy: str = "tawpipe-spread", per_visit: int = 1, **knobs):
     shares = share_micro_batches(work.micro_batches, topology.world_size)
-    made = Knobs(placement, shares, micro_batches_per_visit=per_visit, **knobs)
+    made = Knobs(strategy, shares, micro_batches_per_visit=per_visit, **knobs)
     return build_training(workload_model(work), topology, made)
 
 
-@pytest.mark.parametrize("placement", ALL_PLACEMENTS)
-def test_the_workload_is_a_model_that_can_be_scheduled(placement):
-    verify(schedule_of(workload(), THREE_BY_TWO, placement, 2))
+@pytest.mark.parametrize("strategy", ALL_PLACEMENTS)
+def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
+    verify(schedule_of(workload(), THREE_BY_TWO, strategy, 2))
 
 
 @settings(max_examples=50, deadline=None)
@@ -64,12 +64,12 @@ def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, lat
     assert bounds.physical_s <= bounds.dependency_s * (1 + 1e-9)
     assert bounds.dependency_s <= played * (1 + 1e-9)
     # The gradients of a ring add up on their way, so they leave less often than they are made.
-    if knobs.placement != "ring" and not knobs.reuse:
+    if knobs.strategy != "weipipe" and not knobs.reuse:
         least = scope_bounds(
             work,
             shape.topology,
             between,
-            weights="replica" if knobs.placement == "hybrid" else knobs.weights_scope,
+            weights="replica" if knobs.strategy == "hsdp" else knobs.weights_scope,
             gradients=knobs.gradients_scope,
             micro_batches_per_visit=knobs.micro_batches_per_visit,
         )
@@ -94,7 +94,7 @@ def test_dependencies_show_the_edges_of_a_step():
     gather and reduction inside the node besides."""
     work = workload()
     costs = workload_costs(work, between=LINK, inside=LinkModel(2e9))
-    bounds = schedule_bounds(schedule_of(work, THREE_BY_TWO, "spread", 2), costs)
+    bounds = schedule_bounds(schedule_of(work, THREE_BY_TWO, "tawpipe-spread", 2), costs)
     edge = 2 / 3 * 8e6 / 50e6
     assert bounds.compute_s == pytest.approx(9.6)
     assert bounds.dependency_s == pytest.approx(9.6 + 2 * edge, rel=1e-3)
@@ -122,7 +122,7 @@ def test_a_ring_over_all_devices_sends_a_quarter_more_than_a_hierarchy():
             schedule_of(work, THREE_BY_TWO, p, reuse=False),
             workload_costs(work, between=LINK, inside=LinkModel(2e9)),
         )
-        for p in ("flat", "spread")
+        for p in ("flat", "tawpipe-spread")
     )
     assert flat.sent_bytes[0] / spread.sent_bytes[0] == pytest.approx(1.25, rel=1e-3)
     assert shipped_bounds("fsdp2", work, THREE_BY_TWO, LINK).sent_bytes[0] == pytest.approx(

@@ -7,9 +7,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tawpipe.schedule.build import build_training
 
 from schedules import llama
-from tawpipe.schedule.build import build_training
 from tawpipe.schedule.spec import Knobs, share_micro_batches
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.simulate.fold import build_folded, foldable
@@ -33,16 +33,16 @@ def costs(layers: int, *, shared: bool = True, **settings) -> CostModel:
 @given(
     nodes=st.integers(1, 3),
     local=st.integers(1, 3),
-    placement=st.sampled_from(["spread", "flat", "hybrid"]),
+    strategy=st.sampled_from(["tawpipe-spread", "flat", "hsdp"]),
     per_rank=st.integers(1, 4),
     per_visit=st.integers(1, 2),
     look_ahead=st.integers(1, 3),
     shared=st.booleans(),
 )
-def test_one_rank_takes_as_long_as_all(nodes, local, placement, per_rank, per_visit, look_ahead, shared):
+def test_one_rank_takes_as_long_as_all(nodes, local, strategy, per_rank, per_visit, look_ahead, shared):
     topology = Topology.grid(nodes, local)
     knobs = Knobs(
-        placement,
+        strategy,
         share_micro_batches(per_rank * topology.world_size, topology.world_size),
         micro_batches_per_visit=per_visit,
         look_ahead=look_ahead,
@@ -59,16 +59,16 @@ def test_one_rank_takes_as_long_as_all(nodes, local, placement, per_rank, per_vi
 
 
 def test_what_cannot_be_folded():
-    even = Knobs("spread", share_micro_batches(8, 4))
-    assert not foldable(Topology.grid(2, 2), Knobs("striped", even.micro_batches))
-    assert not foldable(Topology.grid(2, 2), Knobs("spread", share_micro_batches(7, 4)))
+    even = Knobs("tawpipe-spread", share_micro_batches(8, 4))
+    assert not foldable(Topology.grid(2, 2), Knobs("tawpipe-striped", even.micro_batches))
+    assert not foldable(Topology.grid(2, 2), Knobs("tawpipe-spread", share_micro_batches(7, 4)))
     assert not foldable(Topology.grid(2, 2), even, costs(4, compute_factor={1: 2.0}))
     assert not foldable(Topology.grid(2, 2), even, costs(4, between_of={0: LinkModel(1e6)}))
 
 
 def test_thousands_of_devices_take_seconds():
     topology, layers = Topology.grid(512, 8), 126
-    knobs = Knobs("spread", share_micro_batches(64 * 4096, 4096))
+    knobs = Knobs("tawpipe-spread", share_micro_batches(64 * 4096, 4096))
     begin = time.monotonic()
     timeline = play(build_folded(llama(layers), topology, knobs), costs(layers), steps=3)
     assert time.monotonic() - begin < 60

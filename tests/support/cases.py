@@ -187,7 +187,7 @@ def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]
     parameter the relative difference of its gradient (rank 0).
     """
     norms, gradients = [], []
-    for chosen in ({"placement": knobs["placement"]}, knobs):
+    for chosen in ({"strategy": knobs["strategy"]}, knobs):
         pipeline = Pipeline(
             llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen
         )
@@ -232,7 +232,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
 def scratch(world: World) -> tuple[int, int]:
     """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
     model = llama(torch.float32)
-    pipeline = Pipeline(model, world=world, strict=True, weights_wire="int8", gradients_wire="fp8")
+    pipeline = Pipeline(model, world=world, strict=True, weights_compression="int8", gradients_compression="fp8")
     pipeline.step(batches(7)[0])
     pipeline.drain()
     held = sum(room.nbytes for room in pipeline.transport._scratch.values())
@@ -249,7 +249,7 @@ def probed(world: World) -> Any:
 
 def rank_without_rows(world: World) -> float:
     """A batch smaller than the world."""
-    return _exact(world, dtype="float64", tied=False, rows=1, placement="spread")
+    return _exact(world, dtype="float64", tied=False, rows=1, strategy="tawpipe-spread")
 
 
 def packed_rows(world: World) -> list[int]:
@@ -284,7 +284,7 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
                 strict=True,
                 clip_norm=None,
                 chunk_tokens=6,
-                placement="striped",
+                strategy="tawpipe-striped",
             )
             mine = [parts[share.index] for share in pipeline.shares(len(parts))]
             result = pipeline.step(LocalBatch(len(parts), 16, mine))

@@ -10,12 +10,15 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from tawpipe.schedule.actions import Action, Lane, Op, Transfer, is_gradient
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.spec import ModelSpec, Schedule
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Schedule
 
 PRIME = 2**31 - 1
 
@@ -81,7 +84,7 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
                     gradients[u] = (gradients[u] + model.gradient(u, len(gradients[u]), m, xs[b], dx)) % PRIME
                 reads = spec.blocks[b].backward_reads_weights or spec.blocks[b].kind == "head"
                 dx = model.backward(b, m, dx, [weights[u] for u in spec.blocks[b].units] if reads else [])
-        early = schedule.training and schedule.knobs.early_updates
+        early = schedule.training and schedule.step.settings.early_updates
         norms.append((losses + (3 if early else 1) * sum(int(g.sum()) for g in gradients)) % PRIME)
         for u, unit in enumerate(spec.units):
             if unit.trainable and schedule.training:
@@ -89,16 +92,25 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
     return weights, norms
 
 
+def in_texts(action: Action) -> Any:
+    """An action with the texts of its buffers in their place: what they are called is all that is known of them here."""
+    texts = {name: [str(one) for one in getattr(action, name)] for name in ("reads", "writes", "frees")}
+    used = {"weights": [str(one) for one in action.weights], "gradients": [str(one) for one in action.gradients]}
+    transfers = [SimpleNamespace(send=t.send, peer=t.peer, unit=t.unit, buffer=str(t.buffer)) for t in action.transfers]
+    plain = {name: getattr(action, name) for name in ("op", "lane", "block", "micro_batch", "unit", "root", "group")}
+    return SimpleNamespace(**plain, **texts, **used, collective=action.collective, transfers=transfers)
+
+
 @dataclass(eq=False)
 class Issued:
     """An action that has been issued."""
 
     rank: int
-    action: Action
+    action: Any
     after: list[Issued]
     done: bool = False
     started: bool = False
-    open: list[Transfer] = field(default_factory=list)
+    open: list[Any] = field(default_factory=list)
 
 
 class Numbers:
@@ -124,12 +136,12 @@ class Numbers:
             self.norms.append([])
             hazards: Hazards[Issued] = Hazards()
             for _ in range(steps):
-                for action in program:
+                for action in map(in_texts, program):
                     names = {"reads": action.reads, "writes": action.writes, "frees": action.frees}
                     issued = Issued(rank, action, hazards.before(**names, lane=action.lane))
                     hazards.record(issued, **names, lane=action.lane)
                     self.lanes.setdefault((rank, action.lane), deque()).append(issued)
-        self.posted: dict[tuple, deque[tuple[Issued, Transfer]]] = {}
+        self.posted: dict[tuple, deque[tuple[Issued, Any]]] = {}
         self.priority = {key: self.random.random() for key in self.lanes}
 
     def play(self) -> None:
@@ -213,11 +225,11 @@ class Numbers:
         action, buffers = members[0].action, self.buffers
         if action.op is Op.COUNT:
             for one in members:
-                self.counts[one.rank] = sum(len(self.schedule.knobs.micro_batches[other.rank]) for other in members)
+                self.counts[one.rank] = sum(len(self.schedule.step.micro_batches[other.rank]) for other in members)
         elif action.op is Op.NORM:
             total = 0
             for one in members:
-                total += sum(int(buffers[one.rank][n].sum()) for n in one.action.reads if is_gradient(n))
+                total += sum(int(buffers[one.rank][n].sum()) for n in one.action.reads if n.startswith("home.g."))
                 total += sum(self.held[one.rank].pop(n) for n in one.action.frees)
             for one in members:
                 self.norms[one.rank].append(total % PRIME)
@@ -279,7 +291,7 @@ class Numbers:
         return found
 
     def _own(self, head: Issued) -> int:
-        if head.action.micro_batch not in self.schedule.knobs.micro_batches[head.rank]:
+        if head.action.micro_batch not in self.schedule.step.micro_batches[head.rank]:
             raise WrongNumbers("a micro-batch of another rank")
         return head.action.micro_batch
 
@@ -297,7 +309,7 @@ class Numbers:
 
     @staticmethod
     def _kept(names: Sequence[str]) -> list[str]:
-        return [name for name in names if name.startswith(("graph.", "kept.", "slot."))]
+        return [name for name in names if name.startswith(("graph.", "kept.", "reload."))]
 
     def _backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tawpipe.schedule.build import PLAIN_WIRE, build_evaluation, build_training
-from tawpipe.schedule.placement import ALL_PLACEMENTS, AT_ONE_PLACE
-from tawpipe.schedule.spec import KEPT, WIRES, BlockSpec, Knobs, ModelSpec, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes, spell_recompute
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies import build, find, step_of, strategies
 from tawpipe.topology import Topology
 
-SCOPED = ("spread", "striped", "whole")
-"""Placements under which a node may keep weights and sum gradients up."""
+NAMES = tuple(strategies(runs=True))
+SCOPED = ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole")
+"""Strategies under which a node may keep weights and sum gradients up."""
+COMPRESSIONS = ("none", "int8", "fp8")
 
 
 def llama(layers: int, *, tied: bool = False, lora: bool = False, frozen: int = 0) -> ModelSpec:
@@ -39,56 +40,41 @@ def llama(layers: int, *, tied: bool = False, lora: bool = False, frozen: int = 
     return ModelSpec(tuple(blocks), tuple(units))
 
 
-def make(
-    model: ModelSpec,
-    nodes: int,
-    local: int,
-    count: int,
-    build: Callable[[ModelSpec, Topology, Knobs], Schedule] = build_training,
-    **knobs: Any,
-) -> Schedule:
+def step_for(
+    model: ModelSpec, topology: Topology, count: int, *, use: Strategy | None = None, **settings: Any
+) -> StepSpec:
+    """A step of ``count`` micro-batches; settings that are not given are the least."""
+    usual = {"micro_batches_per_visit": 1, **settings}
+    shares = share_micro_batches(count, topology.world_size)
+    return step_of(model, topology, ScheduleSettings(**usual), shares, strategy=use)
+
+
+def make(model: ModelSpec, nodes: int, local: int, count: int, *, training: bool = True, **settings: Any) -> Schedule:
     """A schedule for ``count`` micro-batches on ``nodes`` x ``local`` ranks."""
-    topology = Topology.grid(nodes, local)
-    return build(model, topology, Knobs(micro_batches=share_micro_batches(count, nodes * local), **knobs))
+    return build(step_for(model, Topology.grid(nodes, local), count, **settings), training=training)
 
 
-def wires(placement: str, local: int) -> st.SearchStrategy[dict[str, str]]:
-    """In what numbers travel between nodes, where the placement leaves a choice."""
+def compressions(name: str, local: int) -> st.SearchStrategy[dict[str, str]]:
+    """In what numbers travel between nodes, where the strategy leaves a choice."""
     chosen: dict[str, st.SearchStrategy[str]] = {}
-    if placement not in PLAIN_WIRE:
-        chosen["weights_wire"] = st.sampled_from(WIRES)
-        if placement != "flat" or local == 1:
-            chosen["gradients_wire"] = st.sampled_from(WIRES)
+    if "weights_compression" not in find(name).refusals:
+        chosen["weights_compression"] = st.sampled_from(COMPRESSIONS)
+        if name != "flat" or local == 1:
+            chosen["gradients_compression"] = st.sampled_from(COMPRESSIONS)
     return st.fixed_dictionaries(chosen)
 
 
-def scopes(placement: str) -> st.SearchStrategy[dict[str, str]]:
-    """How long weights are kept and gradients added up, where the placement leaves a choice."""
-    any_scope, visit = st.sampled_from(("visit", "step")), st.just("visit")
-    return st.fixed_dictionaries(
-        {
-            "weights_scope": any_scope if placement in SCOPED else visit,
-            "gradients_scope": any_scope if placement in (*SCOPED, "hybrid") else visit,
-        }
-    )
-
-
 @st.composite
-def scopes_and_caches(draw: st.DrawFn, placement: str) -> dict[str, Any]:
-    """What is kept because it is needed again: for a scope, or in buffers."""
-    found: dict[str, Any] = {**draw(scopes(placement)), "reuse": draw(st.booleans())}
-    if placement in ("spread", "striped") and found["weights_scope"] == "visit":
-        found["kept_units"] = draw(st.integers(0, 3))
-    return found
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What decides the form of a schedule besides the sizes of its units."""
-
-    topology: Topology
-    layers: int
-    knobs: Knobs
+def scopes_and_caches(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """What is kept because it is needed again: for the step, or in buffers."""
+    refused = find(name).refusals
+    settings: dict[str, Any] = {"reuse": draw(st.booleans())}
+    if "gradients_scope" not in refused:
+        settings["gradients_scope"] = draw(st.sampled_from((None, "visit", "step")))
+    if "step_cache" not in refused:
+        some = (0, "all") if name == "tawpipe-whole" else (0, 1, 2, 3, "all")
+        settings["step_cache"] = draw(st.sampled_from(some)) if settings["reuse"] else 0
+    return settings
 
 
 MOST_LAYERS = 12
@@ -96,57 +82,53 @@ MOST_LAYERS = 12
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    """Clusters, layers and knobs that go together; every rank has the same number of micro-batches in every round."""
+def shapes(draw: st.DrawFn) -> StepSpec:
+    """Clusters, layers and settings that go together; every rank has the same number of micro-batches in every round."""
     topology = Topology.grid(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
-    placement = draw(st.sampled_from(ALL_PLACEMENTS))
-    ring = placement == "ring"
+    name = draw(st.sampled_from(NAMES))
+    ring = name == "weipipe"
     least = topology.world_size if ring else 1
     per_visit = draw(st.integers(1, 2))
-    count = draw(st.integers(1, 3)) * per_visit * topology.world_size
-    knobs = Knobs(
-        placement,
-        share_micro_batches(count, topology.world_size),
+    return step_for(
+        llama(draw(st.integers(least, max(5, least)))),
+        topology,
+        draw(st.integers(1, 3)) * per_visit * topology.world_size,
+        strategy=name,
         micro_batches_per_visit=per_visit,
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        **draw(scopes_and_caches(placement)),
+        **draw(scopes_and_caches(name)),
     )
-    return Shape(topology, draw(st.integers(least, max(5, least))), knobs)
 
 
 @st.composite
-def schedules(
-    draw: st.DrawFn, placements: tuple[str, ...] = ALL_PLACEMENTS, *, training: bool | None = None
-) -> Schedule:
-    """Anything that can be built: clusters, models and knobs of all kinds."""
-    nodes, local = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    placement = draw(st.sampled_from(placements))
-    ring = placement == "ring"
-    layers = draw(st.integers(nodes * local, nodes * local + 7) if ring else st.integers(1, 7))
+def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool | None = None) -> Schedule:
+    """Anything that can be built: clusters, models and settings of all kinds."""
+    topology = Topology.grid(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    name = draw(st.sampled_from(names))
+    ring, world = name == "weipipe", topology.world_size
+    layers = draw(st.integers(world, world + 7) if ring else st.integers(1, 7))
     shape = draw(st.sampled_from(("plain", "tied", "lora", "frozen")))
     offloaded = 0 if ring else draw(st.integers(0, layers))
     others = layers - offloaded
     model = llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen"))
     homes: list[int] = []
-    if placement in AT_ONE_PLACE and draw(st.booleans()):
-        places = st.integers(0, (nodes if placement == "striped" else nodes * local) - 1)
-        homes = draw(st.lists(places, min_size=len(model.units), max_size=len(model.units)))
-    recompute = draw(st.lists(st.sampled_from(tuple(KEPT)), min_size=others, max_size=others))
-    return make(
+    if (places := find(name).places(topology)) and draw(st.booleans()):
+        homes = draw(st.lists(st.integers(0, places - 1), min_size=len(model.units), max_size=len(model.units)))
+    recompute = draw(st.lists(st.sampled_from(tuple(RECOMPUTE)), min_size=others, max_size=others))
+    step = step_for(
         model,
-        nodes,
-        local,
+        topology,
         draw(st.integers(1, 20)),
-        build_training if (draw(st.booleans()) if training is None else training) else build_evaluation,
-        placement=placement,
-        homes=tuple(homes),
+        strategy=name,
+        homes=spell_homes(homes),
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        recompute=("full", *["full"] * offloaded, *recompute, "full"),
+        recompute=spell_recompute(["full"] * offloaded + recompute),
         offloaded_layers=offloaded,
         early_updates=draw(st.booleans()),
-        **draw(wires(placement, local)),
-        **draw(scopes_and_caches(placement)),
+        **draw(compressions(name, topology.local_size)),
+        **draw(scopes_and_caches(name)),
     )
+    return build(step, training=draw(st.booleans()) if training is None else training)

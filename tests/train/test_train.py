@@ -93,7 +93,9 @@ def test_the_export_opens_and_computes(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--nproc", "1"), ("--nodes", "1", "--nproc", "3", "--schedule.placement", "whole")])
+@pytest.mark.parametrize(
+    "words", [("--nproc", "1"), ("--nodes", "1", "--nproc", "3", "--schedule.strategy", "tawpipe-whole")]
+)
 def test_other_processes_see_the_same_losses(trained, words):
     name = "same" + words[-1]
     done = run(trained, name, *words, "--export.enabled", "false", "--sample.tokens", "0")
