@@ -32,7 +32,7 @@ GROUPS: dict[tuple[str, str], list[Bar]] = {
         Bar("WeiPipe", ("weipipe",)),
     ],
     ("rival", "as torch ships them"): [
-        Bar("FSDP2 at its best", ("fsdp2", "fsdp2-node")),
+        Bar("FSDP2, tuned", ("fsdp2", "fsdp2-node")),
         Bar("FSDP2 left to itself", ("fsdp2",), (("prefetch", 0), ("reduction", "gloo"))),
         Bar("FSDP2 with our gather", ("fsdp2-hierarchical",)),
         Bar("HSDP", ("hsdp",)),
