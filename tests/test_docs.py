@@ -49,6 +49,19 @@ def test_headings_that_links_name_are_there():
                 assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
 
 
+def test_settings_that_pages_name_exist():
+    settings = _yaml("examples/train.yaml")
+    groups = "|".join(name for name, value in settings.items() if isinstance(value, dict))
+    unknown = {
+        f"{group}.{name}"
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for group, name in re.findall(rf"`(?:--)?({groups})\.([a-z_-]+)", page.read_text(encoding="utf-8"))
+        if name.replace("-", "_") not in settings[group]
+    }
+    assert not unknown
+
+
 def test_every_page_is_in_the_index():
     listed = set(re.findall(r"\]\(([\w-]+\.md)", _text("docs/README.md")))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
