@@ -38,6 +38,7 @@ from long_look_sides import BATCH, BETAS, CLIP, DECAY, EPS, LENGTH, PROCESSES, R
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
+from tawpipe.model.batch import MicroBatch
 from tawpipe.runtime.world import connect
 from tawpipe.train.loop import learning_rate_factor
 
@@ -47,7 +48,6 @@ VALIDATION = 128
 EVERY = 100
 """Steps between two validations, and over which the training loss is smoothed."""
 CHECK_STEPS, TOLERANCE = 20, 1e-4
-FIELDS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ def make_batches(folder: Path, row: Row, steps: int) -> str:
         "validation": (validation, range(VALIDATION)),
     }
     for name, (source, numbers) in parts.items():
-        rows = [source.sample(number) for number in numbers]
-        stacked = {field: torch.from_numpy(np.stack([getattr(one, field) for one in rows])) for field in FIELDS}
-        torch.save(stacked, folder / f"{name}.pt")
+        batch = MicroBatch.cat([source.sample(number) for number in numbers])
+        labels = batch.labels.roll(1, dims=1)  # unshifted, as all sides take them
+        rows = {"input_ids": batch.input_ids, "labels": labels, "position_ids": batch.position_ids}
+        torch.save(rows, folder / f"{name}.pt")
     return data.fingerprint
 
 

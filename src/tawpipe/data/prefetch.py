@@ -1,4 +1,4 @@
-"""Prepare the next items in a background thread. Imports the standard library only; draws no random numbers."""
+"""Items prepared ahead by a background thread, so that reading does not hold up the steps. Draws no random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class _End:
-    """What the thread leaves behind the last item: nothing, or the exception that ended it."""
+    """The mark behind the last item, with the exception that ended the thread, if one did."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -81,8 +81,3 @@ class Prefetcher(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
-    """Iterate over ``items`` with a background thread at most ``depth`` items ahead; use it in a ``with`` block."""
-    return Prefetcher(items, depth)

@@ -1,55 +1,40 @@
-"""What a sample is, how it is cut out of a corpus, and the dataset of a tokenised corpus. Imports numpy.
+"""Samples by number: rows cut out of a tokenised corpus, so that the position in the data is one integer.
 
 A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
-is in segments of its own, none longer than the longest document, so that no position is beyond what documents need. The
-first token of a segment has the label -100: nothing in the row predicts it.
+is in segments of its own, none longer than the longest document, so that no position is beyond what documents need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, Segment, SplitPlan, split_rows
 from tawpipe.data.sources import SourceFile, name_files
 from tawpipe.errors import UserError
-
-IGNORED = -100
-"""Label of a token that does not count."""
+from tawpipe.model.batch import IGNORE, MicroBatch
 
 PLANS_KEPT = 2  # the epoch that is read and the one that a prefetching thread may have entered
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One sample, in the Hugging Face convention: labels are not shifted."""
-
-    input_ids: Int64s
-    """[S]"""
-    labels: Int64s
-    """[S]: the token itself, or -100 where it does not count."""
-    position_ids: Int64s
-    """[S]: from 0 in every segment."""
-    lengths: tuple[int, ...]
-    """Tokens of each segment, those of padding last; their sum is S."""
 
 
 class RowSource(Protocol):
     """Samples by their global number, counted from 0 over all epochs. A number gives the same row everywhere."""
 
-    def sample(self, number: int) -> Row: ...
+    def sample(self, number: int) -> MicroBatch:
+        """The sample as a micro-batch of one row."""
+        ...
 
     def rows_per_epoch(self, epoch: int = 0) -> int | None:
         """Rows of an epoch; None where nobody has counted."""
         ...
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """What another process needs to go on at sample ``number`` at once. Small, and of plain JSON types."""
+        """State with which another process goes on at sample ``number`` at once. Small, and of plain JSON types."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,35 +49,29 @@ def cut_row(
     sequence_length: int,
     pad_id: int,
     longest: int,
-) -> Row:
+) -> MicroBatch:
     """Copy the segments' tokens into one row.
 
     Args:
         documents: the corpus's number of each document that the segments count; None where they count the corpus's own.
         longest: tokens of a segment of padding at most.
     """
-    input_ids = np.full(sequence_length, pad_id, np.int64)
-    labels = np.full(sequence_length, IGNORED, np.int64)
-    position_ids = np.empty(sequence_length, np.int64)
+    input_ids = np.full((1, sequence_length), pad_id, np.int64)
+    labels = np.full((1, sequence_length), IGNORE, np.int64)
     lengths = [segment.length for segment in segments]
     at = 0
     for segment in segments:
-        here = slice(at, at + segment.length)
+        here = 0, slice(at, at + segment.length)
         document = segment.document if documents is None else int(documents[segment.document])
         tokens, counts = corpus.read(document, segment.start, segment.length)
         input_ids[here] = labels[here] = tokens
         if counts is not None:
-            labels[here][~counts] = IGNORED
-        labels[at] = IGNORED
+            labels[here][~counts] = IGNORE
         at += segment.length
     while at < sequence_length:
         lengths.append(min(sequence_length - at, longest))
         at += lengths[-1]
-    at = 0
-    for length in lengths:
-        position_ids[at : at + length] = np.arange(length)
-        at += length
-    return Row(input_ids, labels, position_ids, tuple(lengths))
+    return MicroBatch.of_documents(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths)
 
 
 def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packing: Literal["split", "fit"]) -> Int64s:
@@ -177,7 +156,7 @@ class PackedDataset:
     def __len__(self) -> int:
         return self._rows
 
-    def sample(self, number: int) -> Row:
+    def sample(self, number: int) -> MicroBatch:
         """Row ``number % rows`` of epoch ``number // rows``."""
         epoch, row = divmod(number, self._rows)
         segments = self._plan(epoch).segments(row)

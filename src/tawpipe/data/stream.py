@@ -22,9 +22,10 @@ from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import Fault, ReadCounts
-from tawpipe.data.rows import PackedDataset, Row, learnable, nothing_learned
+from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
 from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -99,8 +100,8 @@ class StreamedDataset:
     def rows_per_epoch(self, epoch: int = 0) -> None:
         """None: nobody has counted."""
 
-    def sample(self, number: int) -> Row:
-        """Reads on to the sample, or back from the last known place before it.
+    def sample(self, number: int) -> MicroBatch:
+        """The sample; reads on to it, or back from the last known place before it.
 
         Raises:
             UserError: nothing in the files is a document, or nothing of them is learned.

@@ -1,4 +1,7 @@
-"""What one rank computes at once: packed rows with shifted labels and document lengths. Imports torch only."""
+"""Packed rows that one rank computes at once: the one form in which tokens pass from the data to a layer.
+
+A row's borders, positions and shifted labels are derived here once; everything later only reads them.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ class MicroBatch:
     """[b, S] int64; restarts at 0 at each document's first token, unless ``positions_given``."""
     lengths: tuple[int, ...]
     """Document lengths over the flattened b x S tokens. No document crosses a row; padding is a document of its own."""
-    index: int = 0
-    """Global number of the micro-batch in its step. Random numbers depend on it, not on the rank."""
     positions_given: bool = False
     """The model is given ``position_ids`` as they are. Otherwise it is given its own for each document: RoBERTa and its
     kin do not start at 0.
@@ -50,8 +51,6 @@ class MicroBatch:
         labels: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *,
-        index: int = 0,
     ) -> MicroBatch:
         """Build from rows in the Hugging Face convention, on the CPU. What is given is copied.
 
@@ -61,7 +60,6 @@ class MicroBatch:
             position_ids: [b, S], given to the model as they are; a new document starts where they fall. Without them
                 every row is one document.
             attention_mask: [b, S], 1 for tokens, 0 for padding on the right. Padding becomes a document of its own.
-            index: global number of the micro-batch in its step.
 
         Labels are shifted by one, and a target in another document than its input is dropped.
 
@@ -100,38 +98,61 @@ class MicroBatch:
             starts[:, 0] = True
             starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
             labels = labels.masked_fill(~real, IGNORE)
-        made = cls._of_starts(starts, input_ids, labels, position_ids, index)
-        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
-        return replace(made, position_ids=made.position_ids.masked_fill(~real, 0))
-
-    @classmethod
-    def of_documents(cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], *, index: int = 0) -> MicroBatch:
-        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included."""
-        starts = torch.zeros(input_ids.numel(), dtype=torch.bool, device="cpu")
-        starts[[0, *accumulate(lengths[:-1])]] = True
-        return cls._of_starts(starts.view_as(input_ids), input_ids, labels, None, index)
-
-    @classmethod
-    def _of_starts(
-        cls, starts: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, index: int
-    ) -> MicroBatch:
         first = starts.flatten().nonzero().flatten()
-        lengths = torch.cat([first[1:], first.new_tensor([starts.numel()])]) - first
+        lengths = first.diff(append=first.new_tensor([starts.numel()])).tolist()
+        batch = cls.of_documents(input_ids, labels, lengths, position_ids)
+        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
+        return replace(batch, position_ids=batch.position_ids.masked_fill(~real, 0))
+
+    @classmethod
+    def of_documents(
+        cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], position_ids: Tensor | None = None
+    ) -> MicroBatch:
+        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included.
+
+        Here, and nowhere else, borders become positions and labels are shifted.
+        """
+        each = torch.tensor(lengths, device="cpu")
+        ends = each.cumsum(0)
+        shifted = labels.flatten().roll(-1)
+        shifted[ends - 1] = IGNORE  # the last token of a document predicts nothing
         if position_ids is None:
-            positions = (torch.arange(starts.numel(), device="cpu") - first.repeat_interleave(lengths)).view_as(
-                input_ids
-            )
+            position_ids = torch.arange(input_ids.numel(), device="cpu") - (ends - each).repeat_interleave(each)
+            given = False
         else:
-            positions = position_ids.clone()
-        shifted = torch.full_like(labels, IGNORE)
-        shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORE)
+            position_ids, given = position_ids.clone(), True
         return cls(
             input_ids=input_ids.clone(),
-            labels=shifted,
-            position_ids=positions,
-            lengths=tuple(lengths.tolist()),
-            index=index,
-            positions_given=position_ids is not None,
+            labels=shifted.view_as(labels),
+            position_ids=position_ids.view_as(input_ids),
+            lengths=tuple(lengths),
+            positions_given=given,
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """The rows of several micro-batches, whose rows are of one length, in one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            input_ids=torch.cat([part.input_ids for part in parts]),
+            labels=torch.cat([part.labels for part in parts]),
+            position_ids=torch.cat([part.position_ids for part in parts]),
+            lengths=tuple(length for part in parts for length in part.lengths),
+            positions_given=parts[0].positions_given,
+        )
+
+    def part(self, rows: range) -> MicroBatch:
+        """Some of the rows, in tensors of their own."""
+        cut, length = slice(rows.start, rows.stop), self.input_ids.shape[1]
+        borders = [0, *accumulate(self.lengths)]
+        first, last = borders.index(rows.start * length), borders.index(rows.stop * length)
+        return MicroBatch(
+            input_ids=self.input_ids[cut].clone(),
+            labels=self.labels[cut].clone(),
+            position_ids=self.position_ids[cut].clone(),
+            lengths=self.lengths[first:last],
+            positions_given=self.positions_given,
         )
 
     def copy(self) -> MicroBatch:

@@ -30,13 +30,6 @@ from tawpipe.model.units import Block, ParameterSlot, Unit, build_blocks, build_
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What the layers' calls need besides the hidden states: position embeddings and masks of one micro-batch."""
-
-    calls: tuple[LayerCall, ...]
-
-
 @dataclass(eq=False)
 class _Collection:
     """Where a unit's gradients go, and which of them have come."""
@@ -280,8 +273,9 @@ class Chain:
 
     # Blocks
 
-    def embed(self, batch: MicroBatch) -> tuple[Tensor, Context]:
-        """Block 0: hidden states [b, S, H], and what the layers' calls need for this micro-batch.
+    def embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
+        """Block 0: hidden states [b, S, H], and the layers' calls with all that they need besides for this micro-batch:
+        position embeddings and masks.
 
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
@@ -300,7 +294,7 @@ class Chain:
         except LayersReached:
             hidden = self._tape.hidden
             assert hidden is not None
-            return hidden, Context(tuple(self._tape.calls))
+            return hidden, tuple(self._tape.calls)
         finally:
             self._tape.rewind()
 
@@ -315,9 +309,9 @@ class Chain:
         before = (total - counted).masked_fill(positions != 0, 0).cummax(1).values
         return (total - before) * counted + first - 1
 
-    def layer(self, block: int, hidden: Tensor, context: Context) -> Tensor:
+    def layer(self, block: int, hidden: Tensor, calls: tuple[LayerCall, ...]) -> Tensor:
         """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
-        call, layer = context.calls[block - 1], self.layers[block - 1]
+        call, layer = calls[block - 1], self.layers[block - 1]
         state = block, self.model.training
         if state not in self._writes_input:
             output, self._writes_input[state] = first_call(layer, call, hidden, f"layer {block - 1} of {self.name}")
