@@ -20,7 +20,7 @@ from tawpipe.model.attention import PackedMask, packing
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import SETTING, rope_settings
-from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, view_with_layers
+from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, view_with_layers
 from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
@@ -98,7 +98,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
-    for module in (model, *(model.get_submodule(path[:end]) for end, letter in enumerate(path) if letter == ".")):
+    for module in modules_above(model, path):
         if "forward" in vars(module):
             raise UserError(
                 SETTING,

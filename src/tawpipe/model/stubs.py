@@ -111,6 +111,12 @@ class Feeder(Stub):
         return (feed.hidden,) if feed.returns_tuple else feed.hidden
 
 
+def modules_above(model: nn.Module, path: str) -> list[nn.Module]:
+    """The model, and the modules between it and the layer list at ``path``."""
+    ends = (end for end, letter in enumerate(path) if letter == ".")
+    return [model, *(model.get_submodule(path[:end]) for end in ends)]
+
+
 def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
     """A view of ``model`` with other modules in the layer list at ``path``.
 
