@@ -36,6 +36,7 @@ import transformers
 
 from long_look_sides import BATCH, BETAS, CLIP, DECAY, EPS, LENGTH, PROCESSES, RATE, SHAPE, SIDES, make_model
 from tawpipe.data.prepare import prepare_data
+from tawpipe.data.rows import PackedDataset
 from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
 from tawpipe.model.batch import MicroBatch
@@ -160,8 +161,8 @@ def make_batches(folder: Path, row: Row, steps: int) -> str:
     """
     data = prepare_data(DataSettings(vocab_size=SHAPE["vocab_size"]), sequence_length=LENGTH, seed=0)
     train, validation = data.train, data.validation
-    assert validation is not None
-    first = row.order * (train.rows_per_epoch() or 0)
+    assert isinstance(train, PackedDataset) and validation is not None
+    first = row.order * len(train)
     parts = {
         "train": (train, range(first, first + steps * BATCH)),
         "validation": (validation, range(VALIDATION)),

@@ -271,7 +271,7 @@ def equal_families(found: dict[str, Outcome]) -> str:
     version = ".".join(transformers.__version__.split(".")[:2])
     names = "".join(f'        "{family}",\n' for family, one in sorted(found.items()) if one.kind == "equal")
     return f'''\
-"""Which families were found to train as the plain model does; written by every_family.py."""
+"""Families that were found to train as the plain model does; written by every_family.py."""
 
 from __future__ import annotations
 

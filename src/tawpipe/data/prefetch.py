@@ -19,7 +19,7 @@ class _End:
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over ``items`` while a thread is up to ``depth`` items ahead.
+    """Iterator over ``items`` whose thread is up to ``depth`` items ahead; used in a ``with`` block.
 
     An exception of the iterable is raised by the ``next()`` that would have returned its item. ``close()`` ends the
     thread after the item that it is working on; leaving a ``with`` block does so too. After the end, ``next()`` goes

@@ -36,7 +36,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     report: DataReport
     fingerprint: str
-    """What sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+    """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
 
     @property
     def longest(self) -> int:
@@ -72,7 +72,7 @@ def prepare_data(
         tokenizer: one to use instead of what the settings say.
         model: a local folder whose tokenizer is used if the settings name none; a folder without one, or None, is as if
             there were none.
-        leader: whether this process makes what the cache lacks. One process per cache folder does.
+        leader: True for the process that makes what the cache lacks, one per cache folder.
         barrier: waits for the other processes; called once by each. It must bear as long as tokenising takes.
 
     Raises:
@@ -227,11 +227,11 @@ class _Preparation:
         return self.settings.packing
 
     def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset | None:
-        """None if nothing of the documents would be learned."""
+        """A dataset of those documents of which something is learned; None if there is none."""
         kept = learnable(corpus, documents, sequence_length=self.sequence_length, packing=packing)
         if not len(kept):
             return None
-        made = PackedDataset(
+        dataset = PackedDataset(
             corpus,
             kept,
             sequence_length=self.sequence_length,
@@ -239,23 +239,23 @@ class _Preparation:
             packing=packing,
             pad_id=self.text.pad_id,
         )
-        return made if made.num_learned else None
+        return dataset if dataset.num_learned else None
 
     def _validation(
         self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]
     ) -> PackedDataset | None:
-        """None, with a note, if nothing of the held-out documents would be learned."""
+        """The held-out documents; None, with a note, if nothing of them would be learned."""
         if not len(documents):
             return None
-        made = self._packed(corpus, documents, packing)
-        if made is None and self.validation_files:
+        dataset = self._packed(corpus, documents, packing)
+        if dataset is None and self.validation_files:
             raise nothing_learned("--validation-data", self.validation_files, self.sequence_length, packing)
-        if made is None:
+        if dataset is None:
             self.notes.append("no validation: of the held-out documents no token would be learned")
-        return made
+        return dataset
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
-        """What the model has learned to chat in belongs to the exported tokenizer."""
+        """The tokenizer to export: with the chat template that the model has learned to chat in."""
         if not counts.chat or self.text.tokenizer.chat_template:
             return self.text.tokenizer
         self.notes.append("the tokenizer has no chat template; the built-in one was used and is exported with it")
@@ -296,7 +296,7 @@ class _Preparation:
 
 
 def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
-    """``documents`` are those that there were to choose from."""
+    """The dataset's size; ``documents`` is the number that there were to choose from."""
     kept = dataset.num_documents
     return SetSize(
         documents=kept,

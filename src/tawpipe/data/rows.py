@@ -29,10 +29,6 @@ class RowSource(Protocol):
         """The sample as a micro-batch of one row."""
         ...
 
-    def rows_per_epoch(self, epoch: int = 0) -> int | None:
-        """Rows of an epoch; None where nobody has counted."""
-        ...
-
     def state_dict(self, number: int) -> dict[str, Any]:
         """State with which another process goes on at sample ``number`` at once. Small, and of plain JSON types."""
         ...
@@ -44,7 +40,7 @@ class RowSource(Protocol):
 
 def cut_row(
     corpus: Corpus,
-    documents: Int64s | None,
+    documents: Int64s,
     segments: Sequence[Segment],
     sequence_length: int,
     pad_id: int,
@@ -53,7 +49,7 @@ def cut_row(
     """Copy the segments' tokens into one row.
 
     Args:
-        documents: the corpus's number of each document that the segments count; None where they count the corpus's own.
+        documents: the corpus's number of each document that the segments count.
         longest: tokens of a segment of padding at most.
     """
     input_ids = np.full((1, sequence_length), pad_id, np.int64)
@@ -62,8 +58,7 @@ def cut_row(
     at = 0
     for segment in segments:
         here = 0, slice(at, at + segment.length)
-        document = segment.document if documents is None else int(documents[segment.document])
-        tokens, counts = corpus.read(document, segment.start, segment.length)
+        tokens, counts = corpus.read(int(documents[segment.document]), segment.start, segment.length)
         input_ids[here] = labels[here] = tokens
         if counts is not None:
             labels[here][~counts] = IGNORE
@@ -75,7 +70,7 @@ def cut_row(
 
 
 def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packing: Literal["split", "fit"]) -> Int64s:
-    """Those of the documents of which rows show a token that is learned; under ``split`` all, or none.
+    """Numbers of the documents of which rows show a token that is learned; under ``split`` all, or none.
 
     ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned.
     """
@@ -84,7 +79,7 @@ def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packin
 
 
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
-    """No token of the files would be learned."""
+    """An error for files of which no token would be learned."""
     where = f"in the first {sequence_length:,} tokens of any document" if packing == "fit" else "in any row"
     other = ", or --packing split" if packing == "fit" else ""
     expected = f"tokens to learn, of which there are none {where}: a larger --sequence-length{other}"
@@ -114,14 +109,14 @@ class PackedDataset:
         pad_id: int,
     ) -> None:
         assert len(documents), "a dataset has at least one document"
-        self.sequence_length, self.packing, self.seed = sequence_length, packing, seed
+        self.sequence_length, self.seed = sequence_length, seed
         self._corpus, self.documents, self._pad_id = corpus, documents, pad_id
         self._lengths = corpus.lengths[documents]
         self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
         self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
         self._plans: dict[int, EpochPlan] = {}
         self.longest = min(int(self._lengths.max()), sequence_length)
-        """Tokens that a segment may have: of the longest document, or of a row."""
+        """Tokens that a segment may have at most: of the longest document, or of a row."""
 
     @property
     def num_documents(self) -> int:
@@ -134,7 +129,7 @@ class PackedDataset:
 
     @property
     def num_learned(self) -> int:
-        """Labels of the first epoch that count; of ``fit`` those of every epoch."""
+        """Labels of the first epoch that count; under ``fit`` those of every epoch."""
         if self._shape is not None:
             return int(self._corpus.learned(self.documents, self.sequence_length).sum())
         plan = self._plan(0)
@@ -146,14 +141,11 @@ class PackedDataset:
 
     @property
     def num_truncated(self) -> int:
-        """Documents of which ``fit`` cuts off the end."""
+        """Documents whose end ``fit`` cuts off."""
         return 0 if self._shape is None else int((self._lengths > self.sequence_length).sum())
 
-    def rows_per_epoch(self, epoch: int = 0) -> int:
-        """Rows of an epoch; the same for all."""
-        return self._rows
-
     def __len__(self) -> int:
+        """Rows of an epoch; the same for all."""
         return self._rows
 
     def sample(self, number: int) -> MicroBatch:
@@ -177,4 +169,4 @@ class PackedDataset:
         return {"sample": number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do: every sample is equally near."""
+        """Do nothing: every sample is equally near."""

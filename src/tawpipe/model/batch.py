@@ -20,7 +20,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some packed rows that one rank computes at once."""
+    """Packed rows that one rank computes at once."""
 
     input_ids: Tensor
     """[b, S] int64."""

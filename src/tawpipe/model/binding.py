@@ -33,7 +33,7 @@ class _Collection:
 
 
 class _Gone:
-    """Stands in the place of a model's method that needs its weights, and refuses."""
+    """Stand-in for a model's method that needs its weights; it refuses."""
 
     def __init__(self, model: str, method: str) -> None:
         self._model, self._method = model, method

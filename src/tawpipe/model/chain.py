@@ -209,7 +209,7 @@ class Chain(UnitBinding):
 
     @torch.no_grad()
     def check_head(self, like: Tensor) -> None:
-        """See whether every position's logits depend on that position alone, because the head runs in chunks.
+        """Check that every position's logits depend on that position alone, because the head runs in chunks.
 
         Args:
             like: hidden states; their device, dtype and width count. The head's weights must be bound.

@@ -1,4 +1,4 @@
-"""What travels as one: parameters grouped into units, and their places in a unit's flat layout. Imports torch only."""
+"""Units: parameters that travel as one, and their places in a unit's flat layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Block:
-    """What computes as one: the embedding side, a decoder layer, or the head with its loss."""
+    """A part of the model that computes as one: the embedding side, a decoder layer, or the head with its loss."""
 
     index: int
     kind: str
@@ -48,7 +48,7 @@ class Block:
     name: str
     units: tuple[int, ...]
     backward_reads_weights: bool
-    """Whether the backward pass needs the block's weights. An embedding's usually does not."""
+    """True if the backward pass needs the block's weights. An embedding's usually does not."""
     needs_backward: bool
     """False for the blocks before the first trainable parameter: no gradient has to reach them."""
 
