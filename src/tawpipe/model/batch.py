@@ -5,9 +5,10 @@ A row's borders, positions and shifted labels are derived here once; everything 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tawpipe.errors import UserError
 
 IGNORE = -100
 """The label of a position that predicts nothing, as everywhere in the Hugging Face libraries."""
+TENSORS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,13 @@ class MicroBatch:
         ends = each.cumsum(0)
         shifted = labels.flatten().roll(-1)
         shifted[ends - 1] = IGNORE  # the last token of a document predicts nothing
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.numel(), device="cpu") - (ends - each).repeat_interleave(each)
-            given = False
-        else:
-            position_ids, given = position_ids.clone(), True
+        positions = torch.arange(input_ids.numel(), device="cpu") - (ends - each).repeat_interleave(each)
         return cls(
             input_ids=input_ids.clone(),
             labels=shifted.view_as(labels),
-            position_ids=position_ids.view_as(input_ids),
+            position_ids=positions.view_as(input_ids) if position_ids is None else position_ids.clone(),
             lengths=tuple(lengths),
-            positions_given=given,
+            positions_given=position_ids is not None,
         )
 
     @classmethod
@@ -135,50 +133,34 @@ class MicroBatch:
         if len(parts) == 1:
             return parts[0]
         return cls(
-            input_ids=torch.cat([part.input_ids for part in parts]),
-            labels=torch.cat([part.labels for part in parts]),
-            position_ids=torch.cat([part.position_ids for part in parts]),
+            *(torch.cat([getattr(part, name) for part in parts]) for name in TENSORS),
             lengths=tuple(length for part in parts for length in part.lengths),
             positions_given=parts[0].positions_given,
         )
 
     def part(self, rows: range) -> MicroBatch:
         """Some of the rows, in tensors of their own."""
-        cut, length = slice(rows.start, rows.stop), self.input_ids.shape[1]
+        length = self.input_ids.shape[1]
         borders = [0, *accumulate(self.lengths)]
-        first, last = borders.index(rows.start * length), borders.index(rows.stop * length)
+        documents = slice(borders.index(rows.start * length), borders.index(rows.stop * length))
         return MicroBatch(
-            input_ids=self.input_ids[cut].clone(),
-            labels=self.labels[cut].clone(),
-            position_ids=self.position_ids[cut].clone(),
-            lengths=self.lengths[first:last],
+            *(getattr(self, name)[rows.start : rows.stop].clone() for name in TENSORS),
+            lengths=self.lengths[documents],
             positions_given=self.positions_given,
         )
 
     def copy(self) -> MicroBatch:
         """The same micro-batch in tensors of its own, page-locked where they were."""
-
-        def own(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
-
-        return replace(
-            self, input_ids=own(self.input_ids), labels=own(self.labels), position_ids=own(self.position_ids)
-        )
+        return self._with(lambda tensor: torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory, from which ``to`` does not block."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            position_ids=self.position_ids.pin_memory(),
-        )
+        return self._with(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``; copies from pinned memory do not block."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-        )
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
+        return replace(self, **changed)
