@@ -216,9 +216,7 @@ def test_so_may_the_tensors_of_a_local_batch(name):
     def local():
         batch = rows_of()
         parts = [MicroBatch.from_rows(batch["input_ids"][i : i + 1], batch["labels"][i : i + 1]) for i in range(ROWS)]
-        return LocalBatch(
-            ROWS, LENGTH, [replace(p, index=i, input_ids=p.input_ids.clone()) for i, p in enumerate(parts)]
-        )
+        return LocalBatch(ROWS, LENGTH, [replace(p, input_ids=p.input_ids.clone()) for p in parts])
 
     given = local()
     mine = piped_numbers(
@@ -482,7 +480,7 @@ def test_a_loss_that_changes_the_labels_in_place():
     if right_or_refused(llama(), batch, loss=loss, plain_loss=token_sum, refused="loss") == "refused":
         return
     assert all(torch.equal(batch[name], tensor) for name, tensor in rows_of().items())
-    parts = [MicroBatch.from_rows(**{key: t[i : i + 1] for key, t in batch.items()}, index=i) for i in range(ROWS)]
+    parts = [MicroBatch.from_rows(**{key: t[i : i + 1] for key, t in batch.items()}) for i in range(ROWS)]
     pipeline, local = piped(llama(), loss=loss), LocalBatch(ROWS, LENGTH, parts)
     losses = [pipeline.step(local, rate=0.0).loss for _ in range(2)]  # the same objects again
     assert pipeline.evaluate(local).loss == losses[0] == losses[1]

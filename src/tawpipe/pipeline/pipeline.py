@@ -394,7 +394,7 @@ class Pipeline:
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
-            self._deal.numbered(local),
+            self._deal.numbered(local, schedule.step.micro_batches[self.world.rank]),
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,

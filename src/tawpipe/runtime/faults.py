@@ -150,13 +150,13 @@ class Injector:
             raise UserError(SETTING, f"{fault.place}{number}", f"a place that rank {rank} has: {', '.join(there)}")
 
     def around(
-        self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[str, Any]
+        self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[Buffer, Any]
     ) -> Callable[[], None]:
         """``run``, or with a fault around it.
 
         Args:
             step: from 1.
-            buffers: what an action writes, by name, looked at after it has run.
+            buffers: what an action writes, looked at after it has run.
         """
         fault = next((one for one in self._waiting if one.step == step and _matches(one, action)), None)
         if fault is None:

@@ -19,11 +19,11 @@ import torch
 from tawpipe.checkpoint.memory import SecondCopies
 from tawpipe.checkpoint.store import Checkpoints, RunState
 from tawpipe.console import Console
-from tawpipe.data.collate import collate
-from tawpipe.data.prefetch import prefetch
+from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
+from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.batches import LocalBatch
@@ -108,7 +108,7 @@ class Training:
             )
         try:
             with StopRequest(self.world) as stop:
-                with prefetch(self._batches(self.first, config.steps)) as batches:
+                with Prefetcher(self._batches(self.first, config.steps)) as batches:
                     for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                         self._step(step, batch)
                         self.last = step + 1
@@ -316,7 +316,7 @@ class Training:
     def _batch(self, source: RowSource, begin: int, rows: int) -> LocalBatch:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
         shares = self.pipeline.shares(rows)
-        parts = [collate([source.sample(begin + row) for row in share.rows], share.index) for share in shares]
+        parts = [MicroBatch.cat([source.sample(begin + row) for row in share.rows]) for share in shares]
         if self.data.report.streamed:  # what else there is was looked at before the run
             longest = max((length for part in parts for length in part.lengths), default=0)
             check_longest(self.config.model, self.pipeline.chain.config, self.config.sequence_length, longest)

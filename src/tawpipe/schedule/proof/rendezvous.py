@@ -47,6 +47,14 @@ class Rendezvous(Generic[Part]):
         here.clear()
         return parts
 
+    def gathered(self, action: Action, members: tuple[int, ...]) -> list[Part]:
+        """The parts of a collective that wait for the others."""
+        return [part for part, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
+
+    def alone(self, part: Part) -> list[Transfer]:
+        """The transfers of an exchange that wait for their other side."""
+        return [transfer for queue in self._open.values() for one, transfer, _ in queue if one == part]
+
     def exchange(self, part: Part, rank: int, action: Action) -> Iterator[tuple[Transfer, Part, Transfer]]:
         """The transfers of an exchange whose other side is there: (its own, the other part, the other's).
 
