@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tawpipe.checkpoint.state import MARKER, PARTIAL, damaged, is_complete, read_record
-from tawpipe.checkpoint.store import complete_checkpoints, read_run, remove, superfluous
+from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, is_complete, read_manifest, remove
+from tawpipe.checkpoint.resume import read_run
+from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
 
 
@@ -26,7 +27,7 @@ def _found(path: Path) -> list[Path]:
     """
     if is_complete(path):
         return [path]
-    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    found = complete_states(path / "checkpoints") or complete_states(path)
     if not found:
         raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
     return found
@@ -35,11 +36,11 @@ def _found(path: Path) -> list[Path]:
 def _list(_: argparse.Namespace, path: Path) -> int:
     for folder in _found(path):
         try:
-            record, run = read_record(folder), read_run(folder)
+            manifest, run = read_manifest(folder), read_run(folder)
         except UserError as error:
             print(f"{folder}  damaged: {error.expected}")
             continue
-        size = sum(entry["bytes"] for entry in record["files"])
+        size = sum(entry["bytes"] for entry in manifest["files"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
         print(f"{folder}  {size / 2**20:.1f} MiB  {when}  step {run.step}, {run.samples} samples, {run.topology}")
     for folder in _partial(path):
@@ -59,9 +60,9 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
 def problem_of(folder: Path) -> str:
     """What is wrong with a checkpoint, of which all is read; or nothing."""
     try:
-        record = read_record(folder)
+        manifest = read_manifest(folder)
         read_run(folder)
-        return damaged(folder, record, range(len(record["files"])))
+        return damage(folder, manifest, range(len(manifest["files"])))
     except UserError as error:
         return error.expected
 

@@ -1,0 +1,62 @@
+"""Where states are kept: which rank keeps what, what is removed, and whose folders are used."""
+
+from __future__ import annotations
+
+import pytest
+
+from states import ALONE, run_of
+from tawpipe.checkpoint.format import remove
+from tawpipe.checkpoint.resume import find
+from tawpipe.checkpoint.store import Disk, _neighbour, is_ours, own_folder
+from tawpipe.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (((0, 1), (2, 3)), (2, 3, 0, 1)),
+        (((0, 1, 2, 3), (4, 5)), (4, 5, 4, 5, 0, 1)),  # machines, though schedules make three nodes of them
+        (((0, 1),), (None, None)),
+    ],
+)
+def test_copies_go_to_another_machine(nodes, expected):
+    machines = Topology(nodes)
+    assert tuple(_neighbour(machines, rank) for rank in range(len(expected))) == expected
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+    folder = tmp_path / "copies"
+    own_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700 and is_ours(folder)
+    (tmp_path / "link").symlink_to(folder)
+    assert not is_ours(tmp_path / "link")
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(PermissionError):
+        own_folder(folder)
+
+
+def test_half_written_folders_are_removed_at_the_start(history):
+    half = history / "checkpoints" / "step-00000040.incomplete"
+    half.mkdir()
+    find(Disk(history / "checkpoints", ALONE), "auto")
+    assert not half.exists()
+
+
+def test_what_a_crash_leaves_of_a_removal_goes_at_the_start(history, monkeypatch):
+    folder = history / "checkpoints"
+    monkeypatch.setattr("tawpipe.checkpoint.format.shutil.rmtree", lambda *_, **__: None)  # the crash
+    remove(folder / "step-00000010")
+    monkeypatch.undo()
+    assert min(path.name for path in folder.iterdir()) == "step-00000010.incomplete"
+    find(Disk(folder, ALONE), "auto")
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_what_cannot_be_removed_stays_and_is_named(pipeline, history, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("tawpipe.checkpoint.store.remove", refuse)
+    pipeline.step_number = 40
+    saved = pipeline.save(Disk(history / "checkpoints", ALONE, keep=1), run=run_of(40))
+    assert "could not be removed: Permission denied" in saved.left
