@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save
 
+from states import BATCHES, everything, train
 from tawpipe.checkpoint.format import MARKER, damage, read_manifest, sealed
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.errors import UserError
@@ -66,3 +70,32 @@ def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
         assert error.setting == "--resume"
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_folder_of_format_2_is_read(pipeline, tmp_path):
+    """Every name is spelled here, as versions before this one have written it: two ranks, no dtypes, no history."""
+    pipeline.save(tmp_path / "new")
+    expected, manifest = everything(pipeline), read_manifest(tmp_path / "new")
+    values = load_file(tmp_path / "new" / "state-00000.safetensors")
+    files, tensors = [{}, {}], {}
+    for name, tensor in manifest["tensors"].items():
+        value, cut = values[f"{name}@0"], tensor["numel"] // 3
+        pieces = [(0, value[:cut]), (cut, value[cut:])] if cut else [(0, value)]
+        for number, (start, piece) in enumerate(pieces):
+            files[number][f"{name}@{start}"] = piece.clone()
+        chunks = [[start, piece.numel(), number] for number, (start, piece) in enumerate(pieces)]
+        tensors[name] = {"numel": tensor["numel"], "chunks": chunks[::-1]}
+    old, notes = tmp_path / "old", []
+    old.mkdir()
+    for number, file in enumerate(files):
+        data = save(file)
+        (old / f"state-0000{number}.safetensors").write_bytes(data)
+        notes.append({"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    content = {"format": 2, "parameters": manifest["parameters"], "tensors": tensors, "files": notes}
+    content |= {"step": 7, "run": {"mine": 1}, "optimizer": "AdamW"}
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (old / "tawpipe.json").write_text(json.dumps(content, indent=1))
+    train(pipeline, BATCHES[1:2])
+    assert pipeline.load(old) == {"mine": 1} and pipeline.step_number == 7
+    weights = {name: value for name, value in expected.items() if not name.startswith("gradient")}
+    assert weights.items() and all(torch.equal(everything(pipeline)[name], value) for name, value in weights.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from cases import batches
 from states import ALONE, memory_of, resumable, run_of
-from tawpipe.checkpoint.format import MARKER, file_name
+from tawpipe.checkpoint.format import MARKER, file_name, read_manifest, sealed
 from tawpipe.checkpoint.resume import Mark, Start, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError
@@ -119,6 +120,28 @@ def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) ->
     other.close()
     names = sorted(path.name for path in Path(folder).glob("machine-*/node-*/*"))
     return source is not None, again == losses, " ".join(names)
+
+
+def test_machines_that_see_different_states_go_on_from_none(pool, history, tmp_path):
+    for rank in range(2):
+        folder = tmp_path / f"machine-{rank}" / "step-00000030"
+        shutil.copytree(history / "checkpoints" / folder.name, folder)
+        manifest = read_manifest(folder)
+        (folder / MARKER).write_text(json.dumps(sealed({**manifest, "run": {**manifest["run"], "samples": rank}})))
+    messages = pool.run("test_resume:find_apart", 2, 1, folder=str(tmp_path))
+    assert all("step-00000030: not the same checkpoint on all machines" in message for message in messages)
+    shutil.rmtree(tmp_path / "machine-1")
+    messages = pool.run("test_resume:find_apart", 2, 1, folder=str(tmp_path))
+    assert all("rank 1: the folder of a complete checkpoint" in message for message in messages)
+
+
+def find_apart(world: World, *, folder: str) -> str:
+    """What is said of a folder that is another one on every machine."""
+    try:
+        find(Disk(Path(folder) / f"machine-{world.rank}", world), "auto")
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def where(folder: Path, resume: str = "auto") -> Path | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from states import ALONE, run_of
-from tawpipe.checkpoint.format import remove
-from tawpipe.checkpoint.resume import find
-from tawpipe.checkpoint.store import Disk, _neighbour, is_ours, own_folder
+from tawpipe.checkpoint.format import MARKER, read_manifest, remove, sealed
+from tawpipe.checkpoint.resume import find, newest
+from tawpipe.checkpoint.store import Disk, Memory, _neighbour, is_ours, own_folder
 from tawpipe.topology import Topology
 
 
@@ -60,3 +62,27 @@ def test_what_cannot_be_removed_stays_and_is_named(pipeline, history, monkeypatc
     pipeline.step_number = 40
     saved = pipeline.save(Disk(history / "checkpoints", ALONE, keep=1), run=run_of(40))
     assert "could not be removed: Permission denied" in saved.left
+
+
+def test_memory_of_somebody_else_is_a_problem_with_a_name(pipeline, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "copies").symlink_to(tmp_path / "theirs")
+    saved = pipeline.start_saving(Memory(tmp_path / "copies", ALONE, ALONE), run=run_of(1)).wait()
+    assert "belongs to another user" in saved.problem and not list((tmp_path / "theirs").iterdir())
+
+
+@pytest.mark.parametrize("samples", range(3))
+def test_what_is_left_of_the_same_step_does_not_hide_a_whole_state(pipeline, tmp_path, samples):
+    """Nodes that were numbered otherwise leave folders under other names."""
+    memory = Memory(tmp_path / "copies", ALONE, ALONE)
+    pipeline.save(memory, run=run_of(1))
+    whole = memory.folder / "step-00000001"
+    left = memory.root / "node-7" / whole.name
+    left.mkdir(parents=True)
+    manifest = read_manifest(whole)
+    (left / MARKER).write_text(json.dumps(sealed({**manifest, "run": {**manifest["run"], "samples": 100 + samples}})))
+    source = newest(memory).source
+    assert source is not None and source.manifest == manifest
+    pipeline.step_number = 2
+    pipeline.save(memory, run=run_of(2))
+    assert list(memory.root.glob("node-*/*")) == [memory.folder / "step-00000002"]

@@ -192,10 +192,10 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
     with ExitStack() as stack:
         load = _Load(world, stack)
         try:
-            everyone = world.together(lambda: load.look(where, storage, optimizers), OTHERWISE)
+            everyone = world.together(lambda: load.look(where, storage, optimizers), otherwise=OTHERWISE)
             if len({seal for seal, _ in everyone}) > 1:
                 raise RunError("the same checkpoint on all machines")
-            world.together(lambda: load.open([wanted for _, wanted in everyone]), OTHERWISE)
+            world.together(lambda: load.open([wanted for _, wanted in everyone]), otherwise=OTHERWISE)
         except RunError as error:
             raise UserError("--resume", place, str(error)) from error
         try:

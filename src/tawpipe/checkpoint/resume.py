@@ -152,7 +152,7 @@ def _if_sound(store: Store, where: Path, seers: Mapping[str, list[int]], manifes
     ranks_of_all = {rank for ranks in seers.values() for rank in ranks}
     if len(ranks_of_all) < world.size:
         teller = min(ranks_of_all)
-        manifest = world.together(lambda: manifest if world.rank == teller else None)[teller]
+        manifest = world.together(lambda: manifest, acts=world.rank == teller)[teller]
     known: Manifest = manifest or {}
 
     def check() -> list[tuple[int, str]]:
@@ -187,11 +187,10 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
     Raises:
         UserError: the path holds no sound state, or not all machines see it; or see ``needed``.
     """
-    world, lead = disk.world, lambda act: act if disk.leads else lambda: None
-    disk.resumed_step = 0
+    world, disk.resumed_step = disk.world, 0
     if resume == "none":
         return Found(None)
-    world.together(lead(disk.clear))
+    world.together(disk.clear, acts=disk.leads)
     if resume == "auto":
         found = newest(disk)
         if found.source is None and found.passed_over and needed:
@@ -204,7 +203,7 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
             raise UserError("--resume", resume, expected) from problem
     disk.resumed_step = found.source.step if found.source else 0
     if resume != "auto" and Path(resume).parent.resolve() == disk.folder.resolve():
-        world.together(lead(disk.set_aside_newer))
+        world.together(disk.set_aside_newer, acts=disk.leads)
     return found
 
 

@@ -144,7 +144,7 @@ class Saving:
         try:
             problem, left = self._failure(self._write), ""
             if not problem:
-                left = self._failure(lambda: self._together(lambda: self._store.tidy(self.folder.name), leading=True))
+                left = self._failure(self._tidy)
         except BaseException as error:
             self._error = error
             return
@@ -159,19 +159,18 @@ class Saving:
             return str(error)
         return ""
 
-    def _together(self, act: Callable[[], Any], *, leading: bool = False) -> list[Any]:
-        """See ``World.together``; with ``leading`` only ranks that lead act."""
-        return self.world.together(act if self._store.leads or not leading else lambda: None)
+    def _tidy(self) -> None:
+        self.world.together(lambda: self._store.tidy(self.folder.name), acts=self._store.leads)
 
     def _write(self) -> None:
-        partial = beside(self.folder, PARTIAL)
+        together, leads, partial = self.world.together, self._store.leads, beside(self.folder, PARTIAL)
         try:
-            self._together(lambda: self._make(partial), leading=True)
-            notes = self._together(lambda: self._write_own(partial))
-            self._together(lambda: self._store.spread(partial, notes))
-            self._together(lambda: self._complete(partial, notes), leading=True)
+            together(lambda: self._make(partial), acts=leads)
+            notes = together(lambda: self._write_own(partial))
+            together(lambda: self._store.spread(partial, notes))
+            together(lambda: self._complete(partial, notes), acts=leads)
         except RunError:
-            if self._store.leads:
+            if leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         if self._store.injector is not None:

@@ -19,7 +19,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     return arguments.run(arguments, Path(arguments.folder))
 
 
-def _found(path: Path) -> list[Path]:
+def _checkpoints(path: Path) -> list[Path]:
     """The complete checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
 
     Raises:
@@ -27,14 +27,13 @@ def _found(path: Path) -> list[Path]:
     """
     if is_complete(path):
         return [path]
-    found = complete_states(path / "checkpoints") or complete_states(path)
-    if not found:
-        raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
-    return found
+    if complete := complete_states(path / "checkpoints") or complete_states(path):
+        return complete
+    raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
 
 
 def _list(_: argparse.Namespace, path: Path) -> int:
-    for folder in _found(path):
+    for folder in _checkpoints(path):
         try:
             manifest, run = read_manifest(folder), read_run(folder)
         except UserError as error:
@@ -50,7 +49,7 @@ def _list(_: argparse.Namespace, path: Path) -> int:
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
     bad = 0
-    for folder in _found(path):
+    for folder in _checkpoints(path):
         problem = problem_of(folder)
         bad += bool(problem)
         print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)
@@ -73,10 +72,10 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
             raise UserError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"at least {least}")
     if is_complete(path):
         raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
-    found = _found(path)
-    old = superfluous(found, keep=arguments.keep, keep_every=arguments.keep_every)
-    if old and not any(not problem_of(one) for one in reversed(found) if one not in old):
-        expected = f"so many that a sound checkpoint is among them; {found[-1].name}: {problem_of(found[-1])}"
+    complete = _checkpoints(path)
+    old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every)
+    if old and not any(not problem_of(one) for one in reversed(complete) if one not in old):
+        expected = f"so many that a sound checkpoint is among them; {complete[-1].name}: {problem_of(complete[-1])}"
         raise UserError("--keep", arguments.keep, expected)
     for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
         remove(folder)

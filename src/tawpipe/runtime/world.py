@@ -102,10 +102,11 @@ class World:
         dist.all_gather(everyone, mine, group=self.group)
         return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
 
-    def together(self, act: Callable[[], Any], otherwise: str = "{}") -> list[Any]:
+    def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
         """What ``act`` returns on every rank (JSON values), in their order, on all ranks; call on all ranks.
 
         Args:
+            acts: whether this rank does; if not, it returns None.
             otherwise: how the words of an error that is no UserError are put.
 
         Raises:
@@ -113,7 +114,7 @@ class World:
         """
         value, problem, cause = None, "", None
         try:
-            value = act()
+            value = act() if acts else None
         except UserError as error:
             problem, cause = error.expected, error
         except Exception as error:  # whatever it is, this rank goes on to tell the others

@@ -108,8 +108,8 @@ def run(config: TrainConfig) -> int:
         results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
-    memory = world.gather_numbers(peak_memory_bytes(world.device.type))
-    results.append(("peak memory per process", ", ".join(f"{gib(m)}" for m in memory)))
+    peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
+    results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.last < config.steps
     if config.sample.tokens and not stopped:
         results.append(("sample", _sample(config, pipeline, data)))
