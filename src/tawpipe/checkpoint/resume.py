@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ class Found:
 
 def newest(store: Store) -> Found:
     """The newest state in a store that is sound; call on all ranks."""
-    own = store.states()
-    steps = {step for seen in store.world.together(lambda: list(own)) for step in seen}
+    own: dict[int, list[Path]] = {}
+    steps = {step for seen in store.world.together(lambda: own.update(store.states()) or list(own)) for step in seen}
     passed_over: list[str] = []
     for step in sorted(steps, reverse=True):
         name = step_name(step)
@@ -132,16 +132,20 @@ def examine(store: Store, folders: Sequence[Path]) -> Source:
         raise RunError("not the same checkpoint on all machines")
     where = folders[0] if store.shared else store.folder.parent
     for seal in seals:
-        seers: dict[str, list[int]] = {}
+        places: dict[tuple[int, str], list[int]] = {}
         for rank, seen in enumerate(everyone):
+            machine = 0 if store.shared else store.world.hosts.node_of(rank)  # one name, but another folder on each
             for folder in (folder for folder in seen if seen[folder] == seal):
-                seers.setdefault(folder, []).append(rank)
+                places.setdefault((machine, folder), []).append(rank)
+        seers = [(folder, ranks) for (_, folder), ranks in places.items()]
         if source := _if_sound(store, where, seers, manifests.get(seal)):
             return source
     raise RunError("some of its files are nowhere sound")
 
 
-def _if_sound(store: Store, where: Path, seers: Mapping[str, list[int]], manifest: Manifest | None) -> Source | None:
+def _if_sound(
+    store: Store, where: Path, seers: Sequence[tuple[str, list[int]]], manifest: Manifest | None
+) -> Source | None:
     """The state with this manifest if it is whole.
 
     Args:
@@ -149,28 +153,29 @@ def _if_sound(store: Store, where: Path, seers: Mapping[str, list[int]], manifes
         manifest: None where this rank sees none of them.
     """
     world = store.world
-    ranks_of_all = {rank for ranks in seers.values() for rank in ranks}
+    ranks_of_all = {rank for _, ranks in seers for rank in ranks}
     if len(ranks_of_all) < world.size:
         teller = min(ranks_of_all)
         manifest = world.together(lambda: manifest, acts=world.rank == teller)[teller]
     known: Manifest = manifest or {}
 
-    def check() -> list[tuple[int, str]]:
-        """The sound ones of the files that are this rank's turn."""
+    def check() -> list[tuple[int, int]]:
+        """The sound ones of the files that are this rank's turn, each with the index of its folder."""
         sound = []
-        for folder, ranks in seers.items():
+        for index, (folder, ranks) in enumerate(seers):
             for number in range(len(known["files"])):
                 if ranks[number % len(ranks)] == world.rank:
                     problem = damage(Path(folder), known, [number])
                     if problem and store.shared:
                         raise RunError(problem)
-                    sound += [] if problem else [(number, folder)]
+                    sound += [] if problem else [(number, index)]
         return sound
 
     folders: list[dict[int, str]] = [{} for _ in known["files"]]
     for own in world.together(check):
-        for number, folder in own:
-            for rank in seers[folder]:
+        for number, index in own:
+            folder, ranks = seers[index]
+            for rank in ranks:
                 folders[number].setdefault(rank, folder)
     return Source(where, known, tuple(folders)) if all(folders) else None
 
