@@ -7,6 +7,9 @@ import itertools
 import pytest
 import torch
 
+from states import stepped
+from tawpipe.errors import RunError
+
 LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
 """Six processes, which two processors take long for."""
 TOPOLOGIES = [
@@ -198,3 +201,13 @@ def test_ranks_without_rows_take_part(pool):
 def test_every_row_is_computed_once(pool, nodes, local):
     shares = pool.run("cases:packed_rows", nodes, local)
     assert [row for own in shares for row in own] == list(range(7))
+
+
+def test_what_is_not_alike_is_named():
+    pipeline = stepped()
+    pipeline.check_copies()
+    unit = next(iter(pipeline.storage.master))
+    pipeline.storage.wire[unit] = pipeline.storage.wire[unit].clone() + 1
+    with pytest.raises(RunError, match=f"unit {unit}"):
+        pipeline.check_copies()
+    pipeline.close()

@@ -83,7 +83,7 @@ MOST_LAYERS = 12
 
 @st.composite
 def shapes(draw: st.DrawFn) -> StepSpec:
-    """Clusters, layers and settings that go together; every rank has the same number of micro-batches in every round."""
+    """Clusters, layers and settings that go together; every rank has as many micro-batches in every round."""
     topology = Topology.grid(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
     name = draw(st.sampled_from(NAMES))
     ring = name == "weipipe"
