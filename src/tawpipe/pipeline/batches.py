@@ -124,11 +124,11 @@ class Deal:
                 tokens["labels"] = batch.labels[batch.labels != IGNORE]
             for name, numbers in tokens.items():
                 if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.vocabulary:
-                    found = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
+                    given = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
                     expected = f"numbers below {self.vocabulary}, the model's vocabulary" + (
                         f", or {IGNORE}" if name == "labels" else ""
                     )
-                    raise UserError("batch", found, expected)
+                    raise UserError("batch", given, expected)
         limit = self.positions.limit
         first = 0 if batch.positions_given else self.positions.first
         if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
