@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad
 from transformers import LlamaForCausalLM
 
 from cases import LENGTH, batches, llama
+from pipelines import make_pipeline
 from states import ALONE, BATCHES, everything, make, memory_of, momentum, plain, resumable, run_of, same, train
 from tawpipe import Pipeline, RunError, UserError, World, adamw
 from tawpipe.checkpoint import load
@@ -218,7 +219,7 @@ def load_into_another_model(world: World, *, folder: str) -> str:
     """The message for a checkpoint of another model."""
     config = llama(torch.float32).config
     config.intermediate_size += 4
-    pipeline = Pipeline(LlamaForCausalLM(config), world=world)
+    pipeline = make_pipeline(LlamaForCausalLM(config), world=world)
     try:
         pipeline.load(folder)
     except UserError as error:
@@ -289,7 +290,7 @@ def frozen_values(world: World, *, folder: str, **knobs: Any) -> set[str]:
             if exact:
                 parameter.data = parameter.data.bfloat16().float() * 2
         given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        pipeline = Pipeline(model, optimizer=adamw(1e-2), dtype=torch.bfloat16, world=world, strict=True, **knobs)
+        pipeline = make_pipeline(model, optimizer=adamw(1e-2), dtype=torch.bfloat16, world=world, strict=True, **knobs)
         return pipeline, given
 
     def holds(pipeline: Pipeline, given: Mapping[str, Tensor]) -> bool:

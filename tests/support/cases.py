@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from pipelines import make_pipeline
 from tawpipe.errors import RunError
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
@@ -121,13 +122,13 @@ def _exact(
 ) -> float:
     kind = getattr(torch, dtype)
     delay = (lambda lane: random_delays(hash((lane, world.rank)), delays)) if delays else None
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(kind, tied=tied),
         optimizer=adamw(3e-4, eps=EPS),
         dtype=kind,
         world=world,
         strict=True,
-        chunk_tokens=8,
+        loss_chunk_tokens=8,
         delay=delay,
         **knobs,
     )
@@ -158,7 +159,7 @@ def _exact(
 def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, rows: int = 5, **knobs: Any) -> Any:
     """Losses and weights (rank 0) after some steps; with dropout, or with random delays in every lane."""
     delay: Callable | None = (lambda lane: random_delays(hash(lane) + world.rank, delays)) if delays else None
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(torch.float64, dropout=dropout),
         optimizer=adamw(3e-4, eps=EPS),
         dtype=torch.float64,
@@ -180,7 +181,7 @@ def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]
     """
     norms, gradients = [], []
     for chosen in ({"strategy": knobs["strategy"]}, knobs):
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen
         )
         norms.append(pipeline.step(batches(7)[0]).grad_norm)
@@ -195,7 +196,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     """The most boundary activations that a rank has on its device in a step with the inputs of all layers offloaded,
     while one lane is slow; the most that the schedule says; and the places for what waits and comes back, likewise.
     """
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(torch.float64),
         dtype=torch.float64,
         world=world,
@@ -206,17 +207,17 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     most = 0
 
     class Watched(dict):
-        def __setitem__(self, key: str, value: Any) -> None:
+        def __setitem__(self, key: Buffer, value: Any) -> None:
             nonlocal most
             super().__setitem__(key, value)
-            most = max(most, sum(name.startswith("x.") for name in list(self)))
+            most = max(most, sum(buffer.kind is Kind.INPUT for buffer in list(self)))
 
     compute._held = Watched()
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
     schedule = pipeline.schedule(4 * world.size)
-    said = schedule.peak_activations(world.rank, {"x": 1})
-    places = len(compute._places), schedule.peak_activations(world.rank, {"host": 1, "slot": 1})
+    said = schedule.peak_activations(world.rank, {Kind.INPUT: 1})
+    places = len(compute._places), schedule.peak_activations(world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
     pipeline.close()
     return most, said, *places
 
@@ -224,7 +225,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
 def scratch(world: World) -> tuple[int, int]:
     """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
     model = llama(torch.float32)
-    pipeline = Pipeline(model, world=world, strict=True, weights_compression="int8", gradients_compression="fp8")
+    pipeline = make_pipeline(model, world=world, strict=True, weights_compression="int8", gradients_compression="fp8")
     pipeline.step(batches(7)[0])
     pipeline.drain()
     held = sum(room.nbytes for room in pipeline.transport._scratch.values())
@@ -267,14 +268,14 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
         parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
         for name in names:
             config = family_config(name, tied=tied)
-            pipeline = Pipeline(
+            pipeline = make_pipeline(
                 real_model(config),
                 optimizer=adamw(0.0),
                 dtype=torch.float64,
                 world=world,
                 strict=True,
                 clip_norm=None,
-                chunk_tokens=6,
+                loss_chunk_tokens=6,
                 strategy="tawpipe-striped",
             )
             mine = [parts[share.index] for share in pipeline.shares(len(parts))]
@@ -315,7 +316,7 @@ def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
     plain = make()
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         make(),
         optimizer=adamw(1e-3, betas=(0.9, 0.999)),
         dtype=torch.float64,
@@ -355,7 +356,7 @@ def groups_of_lanes(world: World) -> bool:
 
     torch.distributed.all_reduce = noted
     try:
-        pipeline = Pipeline(llama(torch.float32), world=world)
+        pipeline = make_pipeline(llama(torch.float32), world=world)
         found = list(pipeline.transport._groups.values())
     finally:
         torch.distributed.all_reduce = real
@@ -373,7 +374,7 @@ def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return total * float("inf") if poisoned[0] else total
 
-    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
+    pipeline = make_pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
     batch = batches(5, 1)[0]
     pipeline.step(batch)
     pipeline.drain()
@@ -407,7 +408,7 @@ def _same_weights(pipeline: Pipeline, before: Mapping[str, Tensor | None]) -> bo
 
 def mismatched(world: World) -> str:
     """Two ranks whose schedules disagree about what comes next, in strict mode: what rank 0 is told."""
-    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
+    pipeline = make_pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
     schedule = pipeline.schedule(4)
     if world.rank == 1:
         program = list(schedule.programs[1])
@@ -427,7 +428,9 @@ def mismatched(world: World) -> str:
 
 def low_precision(world: World) -> list[float]:
     """Losses of bf16 compute with fp32 masters, on one batch again and again."""
-    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True)
+    pipeline = make_pipeline(
+        llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True
+    )
     batch = batches(6, 1)[0]
     losses = [result.loss for result in [pipeline.step(batch) for _ in range(12)]]
     pipeline.close()
@@ -438,7 +441,7 @@ def memory_of_steps(world: World, *, steps: int) -> list[int]:
     """Bytes that tensors hold after each step, nothing under way."""
     import gc
 
-    pipeline = Pipeline(llama(torch.float32), world=world)
+    pipeline = make_pipeline(llama(torch.float32), world=world)
     batch, sizes = batches(6, 1)[0], []
     for _ in range(steps):
         pipeline.step(batch)
@@ -458,7 +461,7 @@ def failing_compute(world: World) -> tuple[str, float]:
             raise RuntimeError("the user's loss is broken")
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
-    pipeline = Pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
+    pipeline = make_pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
     begin = time.perf_counter()
     try:
         pipeline.step(batches(8, 1)[0])

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
 from cases import batches, llama
+from pipelines import make_pipeline
 from tawpipe import Pipeline, World, adamw
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.topology import Topology
@@ -29,7 +30,7 @@ plain = partial(SGD, lr=0.05)
 
 
 def make(optimizer=None, **knobs) -> Pipeline:
-    return Pipeline(llama(torch.float32), optimizer=optimizer or adamw(1e-2), world=ALONE, **knobs)
+    return make_pipeline(llama(torch.float32), optimizer=optimizer or adamw(1e-2), world=ALONE, **knobs)
 
 
 def train(pipeline: Pipeline, given=BATCHES) -> list[float]:
@@ -59,7 +60,7 @@ def resumable(world: World, *, seed: int = 0, dtype: str = "float64", **knobs: A
     kind = getattr(torch, dtype)
     with torch.device("meta"):
         model = LlamaForCausalLM(llama(torch.float32, dropout=0.2).config)
-    return Pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
+    return make_pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
 
 
 def memory_of(world: World, folder: str) -> Memory:
