@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tawpipe.schedule.build import build_training
 
 from schedules import llama as sizes
+from schedules import make
 from tawpipe.errors import UserError
 from tawpipe.runtime.faults import KINDS, ONLY, PLACES, Fault, Injector, parse_faults, place_of, spoil
 from tawpipe.schedule.actions import Action
-from tawpipe.schedule.spec import Knobs, share_micro_batches
-from tawpipe.topology import Topology
+from tawpipe.schedule.buffers import home_weight
 
 
 @given(
@@ -65,7 +64,7 @@ def test_what_cannot_be_injected_is_refused(text):
 
 @pytest.fixture(scope="module")
 def schedule():
-    return build_training(sizes(3), Topology.grid(2, 2), Knobs("spread", share_micro_batches(4, 4)))
+    return make(sizes(3), 2, 2, 4)
 
 
 def test_every_place_of_a_schedule_is_known(schedule):
@@ -78,7 +77,7 @@ def test_a_place_that_is_not_there_is_named(schedule):
     Injector([Fault(1, 1, "push", "kill", number=77)], 0, restart=0).check(schedule, 0)  # another rank's
     with pytest.raises(UserError, match="push:77"):
         Injector([Fault(0, 1, "push", "kill", number=77)], 0, restart=0).check(schedule, 0)
-    one_node = build_training(sizes(3), Topology.grid(1, 2), Knobs("spread", share_micro_batches(4, 2)))
+    one_node = make(sizes(3), 1, 2, 4)
     with pytest.raises(UserError, match="pull"):
         Injector([Fault(0, 1, "pull", "kill")], 0, restart=0).check(one_node, 0)
 
@@ -98,11 +97,12 @@ def test_a_fault_happens_once_and_in_its_start():
 
 def test_numbers_are_spoiled():
     action = Action.parse("COMPUTE UPDATE u3 | norm home.g.3 -> home.w.3")
-    buffers = {"home.w.3": torch.full((4,), 1.5)}
+    weights = torch.full((4,), 1.5)
+    buffers = {home_weight(3): weights}
     spoil("bitflip", action, buffers)
-    assert float(buffers["home.w.3"][0]) not in (1.5, 0) and bool((buffers["home.w.3"][1:] == 1.5).all())
+    assert float(weights[0]) not in (1.5, 0) and bool((weights[1:] == 1.5).all())
     spoil("nan", action, buffers)
-    assert bool(buffers["home.w.3"].isnan().all())
+    assert bool(weights.isnan().all())
 
 
 def test_faults_are_frozen():

@@ -26,6 +26,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.traffic import scratch_bytes
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
