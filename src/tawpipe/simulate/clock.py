@@ -324,15 +324,10 @@ class Player:
             return [self.record.text(n) for n in needed if self.end[n] != self.end[n]]
         if action.op is not Op.EXCHANGE:
             members = self._members(action.group, rank)
-            here = {self.record.rank(n) for n in self.gathering[action.lane, action.group, members[0]]}
+            here = {self.record.rank(n) for n in self.rendezvous.present(action, members)}
             return [f"rank {member} to come to this collective" for member in members if member not in here]
-        found = []
-        for (*_, sender, receiver, send), queue in self.open.items():
-            for waiting, transfer in queue:
-                if waiting == number:
-                    peer = receiver if send else sender
-                    found.append(f"rank {peer} to {'receive' if send else 'send'} u{transfer.unit}")
-        return found
+        unmet = self.rendezvous.unmet(number)
+        return [f"rank {one.peer} to {'receive' if one.send else 'send'} u{one.unit}" for one in unmet]
 
 
 _ENDED, _ON_THE_WAY, _ARRIVED = range(3)

@@ -67,6 +67,14 @@ class Rendezvous(Generic[Part]):
                 raise ScheduleError(f"a send meets the receive of something else: {texts}")
             yield transfer, other, match
 
+    def present(self, action: Action, members: tuple[int, ...]) -> list[Part]:
+        """The parts of a collective that are there and wait for the others."""
+        return [one for one, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
+
+    def unmet(self, part: Part) -> list[Transfer]:
+        """The transfers of an exchange that wait for their other side."""
+        return [transfer for queue in self._open.values() for one, transfer, _ in queue if one == part]
+
 
 def _operation(action: Action) -> tuple:
     return action.op, action.collective, action.unit, action.root, action.compression
