@@ -345,7 +345,7 @@ def import_strategies(modules: Sequence[str]) -> None:
     for module in modules:
         path = Path(module)
         name = path.stem if path.suffix == ".py" else module
-        folder = str(path.parent.absolute()) if path.suffix == ".py" else os.getcwd()
+        folder = str(path.parent.absolute()) if path.suffix == ".py" else str(Path.cwd())
         if folder not in sys.path:
             sys.path.insert(0, folder)
         try:
