@@ -47,10 +47,8 @@ def uneven(nodes: int = 3, local: int = 1, **changes) -> PlanRequest:
 )
 def test_exchanges_carry_what_the_schedule_does(strategy, nodes, local, scopes, kind, data):
     """The sum over all exchanges, link by link and direction by direction."""
-    asked = plan_request(
-        uniform(nodes, local, between=LinkModel(1.0), inside=LinkModel(1e8)), widths=Widths(1, 1, 4, 2)
-    )
-    asked = replace(asked, model=llama(6, **kind))
+    machine = uniform(nodes, local, between=LinkModel(1.0), inside=LinkModel(1e8))
+    asked = plan_request(machine, widths=Widths(1, 1, 4, 2), model=llama(6, **kind))
     step = step_of(asked, strategy, step_cache=scopes[0], gradients_scope=scopes[1])
     task = _Task(asked, step)
     units = len(asked.model.units)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -214,8 +213,12 @@ def test_recompute_is_spelled_as_it_is_read(setting):
 
 
 FIRST_FORMAT = {
-    **{"micro_batches_per_visit": 4, "look_ahead": 3, "gradient_buffers": 1, "offloaded_layers": 0},
-    **{"gradients_scope": "visit", "recompute": "none:2,full"},
+    "micro_batches_per_visit": 4,
+    "look_ahead": 3,
+    "gradient_buffers": 1,
+    "offloaded_layers": 0,
+    "gradients_scope": "visit",
+    "recompute": "none:2,full",
 }
 """Names that have stayed."""
 
@@ -253,9 +256,8 @@ def test_a_plan_of_the_first_format_is_followed(schedule, today):
 def first_format(asked: PlanRequest) -> dict:
     """A plan as the first format had it."""
     step = step_of(asked, "tawpipe-striped", step_cache=2)
-    plan = yaml.safe_load(
-        Plan.of(asked, [Candidate(step.strategy.name, step, predict(asked, step), True, True)]).text()
-    )
+    candidate = Candidate(step.strategy.name, step, predict(asked, step), True, True)
+    plan = yaml.safe_load(Plan.of(asked, [candidate]).text())
     same = {name: value for name, value in plan["schedule"].items() if name in (*FIRST_FORMAT, "homes")}
     old = {"builder": "tawpipe", "placement": "striped", "weights_scope": "visit", "kept_units": 2}
     plan["schedule"] = {**old, **same, "weights_wire": "dtype", "gradients_wire": "dtype"}
