@@ -20,6 +20,6 @@ def test_links_lead_somewhere(page):
 
 def test_every_guard_exists():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")))
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, flags=re.MULTILINE))
     assert len(named) > 20 and not named - defined
