@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tawpipe.schedule.build import build_training
 
-from schedules import llama
+from schedules import llama, step_for
 from tawpipe.schedule.footprint import Widths, costs
-from tawpipe.schedule.spec import Knobs, share_micro_batches
+from tawpipe.schedule.strategies import build
 from tawpipe.topology import Topology
 
 ODD = Topology(((0, 1, 2, 3), (4, 5)))
@@ -23,8 +22,7 @@ def test_uneven_nodes_are_cut_into_groups():
 
 def test_the_busiest_link_carries_no_more_than_it_must():
     """A node with a third of the devices has a third of every unit: the other two thirds must come in."""
-    knobs = Knobs("tawpipe-spread", share_micro_batches(6, 6), reuse=False)
-    schedule = build_training(llama(4), ODD.evened(), knobs)
+    schedule = build(step_for(llama(4), ODD.evened(), 6, strategy="tawpipe-spread", reuse=False))
     said = costs(schedule, Widths(4, 4, 4, 2), activation_bytes={}, nodes=ODD)
     visits = [action for action in schedule.programs[0] if action.collective == "all_gather" and action.group == "rail"]
     gathered = sum(schedule.homes[action.unit].padded for action in visits) * 4

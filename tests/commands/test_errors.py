@@ -54,7 +54,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--optimizer.clip-norm -1", "--optimizer.clip-norm", "-1", "at least 0 or null"),
         ("--dtype float16", "--dtype", "float16", "float32, bfloat16, float64"),
         ("--strict maybe", "--strict", "maybe", "true or false"),
-        ("--schedule.strategy here", "--schedule.strategy", "here", "spread, striped, whole"),
+        ("--schedule.strategy here", "--schedule.strategy", "here", "tawpipe-spread, tawpipe-step, tawpipe-striped"),
+        ("--schedule.strategy 1f1b", "--schedule.strategy", "1f1b", "tawpipe-whole, flat, hsdp, weipipe"),
+        ("--schedule.homes 0,x", "schedule.homes", "0,x", "as in 0,1,2,0"),
         ("--micro-batch 5 --global-batch 4", "--micro-batch", "5", "at most --global-batch, which is 4"),
         ("--nodes 3 --nproc 4", "--nodes", "3", "a divisor of --nproc, which is 4"),
         ("--nproc 0", "--nproc", "0", "at least 1"),
@@ -90,6 +92,31 @@ def test_value_that_cannot_work(
 def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
     message = refused(capsys, word, "3")
     assert word.partition("=")[0] in message and meant in message
+
+
+@pytest.mark.parametrize(
+    ("before", "today"),
+    [
+        ("schedule.builder", "schedule.strategy (tawpipe-spread, flat, hsdp, weipipe, ...)"),
+        ("schedule.placement", "schedule.strategy (tawpipe-spread, tawpipe-striped or tawpipe-whole)"),
+        ("schedule.kept_units", "schedule.step_cache"),
+        ("schedule.weights_scope", "schedule.step_cache (all for the scope step)"),
+        ("schedule.weights_wire", "schedule.weights_compression (none, int8 or fp8)"),
+        ("schedule.gradients_wire", "schedule.gradients_compression (none, int8 or fp8)"),
+        ("optimizer.finite_check", "schedule.early_updates (true for a finite_check of false)"),
+    ],
+)
+def test_names_of_before_are_refused_with_those_of_today(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, before: str, today: str
+) -> None:
+    option = f"--{before.replace('_', '-')}"
+    said = refused(capsys, option, "x")
+    assert said == f"tawpipe: error: command line: got '{option}'; its name of today: {today}\n"
+    assert refused(capsys, f"--{before}=x") == said
+    group, _, key = before.partition(".")
+    (tmp_path / "old.yaml").write_text(f"{group}: {{{key}: x}}\n")
+    said = refused(capsys, "--config", "old.yaml")
+    assert said == f"tawpipe: error: --config old.yaml: got '{before}'; its name of today: {today}\n"
 
 
 def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,14 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.compare import bounds_of, compare
+from tawpipe.lab.registry import make
 from tawpipe.lab.suite import load_suite, read_suite, shipped_suites
+from tawpipe.lab.workload import TimedWorkload
+from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 
 WORKLOAD = {
@@ -27,6 +33,8 @@ WORKLOAD = {
     "micro_batches": 8,
     "activation_bytes": 4000,
 }
+
+TIMED = TimedWorkload(**WORKLOAD)
 
 needs_tc = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and tc (iproute2) to build a cluster"
@@ -83,11 +91,9 @@ def test_every_suite_can_be_read_and_bounded(name):
             assert bounds.dependency_s is None or bounds.physical_s <= bounds.dependency_s * 1.0001, entry
 
 
-@pytest.mark.parametrize("strategy", ours.NAMES)
+@pytest.mark.parametrize("strategy", ours.rows())
 def test_every_strategy_of_ours_makes_a_proved_schedule(strategy):
-    from tawpipe.lab.workload import TimedWorkload
-
-    verify(ours.schedule_of(strategy, TimedWorkload(**WORKLOAD), Topology.grid(2, 2), {}))
+    verify(ours.schedule_of(strategy, TIMED, Topology.grid(2, 2), {}))
 
 
 def test_mistakes_in_suites_are_named(tmp_path):
@@ -109,10 +115,43 @@ def test_mistakes_in_suites_are_named(tmp_path):
 
 
 def test_an_unknown_strategy_or_knob_is_named():
-    with pytest.raises(UserError, match="strategy"):
+    with pytest.raises(UserError, match=r"knob of flat: got 'no_such_knob'; one of .*step_cache"):
         ours.settings_of("flat", {"no_such_knob": 1})
-    with pytest.raises(UserError, match="tawpipe-spread"):
-        ours.settings_of("nobody", {})
+    with pytest.raises(UserError, match="knob of flat: got 'kept_units'; its name of today: step_cache"):
+        ours.settings_of("flat", {"kept_units": 1})
+    for knob in ("strategy", "early_updates"):  # the row's name and clip_norm say these
+        with pytest.raises(UserError, match=f"knob of flat: got '{knob}'"):
+            ours.settings_of("flat", {knob: "hsdp"})
+    for refuse in (lambda: ours.settings_of("nobody", {}), lambda: make("nobody", TIMED, Topology.grid(1, 1), 0)):
+        with pytest.raises(UserError, match=r"strategy: got 'nobody'; one of .*tawpipe-spread"):
+            refuse()
+
+
+def test_every_strategy_has_a_row_and_a_row_is_settings():
+    """A rival's row keeps the strategy's name where both have it."""
+    assert set(ours.rows().values()) == set(strategies(runs=True))
+    assert ours.rows()["hsdp-ours"] == "hsdp" and "hsdp" not in ours.rows()
+    assert not ours.settings_of("tawpipe-whole", {}).schedule.reuse  # as in its paper
+    assert ours.settings_of("tawpipe-whole", {"reuse": True}).schedule.reuse
+    assert ours.settings_of("flat", {"clip_norm": None}).schedule.early_updates
+    row = ours.settings_of("tawpipe-spread", {"parts_per_layer": 2, "step_cache": 3}).spelled_out()
+    assert (row["parts_per_layer"], row["step_cache"], row["clip_norm"], row["look_ahead"]) == (2, 3, 1.0, 3)
+
+
+@pytest.mark.parametrize("row", ["no-grouping", "no-overlap"])
+def test_what_a_row_leaves_out(row):
+    """As many nodes as processes; or nothing beside computing. Both bring every visit anew."""
+    grouped = ours.schedule_of("tawpipe-spread", TIMED, Topology.grid(2, 2), {"reuse": False})
+    without = ours.schedule_of(row, TIMED, Topology.grid(2, 2), {})
+    assert without.topology == Topology.grid(*((4, 1) if row == "no-grouping" else (2, 2)))
+    lanes = {action.lane for program in without.programs for action in program}
+    assert (lanes == {Lane.COMPUTE}) == (row == "no-overlap")
+
+    def far(schedule: Schedule) -> int:
+        traffic = link_elements(schedule, physical=Topology.grid(2, 2))
+        return sum(link.weights_sent + link.gradients_sent for link in traffic)
+
+    assert far(without) > far(grouped) if row == "no-grouping" else far(without) == far(grouped)
 
 
 def test_cells_that_were_measured_are_kept_and_others_are_not(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds_real import real_bounds
 from tawpipe.lab.compare import check_losses
-from tawpipe.lab.contender import make as make_shipped
 from tawpipe.lab.real_modules import make_model, random_tokens, real_model_spec
+from tawpipe.lab.registry import make
 from tawpipe.lab.rivals import fsdp, pipelining
 from tawpipe.lab.suite import load_suite, read_suite
 from tawpipe.lab.table import write_chart, write_table
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
 }
 WORKLOAD = RealWorkload(**{name: value for name, value in SETTINGS.items() if name != "kind"})
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in (*fsdp.NAMES, *pipelining.NAMES, *ours.NAMES)},
+    **{name: (name, {}) for name in (*fsdp.NAMES, *pipelining.NAMES, *ours.rows())},
     "fsdp2 by itself": ("fsdp2", {"prefetch": 0}),
     "fsdp2, ring, two per gather": ("fsdp2", {"reduction": "ring", "prefetch": 2, "micro_batches_per_gather": 2}),
     "fsdp2, kept, reduced once": ("fsdp2", {"keep_weights": True, "reduce_every_round": False}),
@@ -55,8 +55,7 @@ def train_all(world: World) -> dict[str, dict[str, Any]]:
     """Losses and gradient norms of every contender, in turn; whether ours ran the schedule that bounds are made of."""
     found = {}
     for title, (name, knobs) in CONTENDERS.items():
-        maker = ours.make if name in ours.NAMES else make_shipped
-        contender: Any = maker(name, WORKLOAD, world.topology, world.rank, **knobs)
+        contender: Any = make(name, WORKLOAD, world.topology, world.rank, **knobs)
         shares, norms = [], []
         for _ in range(STEPS):
             contender.step()
@@ -64,7 +63,7 @@ def train_all(world: World) -> dict[str, dict[str, Any]]:
             norm = contender.gradient_norm
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         found[title] = {"shares": shares, "norms": norms}
-        if name in ours.NAMES:
+        if name in ours.rows():
             expected = ours.schedule_of(name, WORKLOAD, world.topology, knobs)
             found[title]["expected schedule"] = contender.schedule == expected
         contender.close()
@@ -114,7 +113,7 @@ def test_losses_depend_on_the_steps_before(plain):
     assert max(norms) > 1.0
 
 
-@pytest.mark.parametrize("title", [title for title, (name, _) in CONTENDERS.items() if name in ours.NAMES])
+@pytest.mark.parametrize("title", [title for title, (name, _) in CONTENDERS.items() if name in ours.rows()])
 def test_ours_run_the_schedule_that_their_bytes_are_counted_of(trained, title):
     assert all(rank[title]["expected schedule"] for rank in trained)
 
@@ -188,9 +187,8 @@ def test_mistakes_in_a_real_cell_are_named(change, message):
     ],
 )
 def test_what_would_train_something_else_is_refused(name, knobs, setting):
-    maker = ours.make if name in ours.NAMES else make_shipped
     with pytest.raises(UserError) as caught:
-        maker(name, WORKLOAD, Topology.grid(2, 2), 0, **knobs)
+        make(name, WORKLOAD, Topology.grid(2, 2), 0, **knobs)
     assert caught.value.setting == setting
 
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
 from tawpipe.errors import UserError
+from tawpipe.lab import ours
 from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.contender import make, makers
+from tawpipe.lab.registry import make, makers
 from tawpipe.lab.rivals import deepspeed
 from tawpipe.lab.rivals.fsdp_collectives import (
     HierarchicalGather,
@@ -232,7 +233,7 @@ def test_settings_that_cannot_work_are_named(
 
 
 def test_every_name_has_a_maker() -> None:
-    assert {name for name, _ in CONTENDERS.values()} | {"zbv", *deepspeed.NAMES} == set(makers())
+    assert {name for name, _ in CONTENDERS.values()} | {"zbv", *deepspeed.NAMES, *ours.rows()} == set(makers())
 
 
 def test_sleeping_is_counted() -> None:

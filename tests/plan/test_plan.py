@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tawpipe.schedule.build import build_training
 from transformers import GPT2Config
 
-from questions import LAYERS, question
+from plan_requests import LAYERS, plan_request, step_of
 from schedules import llama
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -21,13 +19,15 @@ from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.plan import Answer, load_plan
-from tawpipe.plan.plan_file import PLACEMENTS, settings_of, spell_recompute
+from tawpipe.plan.plan import Plan, load_plan
+from tawpipe.plan.plan_file import planned_settings, settings_of
+from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
-from tawpipe.plan.request import _play, bound_of, memory_of, memory_quickly, predict, predict_pipeline
-from tawpipe.plan.search import STRATEGIES, search
-from tawpipe.schedule.blocks import recompute_of_blocks
-from tawpipe.schedule.placement import parse_homes
+from tawpipe.plan.replay import replay
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import Candidate, search, with_settings
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks, spell_recompute
+from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
 
@@ -85,22 +85,23 @@ def test_an_estimate_counts_the_operations():
     scope=st.sampled_from(["visit", "step"]),
 )
 def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
-    asked = question(global_batch=4 * per_rank)
-    scopes = {"gradients_scope": scope} if strategy in ("tawpipe-spread", "hsdp") else {}
-    knobs = asked.knobs(strategy=strategy, micro_batches_per_visit=per_visit, **scopes)
-    made = predict(asked, knobs)
-    schedule = build_training(asked.model, asked.topology, knobs)
+    asked = plan_request(global_batch=4 * per_rank)
+    scope = scope if strategy in ("tawpipe-spread", "hsdp") else "visit"
+    step = step_of(asked, strategy, micro_batches_per_visit=per_visit, gradients_scope=scope)
+    made = predict(asked, step)
+    schedule = build(step)
     whole = _play(asked, schedule)
     assert made.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
     assert made.memory == memory_of(asked, schedule)
-    assert memory_quickly(asked, knobs) == made.memory
-    assert bound_of(asked, knobs) <= made.step_seconds * 1.001
+    assert memory_quickly(asked, step) == made.memory
+    assert bound_of(asked, step) <= made.step_seconds * 1.001
 
 
 def test_more_micro_batches_in_a_pipeline_are_added():
-    short, longer = question(global_batch=12), question(global_batch=40)
+    short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
-        made = [predict_pipeline(asked, kind, "nodes").step_seconds for asked in (short, longer)]
+        layout = ActivationPipeline(kind, "nodes")
+        made = [predict(asked, asked.step(DEFAULT, layout)).step_seconds for asked in (short, longer)]
         assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
 
 
@@ -108,82 +109,80 @@ def test_more_micro_batches_in_a_pipeline_are_added():
 
 
 def test_the_search_tries_every_strategy_and_puts_the_best_first():
-    asked = question()
+    asked = plan_request()
     found = search(asked)
-    assert {one.strategy for one in found} == {*STRATEGIES, "1f1b", "interleaved-1f1b", "zero-bubble"}
+    known = strategies()
+    assert {one.strategy for one in found} == {name for name in known if known[name].candidate}
     played = [one for one in found if one.prediction is not None]
     assert [one.seconds for one in played] == sorted(one.seconds for one in played)
-    answer = Answer.of(asked, found)
-    assert answer.chosen is not None and answer.chosen.runnable
+    plan = Plan.of(asked, found)
+    assert plan.chosen is not None and plan.chosen.runnable
     best = min(one.seconds for one in played if one.runnable)
-    assert answer.chosen.seconds == best
-    assert answer.chosen.strategy in answer.reason
+    assert plan.chosen.seconds == best
+    assert plan.chosen.strategy in plan.reason
 
 
 def test_memory_rules_strategies_out():
-    free = Answer.of(question(), search(question()))
+    free = Plan.of(plan_request(), search(plan_request()))
     assert free.chosen is not None and free.chosen.prediction is not None
     least = min(one.prediction.peak_bytes for one in free.candidates if one.prediction is not None)
-    tight = question(memory=free.chosen.prediction.peak_bytes - 1)
-    answer = Answer.of(tight, search(tight))
-    assert answer.chosen is not None and answer.chosen.prediction is not None
-    assert answer.chosen.prediction.peak_bytes < free.chosen.prediction.peak_bytes
-    nothing = question(memory=least // 4)
-    answer = Answer.of(nothing, search(nothing))
-    assert answer.chosen is None and "nothing fits" in answer.reason and "GiB" in answer.reason
+    tight = plan_request(memory=free.chosen.prediction.peak_bytes - 1)
+    plan = Plan.of(tight, search(tight))
+    assert plan.chosen is not None and plan.chosen.prediction is not None
+    assert plan.chosen.prediction.peak_bytes < free.chosen.prediction.peak_bytes
+    nothing = plan_request(memory=least // 4)
+    plan = Plan.of(nothing, search(nothing))
+    assert plan.chosen is None and "nothing fits" in plan.reason and "GiB" in plan.reason
     with pytest.raises(UserError, match="nothing fits"):
-        answer.text()
+        plan.text()
 
 
 def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
-    free = next(one for one in search(question(machine)) if one.strategy == "tawpipe-spread")
-    assert free.knobs is not None and free.knobs.offloaded_layers == 0
-    lean = free.knobs
-    lean = replace(lean, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, step_cache=0, recompute=())
-    sizes = {
-        layers: sum(memory_quickly(question(machine), replace(lean, offloaded_layers=layers)).values())
-        for layers in (0, LAYERS // 2, LAYERS)
-    }
+    free = next(one for one in search(plan_request(machine)) if one.strategy == "tawpipe-spread")
+    assert free.step is not None and free.step.settings.offloaded_layers == 0
+    lean = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1, "step_cache": 0, "recompute": "full"}
+    steps = {layers: with_settings(free.step, **lean, offloaded_layers=layers) for layers in (0, LAYERS // 2, LAYERS)}
+    sizes = {layers: sum(memory_quickly(plan_request(machine), step).values()) for layers, step in steps.items()}
     assert sizes[LAYERS] < sizes[LAYERS // 2] < sizes[0]
     used = []
     for memory in (sizes[0] - 1, sizes[LAYERS // 2] - 1, sizes[LAYERS]):
-        found = next(one for one in search(question(machine, memory=memory)) if one.strategy == "tawpipe-spread")
-        assert found.fits and found.knobs is not None and found.knobs.offloaded_layers > 0
-        used.append(found.knobs.offloaded_layers)
+        found = next(one for one in search(plan_request(machine, memory=memory)) if one.strategy == "tawpipe-spread")
+        assert found.fits and found.step is not None and found.step.settings.offloaded_layers > 0
+        used.append(found.step.settings.offloaded_layers)
     assert used == sorted(used) and used[0] == LAYERS // 2
 
 
 def test_slow_links_ask_for_fewer_bytes():
-    slow, fast = (question(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
-    chosen = [Answer.of(asked, search(asked)).chosen for asked in (slow, fast)]
+    slow, fast = (plan_request(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
+    chosen = [Plan.of(asked, search(asked)).chosen for asked in (slow, fast)]
     assert chosen[0] is not None and chosen[1] is not None
     assert chosen[0].prediction is not None and chosen[1].prediction is not None
     assert chosen[0].prediction.link_bytes <= chosen[1].prediction.link_bytes or chosen[0].strategy == "hsdp"
-    assert "busy" in Answer.of(slow, [chosen[0]]).reason
+    assert "busy" in Plan.of(slow, [chosen[0]]).reason
 
 
 def test_one_node_and_one_device_have_plans():
     for nodes, local in ((1, 1), (1, 4)):
-        asked = question(uniform(nodes, local, between=LinkModel(1e9), inside=LinkModel(1e8)))
-        answer = Answer.of(asked, search(asked))
-        assert answer.chosen is not None
-        assert answer.as_json()["candidates"][0]["link_bytes"] == 0
+        asked = plan_request(uniform(nodes, local, between=LinkModel(1e9), inside=LinkModel(1e8)))
+        plan = Plan.of(asked, search(asked))
+        assert plan.chosen is not None
+        assert plan.as_json()["candidates"][0]["link_bytes"] == 0
 
 
 def test_uneven_nodes_have_plans(monkeypatch):
     monkeypatch.setattr("tawpipe.plan.place.EFFORT", 0.2)
     machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
-    answer = Answer.of(question(machine), search(question(machine)))
-    assert answer.chosen is not None
+    plan = Plan.of(plan_request(machine), search(plan_request(machine)))
+    assert plan.chosen is not None
 
 
 # the answer
 
 
 def test_the_contract_of_the_json():
-    asked = question(flops=1e9, peak_flops=1e12)
-    content = json.loads(json.dumps(Answer.of(asked, search(asked)).as_json(), allow_nan=False))
+    asked = plan_request(flops=1e9, peak_flops=1e12)
+    content = json.loads(json.dumps(Plan.of(asked, search(asked)).as_json(), allow_nan=False))
     assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
     keys = {"strategy", "knobs", "runnable", "step_seconds", "tokens_per_second_per_device", "mfu"}
     keys |= {"exposed_communication_s", "idle_s", "link_bytes", "peak_gib", "fits"}
@@ -195,30 +194,91 @@ def test_the_contract_of_the_json():
 
 
 def test_a_saved_plan_is_settings(tmp_path):
-    asked = question()
-    answer = Answer.of(asked, search(asked))
-    answer.save(tmp_path / "plan.yaml")
-    plan = load_plan(tmp_path / "plan.yaml")
-    assert answer.chosen is not None and answer.chosen.knobs is not None
-    assert plan["strategy"] == answer.chosen.strategy and plan["nodes"] == [2, 2]
+    asked = plan_request()
+    plan = Plan.of(asked, search(asked))
+    plan.save(tmp_path / "plan.yaml")
+    saved = load_plan(tmp_path / "plan.yaml")
+    assert plan.chosen is not None and plan.chosen.step is not None
+    assert saved["strategy"] == plan.chosen.strategy and saved["nodes"] == [2, 2]
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"schedule": plan["schedule"]}))
-    chosen = load_config(["--config", str(config)]).schedule
-    assert chosen.look_ahead == answer.chosen.knobs.look_ahead
+    config.write_text(yaml.safe_dump({"schedule": saved["schedule"]}))
+    assert load_config(["--config", str(config)]).schedule == plan.chosen.step.settings
 
 
 @pytest.mark.parametrize("setting", ["full", "none", "none:2,selective:1,full", "selective:3,full"])
 def test_recompute_is_spelled_as_it_is_read(setting):
     model = llama(4)
-    assert recompute_of_blocks(spell_recompute(recompute_of_blocks(setting, model)), model) == recompute_of_blocks(
-        setting, model
-    )
+    of_blocks = recompute_of_blocks(setting, model)
+    assert recompute_of_blocks(spell_recompute(of_blocks[1:-1]), model) == of_blocks
 
 
-def test_settings_name_the_builder():
-    asked = question()
-    assert settings_of(asked.knobs(strategy="hsdp"))["builder"] == "hsdp"
-    assert settings_of(asked.knobs(strategy="tawpipe-striped"))["strategy"] == "tawpipe-striped"
+FIRST_FORMAT = {
+    "micro_batches_per_visit": 4,
+    "look_ahead": 3,
+    "gradient_buffers": 1,
+    "offloaded_layers": 0,
+    "gradients_scope": "visit",
+    "recompute": "none:2,full",
+}
+"""Names that have stayed."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "today"),
+    [
+        (
+            {"builder": "tawpipe", "placement": "striped", "homes": "0,1,0", "weights_scope": "visit", "kept_units": 3},
+            {"strategy": "tawpipe-striped", "homes": "0,1,0", "step_cache": 3},
+        ),
+        (
+            {"builder": "tawpipe", "placement": "spread", "homes": "", "weights_scope": "step", "kept_units": 0},
+            {"strategy": "tawpipe-spread", "step_cache": "all"},
+        ),
+        (
+            {"builder": "hsdp", "weights_scope": "visit", "kept_units": 0, "gradients_scope": "step"},
+            {"strategy": "hsdp", "step_cache": 0, "gradients_scope": "step"},
+        ),
+        (
+            {"builder": "weipipe", "weights_scope": "visit", "kept_units": 0},
+            {"strategy": "weipipe", "step_cache": 0},
+        ),
+        (
+            {"builder": "tawpipe", "placement": "whole", "weights_scope": "visit", "weights_wire": "int8"},
+            {"strategy": "tawpipe-whole", "step_cache": 0, "weights_compression": "int8"},
+        ),
+    ],
+)
+def test_a_plan_of_the_first_format_is_followed(schedule, today):
+    written = {"weights_wire": "dtype", "gradients_wire": "dtype", **FIRST_FORMAT, **schedule}
+    assert planned_settings(written, DEFAULT) == ScheduleSettings(**{**FIRST_FORMAT, **today})
+
+
+def first_format(asked: PlanRequest) -> dict:
+    """A plan as the first format had it."""
+    step = step_of(asked, "tawpipe-striped", step_cache=2)
+    candidate = Candidate(step.strategy.name, step, predict(asked, step), True, True)
+    plan = yaml.safe_load(Plan.of(asked, [candidate]).text())
+    same = {name: value for name, value in plan["schedule"].items() if name in (*FIRST_FORMAT, "homes")}
+    old = {"builder": "tawpipe", "placement": "striped", "weights_scope": "visit", "kept_units": 2}
+    plan["schedule"] = {**old, **same, "weights_wire": "dtype", "gradients_wire": "dtype"}
+    del plan["clock"]["settings"]
+    plan["clock"]["clip"] = not asked.settings.early_updates
+    return {**plan, "format": 1}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_plan_of_the_first_format_is_played_again(tmp_path, early):
+    asked = plan_request(settings=ScheduleSettings(early_updates=early))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(first_format(asked)))
+    step = replay(tmp_path / "plan.yaml")[0].schedule.step
+    assert step == step_of(asked, "tawpipe-striped", step_cache=2)
+
+
+def test_what_no_format_had_is_refused(tmp_path):
+    with pytest.raises(UserError, match="PLAN: schedule: got 'wings'"):
+        planned_settings({"strategy": "flat", "wings": 2}, DEFAULT)
+    with pytest.raises(UserError, match="PLAN: schedule: kept_units: got 3; its name of today: step_cache"):
+        planned_settings({"strategy": "flat", "kept_units": 3}, DEFAULT)
 
 
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
@@ -241,7 +301,7 @@ def test_the_command(tmp_path, capsys):
     assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
     assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
     assert main([*WORDS, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["chosen"] in STRATEGIES
+    assert json.loads(capsys.readouterr().out)["chosen"] in strategies(runs=True)
 
 
 @pytest.mark.parametrize(
@@ -318,18 +378,14 @@ def test_what_fits_nowhere_ends_with_1(capsys):
 
 def test_plans_agree_and_one_repeats_bit_by_bit(pool):
     """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
-    asked = question()
+    asked = plan_request()
     names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")
     chosen = [one for one in search(asked) if one.strategy in names]
     assert len(chosen) == 5
     results = []
     for one in (*chosen, chosen[0]):
-        assert one.knobs is not None
-        settings = settings_of(one.knobs)
-        strategy = PLACEMENTS.get(settings.pop("builder"))
-        settings |= {"homes": parse_homes(settings.pop("homes", ""))}
-        knobs = {"strategy": strategy, **settings} if strategy else settings
-        results.append(pool.run("cases:weights_after", 2, 2, rows=8, **knobs)[0])
+        assert one.step is not None
+        results.append(pool.run("cases:weights_after", 2, 2, rows=8, **settings_of(one.step))[0])
     losses, weights = results[0]
     for other_losses, other in results[1:]:
         assert other_losses == pytest.approx(losses, rel=1e-10)

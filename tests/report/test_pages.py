@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from questions import question
-from schedules import llama
+from plan_requests import plan_request, step_of
+from schedules import NAMES, llama
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.lab.page import write_compare_page
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.page import write_plan_page
-from tawpipe.plan.plan import Answer, load_plan
-from tawpipe.plan.plan_file import knobs_from, question_from, record_of, settings_of
+from tawpipe.plan.plan import Plan, load_plan
+from tawpipe.plan.plan_file import planned_settings, record_of, request_from, settings_of
+from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.replay import replay
-from tawpipe.plan.request import Question, timeline_of
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.differences import differences, matched
 from tawpipe.report.page import check_page, timeline_section
-from tawpipe.schedule.blocks import recompute_of_blocks
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.page import write_run_page
@@ -33,15 +32,15 @@ pytest.importorskip("plotly")
 
 
 @pytest.fixture(scope="module")
-def answer() -> Answer:
-    asked = question(flops=1e9, peak_flops=1e12)
-    return Answer.of(asked, search(asked))
+def plan() -> Plan:
+    asked = plan_request(flops=1e9, peak_flops=1e12)
+    return Plan.of(asked, search(asked))
 
 
 @pytest.fixture(scope="module")
-def plan(answer, tmp_path_factory) -> Path:
+def file(plan, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    answer.save(path)
+    plan.save(path)
     return path
 
 
@@ -54,42 +53,46 @@ def whole(path: Path) -> str:
     return text
 
 
-# a question as data
+# a request as data
 
 
-def test_a_question_survives_being_written(answer):
-    asked: Question = answer.question
+def test_a_request_survives_being_written(plan):
+    asked = plan.request
     content = yaml.safe_load(yaml.safe_dump(json.loads(json.dumps(record_of(asked)))))
-    again = question_from(content, where="here")
-    for name in ("model", "machine", "size", "widths", "global_batch", "clip", "flops", "profile"):
+    again = request_from(content, where="here")
+    for name in ("model", "machine", "size", "widths", "global_batch", "settings", "flops", "profile"):
         assert getattr(again, name) == getattr(asked, name), name
 
 
+def test_what_a_plan_takes_as_given_survives_being_written():
+    given = ScheduleSettings(early_updates=True, reuse=False, reduce_dtype="same", loss_chunk_tokens=7)
+    assert request_from(record_of(plan_request(settings=given)), where="here").settings == given
+
+
 def test_a_tied_model_survives_being_written():
-    asked = question(model=llama(6, tied=True))
-    assert question_from(record_of(asked), where="here").model == asked.model
+    asked = plan_request(model=llama(6, tied=True))
+    assert request_from(record_of(asked), where="here").model == asked.model
 
 
-@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp", "weipipe"])
-def test_knobs_survive_being_settings(strategy):
-    asked = question(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))
-    scopes = {"gradients_scope": "step"} if strategy == "hsdp" else {}
-    knobs = asked.knobs(strategy=strategy, micro_batches_per_visit=2, look_ahead=3, **scopes)
-    knobs = replace(knobs, recompute=recompute_of_blocks("none:2,full", asked.model))
-    assert knobs_from(settings_of(knobs), asked) == knobs
+@pytest.mark.parametrize("strategy", NAMES)
+def test_settings_survive_being_written(strategy):
+    asked = plan_request(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))
+    step = step_of(asked, strategy, micro_batches_per_visit=2, look_ahead=3, recompute="none:2,full")
+    content = yaml.safe_load(yaml.safe_dump(settings_of(step)))
+    assert planned_settings(content, asked.settings) == step.settings
 
 
-def test_a_saved_plan_is_played_again(answer, plan):
-    made, left_out = replay(plan)
+def test_a_saved_plan_is_played_again(plan, file):
+    made, left_out = replay(file)
     assert not left_out
-    assert answer.chosen.prediction is not None
-    assert made.step_seconds == pytest.approx(answer.chosen.prediction.step_seconds, rel=0.02)
+    assert plan.chosen.prediction is not None
+    assert made.step_seconds == pytest.approx(plan.chosen.prediction.step_seconds, rel=0.02)
     assert made.schedule.topology.world_size == 4
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "machine"])
-def test_a_plan_without_what_the_clock_needs_is_named(plan, tmp_path, damage, capsys):
-    content = yaml.safe_load(plan.read_text())
+def test_a_plan_without_what_the_clock_needs_is_named(file, tmp_path, damage, capsys):
+    content = yaml.safe_load(file.read_text())
     if damage == "gone":
         del content["clock"]
     elif damage == "empty":
@@ -105,8 +108,8 @@ def test_a_plan_without_what_the_clock_needs_is_named(plan, tmp_path, damage, ca
 # trace
 
 
-def test_trace_draws_a_plan(plan, tmp_path, capsys):
-    assert main(["trace", str(plan), "--out", str(tmp_path), "--report", str(tmp_path / "page.html")]) == 0
+def test_trace_draws_a_plan(file, tmp_path, capsys):
+    assert main(["trace", str(file), "--out", str(tmp_path), "--report", str(tmp_path / "page.html")]) == 0
     assert "predicted:" in capsys.readouterr().out
     assert {"trace.json", "timeline.svg", "timeline.png", "page.html"} == {path.name for path in tmp_path.iterdir()}
     assert "The step, predicted" in whole(tmp_path / "page.html")
@@ -122,10 +125,10 @@ def recorded(folder: Path, bars: list[Bar], slower: float) -> None:
         (folder / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
-def test_trace_puts_a_run_beside_its_plan(plan, tmp_path, capsys):
+def test_trace_puts_a_run_beside_its_plan(file, tmp_path, capsys):
     run = tmp_path / "run"
-    recorded(run / "traces" / "step-00000003", predicted_bars(replay(plan)[0]), 1.5)
-    (run / "plan.yaml").write_text(plan.read_text())
+    recorded(run / "traces" / "step-00000003", predicted_bars(replay(file)[0]), 1.5)
+    (run / "plan.yaml").write_text(file.read_text())
     out = tmp_path / "out"
     assert main(["trace", str(run), "--out", str(out), "--report", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out
@@ -136,8 +139,8 @@ def test_trace_puts_a_run_beside_its_plan(plan, tmp_path, capsys):
     assert "Predicted and executed" in whole(tmp_path / "page.html")
 
 
-def test_actions_are_matched_by_their_words(answer):
-    bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
+def test_actions_are_matched_by_their_words(plan):
+    bars = predicted_bars(timeline_of(plan.request, plan.chosen.step))
     assert len(matched(bars, bars)) == len(bars)
     assert any("(+0.0%)" in line for line in differences(bars, bars))
     assert list(differences(bars, [])) == ["the plan is for another schedule: no action of it is in the recording"]
@@ -146,8 +149,8 @@ def test_actions_are_matched_by_their_words(answer):
 # pages
 
 
-def test_a_timeline_says_whose_lanes_it_shows(answer, monkeypatch):
-    bars = predicted_bars(timeline_of(answer.question, answer.chosen.knobs))
+def test_a_timeline_says_whose_lanes_it_shows(plan, monkeypatch):
+    bars = predicted_bars(timeline_of(plan.request, plan.chosen.step))
     section = timeline_section("A step", bars, "3 of 9 rounds.")
     assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node." in section.text
     monkeypatch.setattr("tawpipe.report.page.MOST_BARS", len(bars) // 3)
@@ -157,12 +160,12 @@ def test_a_timeline_says_whose_lanes_it_shows(answer, monkeypatch):
     assert drawn == {"rank 0"}
 
 
-def test_the_page_of_a_plan(answer, tmp_path):
-    write_plan_page(answer, tmp_path / "page.html")
+def test_the_page_of_a_plan(plan, tmp_path):
+    write_plan_page(plan, tmp_path / "page.html")
     text = whole(tmp_path / "page.html")
     for title in ("Where a step", "Memory of a device", "With other links", "With other sequence lengths"):
         assert title in text
-    assert answer.chosen.strategy in text
+    assert plan.chosen.strategy in text
 
 
 def test_the_page_of_a_comparison(tmp_path):
@@ -173,14 +176,14 @@ def test_the_page_of_a_comparison(tmp_path):
     assert "All cells" in text and "physical bound" in text
 
 
-def test_the_page_of_a_run(plan, tmp_path):
+def test_the_page_of_a_run(file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     rows = [
         {"step": i, "loss": 3.0 - i / 10, "seconds": 0.5, "grad_norm": None, "tokens_per_second": 9.0} for i in (1, 2)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run / "plan.yaml").write_text(plan.read_text())
+    (run / "plan.yaml").write_text(file.read_text())
     write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [("model", "tiny")], [("steps", "2 in 1 s")])
     text = whole(tmp_path / "page.html")
     assert "Loss" in text and "predicted" in text and "2 in 1 s" in text and "Gradient norm" not in text
@@ -203,5 +206,5 @@ def test_words_in_a_page_are_not_markup(tmp_path):
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
 
 
-def test_plans_load_with_their_clock(plan):
-    assert load_plan(plan)["clock"]["machine"]["nodes"] == [2, 2]
+def test_plans_load_with_their_clock(file):
+    assert load_plan(file)["clock"]["machine"]["nodes"] == [2, 2]

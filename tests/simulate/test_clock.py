@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tawpipe.schedule.build import build_evaluation, build_training
 
-from schedules import MOST_LAYERS, Shape, shapes
+from schedules import MOST_LAYERS, shapes, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.buffers import Buffer, Kind, block_input, pool_kind
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.placement import Home
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.spec import BlockSpec, Knobs, ModelSpec, Pool, Schedule, UnitSpec, share_micro_batches
+from tawpipe.schedule.settings import spell_homes
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.schedule.step import Pool, Schedule, StepSpec
+from tawpipe.schedule.strategies import build, step_of
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play, unlimited_buffers
 from tawpipe.simulate.clock import dependencies
@@ -34,10 +37,11 @@ def layers_only(layers: int, elements: int = 4800) -> ModelSpec:
     return ModelSpec(blocks, tuple(UnitSpec(elements, True, (i + 1,)) for i in range(layers)))
 
 
-def build(nodes: int, local: int, *, layers: int = 4, count: int | None = None, elements: int = 4800, **knobs):
+def made(
+    nodes: int, local: int, *, layers: int = 4, count: int | None = None, elements: int = 4800, **settings: Any
+) -> Schedule:
     topology = Topology.grid(nodes, local)
-    shares = share_micro_batches(count or nodes * local, nodes * local)
-    return build_training(layers_only(layers, elements), topology, Knobs(micro_batches=shares, **knobs))
+    return build(step_for(layers_only(layers, elements), topology, count or nodes * local, **settings))
 
 
 def costs(layers: int = 4, *, rate: float = 1e5, inside: LinkModel = FREE, **settings) -> CostModel:
@@ -45,31 +49,36 @@ def costs(layers: int = 4, *, rate: float = 1e5, inside: LinkModel = FREE, **set
     return CostModel.timed(layers=layers, forward_s=0.1, backward_s=0.3, between=between, inside=inside, **settings)
 
 
-POOLS = {"S": "weight", "W": "weight", "G": "gradient"}
+POOLS = ("S", "W", "G")
 
 
 def by_hand(topology: Topology, programs, *, units: int = 1, stripe: int = 25, pools=()) -> Schedule:
-    """A schedule out of actions: every unit and every buffer of ``POOLS`` is one stripe of 25 elements, 100 bytes."""
-    home = Home((0,), stripe)
+    """A schedule out of actions: every unit and every buffer of ``POOLS`` is one stripe of 25 elements, 100 bytes. All
+    units live on rank 0.
+    """
     blocks = (BlockSpec((), "embedding", False, False), BlockSpec((0,), "layer"), BlockSpec((), "head"))
     model = ModelSpec(blocks, (UnitSpec(stripe, True, (1,)),) * units)
-    shared = (*pools, *(Pool(name, kind, 9, stripe) for name, kind in POOLS.items()))
+    shared = (*pools, *(Pool(name, pool_kind(name), 9, stripe) for name in POOLS))
     everyone = tuple(tuple(p) for p in programs)
-    knobs = Knobs("tawpipe-whole", ((),) * topology.world_size)
-    return Schedule("by hand", topology, model, knobs, (home,) * units, everyone, (shared,) * topology.world_size)
+    step = step_for(model, topology, 0, strategy="tawpipe-whole", homes=spell_homes((0,) * units))
+    return Schedule("by hand", step, everyone, (shared,) * topology.world_size)
 
 
 def send(peer: int, unit: int = 0, lane: Lane = Lane.INTER_W, buffer: str = "W.0") -> Action:
-    return exchange(lane, (Transfer(True, peer, unit, buffer),))
+    return exchange(lane, (Transfer(True, peer, unit, Buffer.parse(buffer)),))
 
 
 def receive(peer: int, unit: int = 0, lane: Lane = Lane.INTER_W, buffer: str = "W.1") -> Action:
-    return exchange(lane, (Transfer(False, peer, unit, buffer),))
+    return exchange(lane, (Transfer(False, peer, unit, Buffer.parse(buffer)),))
 
 
-def compute(writes: str, *, reads: tuple[str, ...] = ()) -> Action:
+OUTPUT = block_input(0, 2)
+"""What a forward pass of the layer writes."""
+
+
+def compute(*reads: str) -> Action:
     """A forward pass of the layer: 0.1 s under ``costs``."""
-    return Action(Op.FORWARD, Lane.COMPUTE, reads, (writes,), block=1, micro_batch=0)
+    return Action(Op.FORWARD, Lane.COMPUTE, tuple(map(Buffer.parse, reads)), (OUTPUT,), block=1, micro_batch=0)
 
 
 def ends(schedule: Schedule, model: CostModel, rank: int) -> list[float]:
@@ -88,8 +97,7 @@ def test_a_transfer_takes_latency_and_bytes_over_rate():
 
 
 def test_a_send_waits_for_its_receive_and_holds_its_lane():
-    waits = [compute("x.0.2"), exchange(Lane.INTER_W, (Transfer(False, 0, 0, "W.1"),))]
-    waits[1] = replace(waits[1], reads=("x.0.2",))
+    waits = [compute(), replace(receive(0), reads=(OUTPUT,))]
     schedule = by_hand(TWO, [[send(1)], waits])
     timeline = play(schedule, costs(rate=100), steps=1)
     sent = timeline.span(0, 0, 0)
@@ -106,10 +114,8 @@ def test_two_directions_share_a_half_duplex_link_only(duplex, expected):
 
 def test_transfers_in_flight_share_a_link_until_one_has_ended():
     """100 and 200 bytes over 100 bytes/s: side by side until 2 s, the rest of the larger one alone until 3 s."""
-    large = [Action(Op.EXCHANGE, Lane.INTER_G, (), ()), Action(Op.EXCHANGE, Lane.INTER_G, (), ())]
-    large[0] = send(1, lane=Lane.INTER_G, buffer="H.0")
-    large[1] = receive(0, lane=Lane.INTER_G, buffer="H.1")
-    schedule = by_hand(TWO, [[send(1), large[0]], [receive(0), large[1]]], pools=(Pool("H", "gradient", 2, 50),))
+    large = [send(1, lane=Lane.INTER_G, buffer="H.0"), receive(0, lane=Lane.INTER_G, buffer="H.1")]
+    schedule = by_hand(TWO, [[send(1), large[0]], [receive(0), large[1]]], pools=(Pool("H", Kind.GRADIENT, 2, 50),))
     assert ends(schedule, costs(rate=100), 0) == [pytest.approx(2.0), pytest.approx(3.0)]
 
 
@@ -129,14 +135,15 @@ def test_a_slow_node_slows_what_passes_its_link():
 
 
 def _collective(name: str, group: str, lane: Lane, read: str, write: str) -> Action:
-    return Action(Op.COLLECTIVE, lane, (read,), (write,), unit=0, collective=name, group=group)
+    buffers = ((Buffer.parse(read),), (Buffer.parse(write),))
+    return Action(Op.COLLECTIVE, lane, *buffers, unit=0, collective=name, group=group)
 
 
-@pytest.mark.parametrize(("name", "read"), [("all_gather", "S.0"), ("reduce_scatter", "L.0")])
+@pytest.mark.parametrize(("name", "read"), [("all_gather", "S.0"), ("reduce_scatter", "A.0")])
 def test_a_rail_collective_moves_all_but_one_part_of_the_result(name, read):
     """D = 3 pieces of 100 bytes: two of them in and out of every node, two latencies one after the other."""
     action = _collective(name, "rail", Lane.INTER_W, read, "W.0")
-    schedule = by_hand(Topology.grid(3, 1), [[action]] * 3, pools=(Pool("L", "gradient", 1, 75),))
+    schedule = by_hand(Topology.grid(3, 1), [[action]] * 3, pools=(Pool("A", Kind.GRADIENT, 1, 75),))
     model = costs(between=LinkModel(100, latency_s=0.25))
     assert ends(schedule, model, 1) == [pytest.approx(2 * 100 / 100 + 2 * 0.25)]
 
@@ -152,23 +159,23 @@ def test_a_node_collective_uses_the_fast_link(shared, expected):
 
 
 def test_a_collective_begins_with_its_last_member():
-    late = replace(_collective("all_gather", "rail", Lane.INTER_W, "S.0", "W.0"), reads=("S.0", "x.0.2"))
     early = _collective("all_gather", "rail", Lane.INTER_W, "S.0", "W.0")
-    timeline = play(by_hand(TWO, [[early], [compute("x.0.2"), late]]), costs(rate=100), steps=1)
+    late = replace(early, reads=(*early.reads, OUTPUT))
+    timeline = play(by_hand(TWO, [[early], [compute(), late]]), costs(rate=100), steps=1)
     assert (timeline.span(0, 0, 0).start, timeline.span(0, 0, 0).begin) == (0, pytest.approx(0.1))
     assert timeline.makespan == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize(("algorithm", "pieces"), [("weipipe", 3), ("pairwise", 4)])
+@pytest.mark.parametrize(("algorithm", "pieces"), [("ring", 3), ("pairwise", 4)])
 def test_a_reduction_over_the_world_costs_what_its_algorithm_sends(algorithm, pieces):
     """2 x 2 ranks: the ring passes 3 pieces over each node's link, each of 2 ranks sends 2 pieces away pairwise."""
-    action = _collective("reduce_scatter", "world", Lane.INTER_G, "L.0", "G.0")
-    schedule = by_hand(Topology.grid(2, 2), [[action]] * 4, pools=(Pool("L", "gradient", 1, 100),))
+    action = _collective("reduce_scatter", "world", Lane.INTER_G, "A.0", "G.0")
+    schedule = by_hand(Topology.grid(2, 2), [[action]] * 4, pools=(Pool("A", Kind.GRADIENT, 1, 100),))
     assert ends(schedule, costs(rate=100, reduce_scatter=algorithm), 0) == [pytest.approx(pieces)]
 
 
 def test_a_buffer_is_written_when_its_last_reader_is_done():
-    rank1 = [receive(0, buffer="W.1"), compute("x.0.2", reads=("W.1",)), receive(0, buffer="W.1")]
+    rank1 = [receive(0, buffer="W.1"), compute("W.1"), receive(0, buffer="W.1")]
     schedule = by_hand(TWO, [[send(1), send(1)], rank1])
     assert ends(schedule, costs(rate=100), 1) == [pytest.approx(1.0), pytest.approx(1.1), pytest.approx(2.1)]
     assert ends(unlimited_buffers(schedule), costs(rate=100), 1)[2] == pytest.approx(2.0)
@@ -186,7 +193,7 @@ def test_a_link_shares_what_others_cannot_use():
 def test_micro_batches_cost_by_their_size():
     block = BlockCost(Seconds(1.0, 0.5, 0.25), Seconds())
     model = CostModel((BlockCost(), block, BlockCost()), FREE, FREE, sizes={0: MicroBatchSize(4, 8)})
-    schedule = by_hand(Topology.grid(1, 1), [[compute("x.0.2")]])
+    schedule = by_hand(Topology.grid(1, 1), [[compute()]])
     assert play(schedule, model, steps=1).makespan == pytest.approx(1.0 + 2.0 + 2.0)
     assert play(schedule, replace(model, compute_factor={0: 2.0}), steps=1).makespan == pytest.approx(10.0)
 
@@ -211,7 +218,7 @@ def _without(op: Op, lane: Lane):
 def test_grouping_matters_on_the_links_that_are_there():
     """Without grouping, for six nodes of one rank each, more crosses the links of the three real nodes."""
     topology = Topology.grid(3, 2)
-    grouped, alone = (build(*grid, strategy="tawpipe-spread", reuse=False) for grid in ((3, 2), (6, 1)))
+    grouped, alone = (made(*grid, strategy="tawpipe-spread", reuse=False) for grid in ((3, 2), (6, 1)))
     model = costs(reduce_scatter="ring")
     timeline = play(alone, model, physical=topology)
     for node, link in enumerate(link_elements(alone, physical=topology)):
@@ -221,7 +228,7 @@ def test_grouping_matters_on_the_links_that_are_there():
 
 
 def test_a_deadlock_names_what_waits_for_what():
-    schedule = _edit(build(2, 2, layers=1, strategy="tawpipe-whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
+    schedule = _edit(made(2, 2, layers=1, strategy="tawpipe-whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(schedule, steps=1)
     with pytest.raises(ScheduleError, match=r"deadlock(.|\n)*waits for rank 1 to come to this collective"):
@@ -236,7 +243,7 @@ def test_an_exchange_without_its_other_side_is_named():
 
 def test_lanes_that_wait_for_each_other_are_named():
     """Each side receives before it sends."""
-    rank0 = [receive(1, buffer="W.1"), replace(compute("x.0.2"), reads=("W.1",)), send(1, buffer="W.1")]
+    rank0 = [receive(1, buffer="W.1"), compute("W.1"), send(1, buffer="W.1")]
     rank1 = [receive(0, buffer="W.1"), send(0, buffer="W.1")]
     with pytest.raises(ScheduleError) as error:
         play(by_hand(TWO, [rank0, rank1]), costs(), steps=1)
@@ -251,20 +258,22 @@ def test_operations_that_do_not_match_are_refused(lane):
         program[a], program[b] = program[b], program[a]
         return program
 
-    schedule = _edit(build(2, 2, strategy="tawpipe-spread", layers=3), 0, swap)
+    schedule = _edit(made(2, 2, strategy="tawpipe-spread", layers=3), 0, swap)
     for judge in (verify, lambda s: play(s, costs(3))):
         with pytest.raises(ScheduleError, match="different operations"):
             judge(schedule)
 
 
-def shaped(shape: Shape, build_it=build_training) -> Schedule:
-    return build_it(layers_only(shape.layers, 1001), shape.topology, shape.knobs)
+def shaped(shape: StepSpec, *, training: bool = True, **changes: Any) -> Schedule:
+    """A step's schedule for layers alone."""
+    model, chosen = layers_only(shape.model.num_layers, 1001), replace(shape.settings, **changes)
+    return build(step_of(model, shape.topology, chosen, shape.micro_batches), training=training)
 
 
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes(), training=st.booleans())
 def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
-    schedule = shaped(shape, build_training if training else build_evaluation)
+    schedule = shaped(shape, training=training)
     model = costs(MOST_LAYERS, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
     timeline = play(schedule, model, steps=2)
     for node, link in enumerate(link_elements(schedule)):
@@ -313,14 +322,13 @@ def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency)
     """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
     hold: what is needed later takes bandwidth from what is needed now."""
     model = costs(MOST_LAYERS, between=LinkModel(math.inf, latency))
-    further = replace(shape, knobs=replace(shape.knobs, look_ahead=shape.knobs.look_ahead + 1))
-    less, more = shaped(shape), shaped(further)
+    less, more = shaped(shape), shaped(shape, look_ahead=shape.settings.look_ahead + 1)
     assert play(more, model, steps=1).makespan <= play(less, model, steps=1).makespan + 1e-9
 
 
 def test_a_look_ahead_hides_what_no_look_ahead_shows():
     steps = [
-        play(build(2, 2, count=8, strategy="tawpipe-spread", look_ahead=n, reuse=False), costs()).step_seconds
+        play(made(2, 2, count=8, strategy="tawpipe-spread", look_ahead=n, reuse=False), costs()).step_seconds
         for n in (0, 1, 2)
     ]
     assert steps[0] > steps[1] * 1.02
@@ -331,12 +339,12 @@ def test_a_look_ahead_hides_what_no_look_ahead_shows():
 
 
 def test_steps_become_periodic():
-    times = play(build(3, 2, strategy="tawpipe-striped", layers=5), costs(5, rate=3e4), steps=5).step_times
+    times = play(made(3, 2, strategy="tawpipe-striped", layers=5), costs(5, rate=3e4), steps=5).step_times
     assert times[2:] == pytest.approx([times[2]] * 3)
 
 
 def test_busy_and_idle_time_make_up_the_step():
-    timeline = play(build(3, 2, count=12, strategy="tawpipe-spread"), costs(rate=2e4))
+    timeline = play(made(3, 2, count=12, strategy="tawpipe-spread"), costs(rate=2e4))
     for rank in range(6):
         busy, _ = timeline.lane_seconds(rank, Lane.COMPUTE)
         assert busy == pytest.approx(4 * 2 * 0.4)
@@ -346,7 +354,7 @@ def test_busy_and_idle_time_make_up_the_step():
 
 
 def test_waiting_for_a_slow_device_is_not_communication():
-    timeline = play(build(1, 2, strategy="tawpipe-spread"), costs(inside=FREE, compute_factor={1: 2.0}))
+    timeline = play(made(1, 2, strategy="tawpipe-spread"), costs(inside=FREE, compute_factor={1: 2.0}))
     idle = timeline.idle(0)
     assert idle.transfer_s == pytest.approx(0.0, abs=1e-9)
     assert idle.compute_s == pytest.approx(4 * 0.4, rel=1e-6)
@@ -355,13 +363,13 @@ def test_waiting_for_a_slow_device_is_not_communication():
 
 def test_filling_and_draining_are_the_first_pull_and_the_last_push():
     """Half of a layer of 19200 bytes comes in from the other node first, half of its gradient leaves last."""
-    timeline = play(build(2, 1, layers=2, strategy="tawpipe-spread", reuse=False), costs(2, rate=1e4), steps=1)
+    timeline = play(made(2, 1, layers=2, strategy="tawpipe-spread", reuse=False), costs(2, rate=1e4), steps=1)
     assert timeline.fill_s == pytest.approx(4800 * 4 / 2 / 1e4)
     assert timeline.drain_s == pytest.approx(4800 * 4 / 2 / 1e4)
 
 
 def test_a_large_play_takes_seconds():
-    schedule = build(3, 8, layers=12, count=24 * 8, elements=2_000_000, strategy="tawpipe-spread")
+    schedule = made(3, 8, layers=12, count=24 * 8, elements=2_000_000, strategy="tawpipe-spread")
     began = time.process_time()
     play(schedule, costs(12, rate=49e6, inside=LinkModel(2e9)), steps=4)
     assert time.process_time() - began < 10
@@ -401,4 +409,4 @@ def test_a_wrong_table_is_named(change, named):
 
 def test_a_block_without_costs_is_named():
     with pytest.raises(UserError, match="costs of block"):
-        play(build(1, 1, layers=5, strategy="tawpipe-spread"), costs(2))
+        play(made(1, 1, layers=5, strategy="tawpipe-spread"), costs(2))

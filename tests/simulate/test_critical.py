@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tawpipe.schedule.build import build_training
 
-from schedules import shapes
+from schedules import NAMES, shapes, step_for
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import (
     PIPELINES,
@@ -19,9 +18,8 @@ from tawpipe.lab.bounds import (
     workload_model,
 )
 from tawpipe.lab.workload import TimedWorkload
-from tawpipe.schedule.placement import ALL_PLACEMENTS
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.spec import Knobs, share_micro_batches
+from tawpipe.schedule.strategies import build, step_of
 from tawpipe.simulate import LinkModel, dependency_bound, play
 from tawpipe.topology import Topology
 
@@ -34,15 +32,13 @@ def workload(micro_batches: int = 12, *, layers: int = 12, scale: float = 1.0) -
     return TimedWorkload(layers, 8_000_000, 0.1 * scale, 0.2 * scale, 0.1 * scale, micro_batches, 2_666_666)
 
 
-def schedule_of(work: TimedWorkload, topology: Topology, strategy: str = "tawpipe-spread", per_visit: int = 1, **knobs):
-    shares = share_micro_batches(work.micro_batches, topology.world_size)
-    made = Knobs(strategy, shares, micro_batches_per_visit=per_visit, **knobs)
-    return build_training(workload_model(work), topology, made)
+def schedule_of(work: TimedWorkload, topology: Topology, strategy: str = "tawpipe-spread", **settings):
+    return build(step_for(workload_model(work), topology, work.micro_batches, strategy=strategy, **settings))
 
 
-@pytest.mark.parametrize("strategy", ALL_PLACEMENTS)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
-    verify(schedule_of(workload(), THREE_BY_TWO, strategy, 2))
+    verify(schedule_of(workload(), THREE_BY_TWO, strategy, micro_batches_per_visit=2))
 
 
 @settings(max_examples=50, deadline=None)
@@ -54,24 +50,25 @@ def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
     update_s=st.sampled_from([0.0, 1e-8]),
 )
 def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, latency, duplex, update_s):
-    knobs = shape.knobs
-    work = workload(sum(map(len, knobs.micro_batches)), layers=shape.layers)
+    work = workload(sum(map(len, shape.micro_batches)), layers=shape.model.num_layers)
     between = LinkModel(rate, latency, duplex)
     costs = workload_costs(work, between=between, inside=LinkModel(2e9), update_s=update_s)
-    schedule = build_training(workload_model(work), shape.topology, knobs)
+    chosen = shape.settings
+    schedule = build(step_of(workload_model(work), shape.topology, chosen, shape.micro_batches))
     bounds = schedule_bounds(schedule, costs)
     played = play(schedule, costs, steps=1).makespan
     assert bounds.physical_s <= bounds.dependency_s * (1 + 1e-9)
     assert bounds.dependency_s <= played * (1 + 1e-9)
     # The gradients of a ring add up on their way, so they leave less often than they are made.
-    if knobs.strategy != "weipipe" and not knobs.reuse:
+    kept = chosen.step_cache == "all"
+    if chosen.strategy != "weipipe" and (kept or not chosen.reuse):
         least = scope_bounds(
             work,
             shape.topology,
             between,
-            weights="replica" if knobs.strategy == "hsdp" else knobs.weights_scope,
-            gradients=knobs.gradients_scope,
-            micro_batches_per_visit=knobs.micro_batches_per_visit,
+            weights="replica" if chosen.strategy == "hsdp" else "step" if kept else "visit",
+            gradients=chosen.gradients_scope,
+            micro_batches_per_visit=chosen.micro_batches_per_visit,
         )
         assert least.physical_s <= bounds.physical_s * (1 + 1e-6)
         assert least.dependency_s <= played * (1 + 1e-6)
@@ -94,7 +91,7 @@ def test_dependencies_show_the_edges_of_a_step():
     gather and reduction inside the node besides."""
     work = workload()
     costs = workload_costs(work, between=LINK, inside=LinkModel(2e9))
-    bounds = schedule_bounds(schedule_of(work, THREE_BY_TWO, "tawpipe-spread", 2), costs)
+    bounds = schedule_bounds(schedule_of(work, THREE_BY_TWO, micro_batches_per_visit=2), costs)
     edge = 2 / 3 * 8e6 / 50e6
     assert bounds.compute_s == pytest.approx(9.6)
     assert bounds.dependency_s == pytest.approx(9.6 + 2 * edge, rel=1e-3)

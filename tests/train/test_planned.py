@@ -8,15 +8,16 @@ import pytest
 import torch
 import yaml
 
-from questions import question
+from plan_requests import plan_request
 from tawpipe.checkpoint.store import RunState
 from tawpipe.errors import UserError
-from tawpipe.plan.plan import Answer
+from tawpipe.plan.plan import Plan
 from tawpipe.plan.search import search
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 from tawpipe.train import planned
-from tawpipe.train.config import ScheduleConfig, TrainConfig
+from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import Followed, follow_plan
 
 TWO_BY_TWO = World(Topology.grid(2, 2), 0, torch.device("cpu"), None)
@@ -25,8 +26,8 @@ TWO_BY_TWO = World(Topology.grid(2, 2), 0, torch.device("cpu"), None)
 
 @pytest.fixture(scope="module")
 def plan() -> str:
-    asked = question()
-    return Answer.of(asked, search(asked)).text()
+    asked = plan_request()
+    return Plan.of(asked, search(asked)).text()
 
 
 CONFIG = TrainConfig(global_batch=16, micro_batch=1, sequence_length=10, dtype="bfloat16")
@@ -64,7 +65,7 @@ def test_a_file_is_followed(saved, plan):
     chosen = yaml.safe_load(plan)["schedule"]
     assert found.text == plan and found.line.startswith(f"plan: {saved}: ")
     assert found.config.schedule.micro_batches_per_visit == chosen["micro_batches_per_visit"]
-    assert found.config.schedule.loss_chunk_tokens == ScheduleConfig().loss_chunk_tokens
+    assert found.config.schedule.loss_chunk_tokens == ScheduleSettings().loss_chunk_tokens
 
 
 def test_auto_makes_one(made, plan):
@@ -73,14 +74,14 @@ def test_auto_makes_one(made, plan):
 
 
 def test_settings_beat_auto(made):
-    config = replace(CONFIG, schedule=ScheduleConfig(look_ahead=7))
+    config = replace(CONFIG, schedule=ScheduleSettings(look_ahead=7))
     found = follow(config)
     assert found.config == config and not found.text and not made
     assert "settings under schedule" in found.line
 
 
 def test_what_a_plan_does_not_decide_does_not_count_as_a_setting(made):
-    config = replace(CONFIG, schedule=ScheduleConfig(loss_chunk_tokens=64))
+    config = replace(CONFIG, schedule=ScheduleSettings(loss_chunk_tokens=64))
     assert follow(config).text and made == ["made"]
 
 
@@ -114,7 +115,7 @@ def test_the_settings_that_a_run_has_saved_are_those_of_its_plan(made, plan):
         ({"global_batch": 8}, "--global-batch"),
         ({"micro_batch": 2}, "--micro-batch"),
         ({"sequence_length": 12}, "--sequence-length"),
-        ({"schedule": ScheduleConfig(look_ahead=9)}, "--schedule.look-ahead"),
+        ({"schedule": ScheduleSettings(look_ahead=9)}, "--schedule.look-ahead"),
     ],
 )
 def test_a_plan_for_something_else_is_named(saved, change, named):

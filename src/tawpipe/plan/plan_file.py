@@ -59,6 +59,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
     Raises:
         UserError: it is damaged.
     """
+    first_format = {"early_updates": not content.get("clip", True)}
     try:
         blocks = list(_unpacked(content["blocks"]))
         of_blocks = content["block_units"]
@@ -77,7 +78,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             machine=machine_from(content["machine"], where=where),
             size=MicroBatchSize(**content["size"]),
             widths=Widths(**content["widths"]),
-            settings=ScheduleSettings(**content.get("settings", {})),
+            settings=ScheduleSettings(**content.get("settings", first_format)),
             **{name: content[name] for name in NUMBERS},
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:

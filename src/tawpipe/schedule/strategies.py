@@ -390,16 +390,19 @@ def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple
     """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
 
     Raises:
-        UserError: something else, or no such strategy.
+        UserError: something else, no such strategy, or one that the runtime cannot run.
     """
     if isinstance(schedule, Schedule):
         return schedule.step.strategy, schedule.step.settings
-    if isinstance(schedule, Strategy):
-        return schedule, ScheduleSettings(strategy=schedule.name)
-    settings = ScheduleSettings(strategy=schedule) if isinstance(schedule, str) else schedule
+    name = schedule if isinstance(schedule, str) else schedule.name if isinstance(schedule, Strategy) else None
+    settings = ScheduleSettings(strategy=name) if name is not None else schedule
     if not isinstance(settings, ScheduleSettings):
         raise UserError("schedule", schedule, "ScheduleSettings, a Strategy, the name of one, or a Schedule")
-    return find(settings.strategy), settings
+    strategy = schedule if isinstance(schedule, Strategy) else find(settings.strategy)
+    if not strategy.runs:
+        expected = f"one that is run, not only predicted: {', '.join(strategies(runs=True))}"
+        raise UserError("schedule.strategy", strategy.name, expected)
+    return strategy, settings
 
 
 def step_of(

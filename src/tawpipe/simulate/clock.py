@@ -324,12 +324,10 @@ class Player:
             return [self.record.text(n) for n in needed if self.end[n] != self.end[n]]
         if action.op is not Op.EXCHANGE:
             members = self._members(action.group, rank)
-            here = {self.record.rank(n) for n in self.rendezvous.gathered(action, members)}
+            here = {self.record.rank(n) for n in self.rendezvous.present(action, members)}
             return [f"rank {member} to come to this collective" for member in members if member not in here]
-        return [
-            f"rank {transfer.peer} to {'receive' if transfer.send else 'send'} u{transfer.unit}"
-            for transfer in self.rendezvous.alone(number)
-        ]
+        unmet = self.rendezvous.unmet(number)
+        return [f"rank {one.peer} to {'receive' if one.send else 'send'} u{one.unit}" for one in unmet]
 
 
 _ENDED, _ON_THE_WAY, _ARRIVED = range(3)

@@ -16,7 +16,7 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.settings import parse_homes
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies import strategies
 from tawpipe.train.config import TrainConfig, train_options
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
@@ -45,7 +45,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
         expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
-    find(config.schedule.strategy)
+    if config.schedule.strategy not in (known := strategies(runs=True)):
+        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")

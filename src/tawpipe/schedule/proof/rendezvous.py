@@ -47,14 +47,6 @@ class Rendezvous(Generic[Part]):
         here.clear()
         return parts
 
-    def gathered(self, action: Action, members: tuple[int, ...]) -> list[Part]:
-        """The parts of a collective that wait for the others."""
-        return [part for part, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
-
-    def alone(self, part: Part) -> list[Transfer]:
-        """The transfers of an exchange that wait for their other side."""
-        return [transfer for queue in self._open.values() for one, transfer, _ in queue if one == part]
-
     def exchange(self, part: Part, rank: int, action: Action) -> Iterator[tuple[Transfer, Part, Transfer]]:
         """The transfers of an exchange whose other side is there: (its own, the other part, the other's).
 
@@ -74,6 +66,14 @@ class Rendezvous(Generic[Part]):
                 texts = f"{self._describe(part)} and {self._describe(other)}"
                 raise ScheduleError(f"a send meets the receive of something else: {texts}")
             yield transfer, other, match
+
+    def present(self, action: Action, members: tuple[int, ...]) -> list[Part]:
+        """The parts of a collective that are there and wait for the others."""
+        return [one for one, _ in self._gathering.get((action.lane, action.group, members[0]), ())]
+
+    def unmet(self, part: Part) -> list[Transfer]:
+        """The transfers of an exchange that wait for their other side."""
+        return [transfer for queue in self._open.values() for one, transfer, _ in queue if one == part]
 
 
 def _operation(action: Action) -> tuple:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from schedules import llama
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.profile import Profile, size_of
-from tawpipe.plan.request import Question
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 LAYERS = 6
@@ -20,9 +22,11 @@ def profile(layers: int = LAYERS, forward_s: float = 0.01) -> Profile:
     return Profile((ends, *[layer] * layers, ends), 1e-9, {"graph": 300, "kept": 60}, 20, 300, 1000, "made up")
 
 
-def question(machine: Machine | None = None, *, global_batch: int = 16, memory: int = 0, **changes) -> Question:
+def plan_request(
+    machine: Machine | None = None, *, global_batch: int = 16, memory: int = 0, **changes: Any
+) -> PlanRequest:
     machine = machine or uniform(2, 2, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device())
-    asked = Question(
+    asked = PlanRequest(
         model=llama(LAYERS),
         profile=profile(),
         machine=machine,
@@ -34,3 +38,8 @@ def question(machine: Machine | None = None, *, global_batch: int = 16, memory: 
         memory_bytes=memory,
     )
     return replace(asked, **changes)
+
+
+def step_of(asked: PlanRequest, strategy: str, **settings: Any) -> StepSpec:
+    """A step of what is asked for, with one micro-batch a visit unless ``settings`` say otherwise."""
+    return asked.step(replace(asked.settings, strategy=strategy, **{"micro_batches_per_visit": 1, **settings}))
