@@ -73,9 +73,7 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
                 continue
             made = predict(asked, asked.knobs(strategy="tawpipe-spread", micro_batches_per_visit=per_visit, **scopes))
             offer("weights travel", made.step_seconds, f"spread, {per_visit} per visit, scope {name}", per_visit)
-        made = predict(
-            asked, asked.knobs(strategy="hsdp", gradients_scope="step", micro_batches_per_visit=per_visit)
-        )
+        made = predict(asked, asked.knobs(strategy="hsdp", gradients_scope="step", micro_batches_per_visit=per_visit))
         offer("a copy per node (HSDP)", made.step_seconds, f"hsdp, {per_visit} per visit")
     for kind in PIPELINES:
         for axis in AXES:

@@ -59,7 +59,7 @@ class Broadcast(tawpipe.WeightStrategy):
 
     name = "broadcast"
     summary = "every unit on one process, which broadcasts it to all others at once"
-    refusals = {  # noqa: RUF012
+    refusals = {
         "gradients_scope": ONE_HOP,
         "weights_compression": "no broadcast knows 8 bits",
         "gradients_compression": "no reduction to one process knows 8 bits",

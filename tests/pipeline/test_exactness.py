@@ -207,7 +207,7 @@ def test_what_is_not_alike_is_named():
     pipeline = stepped()
     pipeline.check_copies()
     unit = next(iter(pipeline.storage.master))
-    pipeline.storage.compute_copy[unit] = pipeline.storage.wire[unit].clone() + 1
+    pipeline.storage.compute_copy[unit] = pipeline.storage.compute_copy[unit].clone() + 1
     with pytest.raises(RunError, match=f"unit {unit}"):
         pipeline.check_copies()
     pipeline.close()

@@ -19,9 +19,9 @@ from typing import Any
 from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest, step_name
 from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.store import Disk, Memory, Store
+from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
-from tawpipe.launch.launcher import LAUNCH
 
 HISTORY = "history.json"
 

@@ -1,6 +1,6 @@
 """What 8 bits between nodes cost in convergence: the same run with every kind of wire.
 
-    python benchmarks/wire.py --out benchmarks/results/DATE-wire -- --steps 300
+    python benchmarks/compression.py --out benchmarks/results/DATE-wire -- --steps 300
 
 Trains on four processes as two virtual nodes, with the same data, seed and settings each time; what follows ``--`` goes
 to ``tawpipe train``. Writes ``wire.json`` with the losses of every run, and ``table.md`` with the validation losses and
@@ -63,8 +63,18 @@ def train(weights: str, gradients: str, seed: int, words: list[str]) -> dict[str
     """Losses of one run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tawpipe", "train", "--nproc", "4", "--nodes", "2", "--output", folder]
-        command += ["--schedule.weights-compression", weights, "--schedule.gradients-compression", gradients, "--seed", str(seed)]
-        command += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.tensorboard", "false", *words]
+        command += ["--schedule.weights-compression", weights, "--schedule.gradients-compression", gradients]
+        command += [
+            "--seed",
+            str(seed),
+            "--checkpoint.every",
+            "0",
+            "--export.enabled",
+            "false",
+            "--log.tensorboard",
+            "false",
+            *words,
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
