@@ -203,10 +203,10 @@ def test_state_of_another_optimizer_is_refused_by_name(tmp_path, first, second, 
     other.close()
 
 
-@pytest.mark.parametrize("placement", ["spread", "hybrid"])
-def test_frozen_values_come_out_as_they_came_in(pool, tmp_path, placement):
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "hsdp"])
+def test_frozen_values_come_out_as_they_came_in(pool, tmp_path, strategy):
     """In a run that computes in bf16: collected, saved, resumed, also by a run whose own source is exact."""
-    for worst in pool.run("test_load:frozen_values", 2, 2, folder=str(tmp_path), placement=placement):
+    for worst in pool.run("test_load:frozen_values", 2, 2, folder=str(tmp_path), strategy=strategy):
         assert worst == {"exact", "host", "narrow"}
 
 

@@ -28,21 +28,24 @@ TOTAL = 5
 def saved(pool, tmp_path_factory):
     """A checkpoint after 3 steps on 2 x 2 (dropout on), and the losses of the steps after it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    losses = pool.run("test_resume:save_after", 2, 2, folder=str(folder), steps=3, total=TOTAL, placement="spread")[0]
+    losses = pool.run(
+        "test_resume:save_after", 2, 2, folder=str(folder), steps=3, total=TOTAL, strategy="tawpipe-spread"
+    )[0]
     return folder, losses
 
 
 def test_resume_goes_on_with_the_identical_curve(pool, saved):
     folder, losses = saved
-    assert pool.run("test_resume:go_on", 2, 2, folder=str(folder), total=TOTAL, placement="spread")[0] == losses
+    assert pool.run("test_resume:go_on", 2, 2, folder=str(folder), total=TOTAL, strategy="tawpipe-spread")[0] == losses
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "placement"), [(1, 4, "spread"), (4, 1, "striped"), (1, 1, "spread"), (3, 2, "whole")]
+    ("nodes", "local", "strategy"),
+    [(1, 4, "tawpipe-spread"), (4, 1, "tawpipe-striped"), (1, 1, "tawpipe-spread"), (3, 2, "tawpipe-whole")],
 )
-def test_resume_on_another_topology(pool, saved, nodes, local, placement):
+def test_resume_on_another_topology(pool, saved, nodes, local, strategy):
     folder, losses = saved
-    again = pool.run("test_resume:go_on", nodes, local, folder=str(folder), total=TOTAL, placement=placement)[0]
+    again = pool.run("test_resume:go_on", nodes, local, folder=str(folder), total=TOTAL, strategy=strategy)[0]
     assert again == pytest.approx(losses, rel=1e-10)
 
 
@@ -74,14 +77,14 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
 @pytest.mark.parametrize(("nodes", "local", "lost"), [(2, 2, 1), (3, 1, 0), (1, 2, None), (2, 1, None)])
 def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
     found = pool.run(
-        "test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, placement="spread"
+        "test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, strategy="tawpipe-spread"
     )
     assert all(one[:2] == (True, True) for one in found)
     assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
 
 
 def test_a_copy_without_a_neighbour_is_lost_with_its_node(pool, tmp_path):
-    results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, placement="spread")
+    results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, strategy="tawpipe-spread")
     assert results[0][0] is False
 
 

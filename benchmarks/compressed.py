@@ -1,9 +1,9 @@
-"""What 8 bits between nodes cost in convergence: the same run with every kind of wire.
+"""What 8 bits between nodes cost in convergence: the same run with every kind of compression.
 
-    python benchmarks/compression.py --out benchmarks/results/DATE-wire -- --steps 300
+    python benchmarks/compressed.py --out benchmarks/results/DATE-compression -- --steps 300
 
 Trains on four processes as two virtual nodes, with the same data, seed and settings each time; what follows ``--`` goes
-to ``tawpipe train``. Writes ``wire.json`` with the losses of every run, and ``table.md`` with the validation losses and
+to ``tawpipe train``. Writes ``losses.json`` with the losses of every run, and ``table.md`` with the validation losses and
 how far the training loss is from that of the first run, in the mean over the last quarter of the steps.
 """
 
@@ -36,7 +36,7 @@ WIRES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=Path("wire"))
+    parser.add_argument("--out", type=Path, default=Path("compression"))
     parser.add_argument("--seeds", type=int, default=2, help="so many full-precision runs, to see what a seed changes")
     parser.add_argument("words", nargs="*", help="for tawpipe train")
     args = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
         )
         print(json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True)
         content = {"environment": environment, "rows": rows}
-        (args.out / "wire.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (args.out / "losses.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         (args.out / "table.md").write_text(table(environment, rows), encoding="utf-8")
 
 
