@@ -3,8 +3,8 @@
     python benchmarks/compressed.py --out benchmarks/results/DATE-compressed -- --steps 300
 
 Trains on four processes as two virtual nodes, with the same data, seed and settings each time; what follows ``--`` goes
-to ``tawpipe train``. Writes ``compressed.json`` with the losses of every run, and ``table.md`` with the validation losses and
-how far the training loss is from that of the first run, in the mean over the last quarter of the steps.
+to ``tawpipe train``. Writes ``compressed.json`` with the losses of every run, and ``table.md`` with the validation
+losses and how far the training loss is from that of the first run, in the mean over the last quarter of the steps.
 """
 
 from __future__ import annotations
@@ -63,14 +63,8 @@ def train(weights: str, gradients: str, seed: int, words: list[str]) -> dict[str
     """Losses of one run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tawpipe", "train", "--nproc", "4", "--nodes", "2", "--output", folder]
-        command += [
-            "--schedule.weights-compression",
-            weights,
-            "--schedule.gradients-compression",
-            gradients,
-            "--seed",
-            str(seed),
-        ]
+        command += ["--schedule.weights-compression", weights, "--schedule.gradients-compression", gradients]
+        command += ["--seed", str(seed)]
         command += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.tensorboard", "false", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
