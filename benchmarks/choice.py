@@ -32,36 +32,37 @@ from prediction import Emulation
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.compare import FRAMES, compare
+from tawpipe.lab.ours import OWN_NAMES
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.plan.machine import uniform
-from tawpipe.plan.plan import Answer
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.profile import Profile
-from tawpipe.plan.request import Question, memory_quickly, predict
-from tawpipe.plan.search import STRATEGIES, fits, search
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import fits, search
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.spec import Knobs
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 
 NEVER = 10**15
 """Bytes: recomputing less is left out, which a timed layer cannot do in all ways."""
 GOOD = 0.03
 NEAR = 0.3
-NAMES = {"hsdp": "hsdp-ours"}
-"""Of strategies in the lab, where they differ from the planner's."""
-KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "weights_scope", "gradients_scope", "step_cache")
+KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "step_cache", "gradients_scope")
 
 
 @dataclass(frozen=True)
-class LabQuestion(Question):
-    """A question about the lab's cluster, with what the machine that emulates it adds."""
+class LabRequest(PlanRequest):
+    """A plan asked for on the lab's cluster, with what the machine that emulates it adds."""
 
     emulation: Emulation = field(default_factory=Emulation)
 
     @cached_property
     def costs(self) -> CostModel:
         machine = self.emulation
-        usual = Question.costs.func(self)  # pyright: ignore[reportAttributeAccessIssue]
+        usual = PlanRequest.costs.func(self)  # pyright: ignore[reportAttributeAccessIssue]
         return replace(usual, action_s=machine.action_s, add_s=machine.add_s, update_s=machine.update_s)
 
 
@@ -87,7 +88,7 @@ def draw_cell(random_: random.Random, number: int) -> Cell:
     return Cell(f"setting {number}", nodes, local, f"{megabits}mbit", workload)
 
 
-def question_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabQuestion:
+def request_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabRequest:
     """What the planner is asked about a cell."""
     workload = cell.workload
     assert isinstance(workload, TimedWorkload)
@@ -96,7 +97,7 @@ def question_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabQue
     layer = BlockCost(Seconds(forward), Seconds(backward))
     blocks = (BlockCost(), *[layer] * workload.layers, BlockCost())
     rate = float(cell.rate.removesuffix("mbit")) * 1e6 / 8 * FRAMES
-    return LabQuestion(
+    return LabRequest(
         model=workload_model(workload),
         profile=Profile(
             blocks,
@@ -128,52 +129,46 @@ def limit_of(cell: Cell, machine: Emulation, random_: random.Random) -> int:
     share = random_.random()
     if share < 0.4:
         return 0
-    asked = question_of(cell, machine)
+    asked = request_of(cell, machine)
     most = asked.micro_batches // asked.topology.world_size
     few, many = (
-        sum(memory_quickly(asked, asked.knobs(strategy="tawpipe-spread", micro_batches_per_visit=k)).values())
-        for k in (1, most)
+        sum(memory_quickly(asked, asked.step(ScheduleSettings(micro_batches_per_visit=k))).values()) for k in (1, most)
     )
     return int(few + (share - 0.4) / 0.6 * (many - few) * 1.2)
 
 
-def others(question: Question) -> list[tuple[str, Knobs]]:
+def others(request: PlanRequest) -> list[StepSpec]:
     """``tawpipe-spread`` and ``flat`` with other numbers of micro-batches per visit, as far as they fit."""
-    most = question.micro_batches // question.topology.world_size
-    found = []
-    for strategy in ("tawpipe-spread", "flat"):
-        for per_visit in sorted({1, 2, most}):
-            if per_visit <= most:
-                knobs = question.knobs(**STRATEGIES[strategy], micro_batches_per_visit=per_visit)
-                if fits(question, memory_quickly(question, knobs)):
-                    found.append((strategy, knobs))
-    return found
+    most = request.micro_batches // request.topology.world_size
+    steps = [
+        request.step(ScheduleSettings(strategy=strategy, micro_batches_per_visit=per_visit))
+        for strategy in ("tawpipe-spread", "flat")
+        for per_visit in sorted({1, min(2, most), most})
+    ]
+    return [step for step in steps if fits(request, memory_quickly(request, step))]
 
 
-def entry_of(strategy: str, knobs: Knobs) -> Entry:
+def entry_of(step: StepSpec) -> Entry:
     """For the lab."""
-    chosen: dict[str, Any] = {name: getattr(knobs, name) for name in KNOBS}
-    return Entry(NAMES.get(strategy, strategy), chosen | {"reuse": True})
+    chosen: dict[str, Any] = {name: getattr(step.settings, name) for name in KNOBS}
+    return Entry(OWN_NAMES.get(step.strategy.name, step.strategy.name), chosen | {"reuse": True})
 
 
 def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, samples: int) -> dict[str, Any]:
     """Choose, then measure."""
-    question = question_of(cell, machine, memory_bytes)
+    request = request_of(cell, machine, memory_bytes)
     begin = time.perf_counter()
-    answer = Answer.of(question, search(question))
+    plan = Plan.of(request, search(request))
     took = time.perf_counter() - begin
-    if answer.chosen is None or answer.chosen.knobs is None:
+    if plan.chosen is None or plan.chosen.step is None:
         raise UserError("memory", memory_bytes, "enough for some strategy")
-    good = [one for one in answer.candidates if one.runnable and one.fits and one.knobs]
-    runnable = [(one.strategy, one.knobs) for one in good if one.knobs and not one.knobs.offloaded_layers]
-    chosen = entry_of(answer.chosen.strategy, answer.chosen.knobs)
-    seconds = answer.chosen.seconds * (1 + NEAR)
-    knobs_of = {
-        entry_of(*one).label: one
-        for one in [*runnable, *others(question)]
-        if predict(question, one[1]).step_seconds < seconds
-    }
-    entries = tuple(entry_of(*one) for one in knobs_of.values())
+    good = [one.step for one in plan.candidates if one.fits and one.step]
+    runnable = [step for step in good if not step.settings.offloaded_layers]
+    chosen = entry_of(plan.chosen.step)
+    seconds = plan.chosen.seconds * (1 + NEAR)
+    predicted_s = {step: predict(request, step).step_seconds for step in [*runnable, *others(request)]}
+    steps = {entry_of(step).label: step for step in predicted_s if predicted_s[step] < seconds}
+    entries = tuple(map(entry_of, steps.values()))
     suite = Suite(f"choice-{cell.name}", (cell,), entries, samples=samples, warmup=1)
     rows = compare(suite, out, tell=lambda _: None)
     found = []
@@ -181,9 +176,8 @@ def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, sample
         if "seconds_per_step" not in row:
             print(f"  {row['label']}: {row['reason']}", flush=True)
             continue
-        predicted = predict(question, knobs_of[row["label"]][1]).step_seconds
-        measured = row["seconds_per_step"]["median"]
-        found.append({"label": row["label"], "status": row["status"], "measured_s": measured, "predicted_s": predicted})
+        seconds = {"measured_s": row["seconds_per_step"]["median"], "predicted_s": predicted_s[steps[row["label"]]]}
+        found.append({"label": row["label"], "status": row["status"], **seconds})
     found.sort(key=lambda one: one["measured_s"])
     mine = next((one for one in found if one["label"] == chosen.label), None)
     return {
@@ -237,7 +231,7 @@ def measured_before(file: Path, environment: dict[str, Any]) -> list[dict[str, A
 def short(label: str) -> str:
     """A label without the knobs that are as usual."""
     name, _, knobs = label.partition(" (")
-    usual = ("look_ahead 2", "gradient_buffers 2", "weights_scope visit", "gradients_scope visit", "step_cache 0")
+    usual = ("look_ahead 2", "gradient_buffers 2", "step_cache 0", "gradients_scope visit")
     kept = [one for one in knobs.rstrip(")").split(", ") if one not in (*usual, "reuse True")]
     return f"{name}, {', '.join(kept)}".replace("micro_batches_per_visit", "per visit").replace("_", " ")
 

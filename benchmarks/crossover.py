@@ -5,7 +5,7 @@
 Llama-like models of 16 layers (12 H^2 weights each), one sequence per micro-batch and eight micro-batches per device,
 on four nodes of two devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights travel in bf16, gradients
 in fp32. Memory is not limited here: the question is time. Beside each other stand what the clock finds and the rule of
-docs/strategy.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of the best setting, v = 2.
+docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of the best setting, v = 2.
 Writes ``crossover.json``, ``table.md`` and ``crossover.png``; five minutes on two processors.
 """
 
@@ -22,11 +22,13 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine, uniform
+from tawpipe.plan.predict import predict
 from tawpipe.plan.profile import EFFICIENCY, Profile, size_of
-from tawpipe.plan.request import Question, predict, predict_pipeline
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.routes.pipelines import AXES, PIPELINES
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.schedule.strategies import ActivationPipeline, strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 HIDDEN = (1024, 2048, 4096, 8192)
@@ -34,11 +36,16 @@ LENGTHS = tuple(4096 << i for i in range(9))
 GIGABITS = (10, 25, 100, 400)
 LAYERS, NODES, LOCAL, PER_DEVICE = 16, 4, 2, 8
 FLOPS = 989e12 * EFFICIENCY
+FAMILY_OF = {
+    "tawpipe-spread": "weights travel",
+    "tawpipe-step": "weights travel",
+    "hsdp": "a copy per node (HSDP)",
+}
 FAMILIES = {"weights travel": "#2a6fdb", "a pipeline": "#e4572e", "a copy per node (HSDP)": "#2e933c"}
 
 
-def question(hidden: int, length: int, machine: Machine) -> Question:
-    """Of one cell."""
+def request_of(hidden: int, length: int, machine: Machine) -> PlanRequest:
+    """The plan that is asked for in one cell."""
     numel = 12 * hidden * hidden
     blocks = (
         BlockSpec((), "embedding", backward_reads_weights=False, needs_backward=False),
@@ -51,7 +58,7 @@ def question(hidden: int, length: int, machine: Machine) -> Question:
     costs = (BlockCost(), *[BlockCost(forward, backward)] * LAYERS, BlockCost())
     profile = Profile(costs, 3e-11, {"graph": 34 * hidden, "kept": 6 * hidden}, 2 * hidden, 0, 0, "formula")
     count = PER_DEVICE * NODES * LOCAL
-    return Question(model, profile, machine, count, 1, length, size_of([length]), Widths(2, 4, 4, 2))
+    return PlanRequest(model, profile, machine, count, 1, length, size_of([length]), Widths(2, 4, 4, 2))
 
 
 def cell(place: tuple[int, int, float]) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
     machine = uniform(
         NODES, LOCAL, between=LinkModel(gigabits * 1e9 / 8, 1e-5), inside=LinkModel(400e9, 5e-6, shared=False)
     )
-    asked = question(hidden, length, machine)
+    asked = request_of(hidden, length, machine)
     best: dict[str, tuple[float, str, int]] = {}
 
     def offer(family: str, seconds: float, name: str, per_visit: int = 1) -> None:
@@ -68,19 +75,19 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
             best[family] = (seconds, name, per_visit)
 
     for per_visit in (1, 2, 4, 8):
-        for name, scopes in (("visit", {}), ("step", {"step_cache": "all", "gradients_scope": "step"})):
-            if name == "step" and per_visit == PER_DEVICE:
+        for strategy, family in FAMILY_OF.items():
+            if strategy == "tawpipe-step" and per_visit == PER_DEVICE:
                 continue
-            made = predict(asked, asked.knobs(strategy="tawpipe-spread", micro_batches_per_visit=per_visit, **scopes))
-            offer("weights travel", made.step_seconds, f"spread, {per_visit} per visit, scope {name}", per_visit)
-        made = predict(asked, asked.knobs(strategy="hsdp", gradients_scope="step", micro_batches_per_visit=per_visit))
-        offer("a copy per node (HSDP)", made.step_seconds, f"hsdp, {per_visit} per visit")
-    for kind in PIPELINES:
-        for axis in AXES:
+            step = asked.step(ScheduleSettings(strategy=strategy, micro_batches_per_visit=per_visit))
+            offer(family, predict(asked, step).step_seconds, f"{strategy}, {per_visit} per visit", per_visit)
+    for pipeline in strategies(runs=False).values():
+        for layout in pipeline.layouts(asked.topology):
+            assert isinstance(layout, ActivationPipeline)
             try:
-                offer("a pipeline", predict_pipeline(asked, kind, axis).step_seconds, f"{kind} over {axis}")
+                seconds = predict(asked, asked.step(DEFAULT, layout)).step_seconds
             except UserError:
                 continue
+            offer("a pipeline", seconds, f"{layout.name} {layout.where()}")
     order = sorted(best, key=lambda family: best[family][0])
     return {
         "hidden": hidden,

@@ -30,7 +30,7 @@ TOPOLOGIES = {
     "2 x 1": (2, 1, ()),
     "2 x 2": (2, 2, ()),
     "2 x 2 striped": (2, 2, ("--schedule.strategy", "tawpipe-striped")),
-    "2 x 2 hsdp": (2, 2, ("--schedule.builder", "hsdp")),
+    "2 x 2 hsdp": (2, 2, ("--schedule.strategy", "hsdp")),
     "2 x 2 memory": (2, 2, ("--checkpoint.memory-every", "1")),
 }
 STEPS, EVERY = 6, 2

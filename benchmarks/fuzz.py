@@ -34,7 +34,7 @@ from tawpipe.lab.suite import load_suite
 from tawpipe.plan.machine import Device, machine_from
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.plan import load_plan
-from tawpipe.plan.plan_file import knobs_from, question_from
+from tawpipe.plan.plan_file import planned_settings, request_from
 from tawpipe.report.bars import executed_bars
 from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.actions import Action
@@ -59,6 +59,11 @@ ODD: tuple[Any, ...] = (
     10**30,
 )
 """Put in the place of something else."""
+ACTIONS = (
+    "INTER_W EXCHANGE ~int8 | SEND>3:u3:home.w.3 RECV<2:u4:S0.1",
+    "COMPUTE BACKWARD b2 m3 | W0.1 x.3.2 dx.3.3 G0.0 -> G0.0 dx.3.2 free x.3.2 dx.3.3",
+    "REDUCE COLLECTIVE reduce @node u1 r0 | G0.1 -> A0.0",
+)
 
 
 def damage(value: Any, random_: random.Random, depth: int = 0) -> Any:
@@ -119,7 +124,13 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
         "run": {"step": 1, "samples": 2, "seed": 0, "fingerprint": "documents:1"},
     }
     faults = "rank=2,step=7,at=push:3,kind=kill;rank=0,step=1,at=forward:2,kind=slow,seconds=2"
-    trace = {"format": 1, "rank": 0, "node": 0, "step": 7, "spans": [["COMPUTE FORWARD b1 m0 | W0.0 x -> y", 0.0, 1.0]]}
+    trace = {
+        "format": 1,
+        "rank": 0,
+        "node": 0,
+        "step": 7,
+        "spans": [["COMPUTE FORWARD b1 m0 | W0.0 -> x.0.2", 0.0, 1.0]],
+    }
     suite = yaml.safe_load(Path("src/tawpipe/lab/suites/smoke.yaml").read_text(encoding="utf-8"))
     settings = yaml.safe_load(train_options().to_yaml(TrainConfig(data=["README.md"], output=str(folder / "out"))))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
@@ -142,7 +153,8 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
     def read_plan(random_: random.Random) -> None:
         found = load_plan(written("plan.yaml", either(plan, dump, random_)))
         if isinstance(found.get("clock"), dict):
-            knobs_from(found["schedule"], question_from(found["clock"], where="plan.yaml"))
+            request = request_from(found["clock"], where="plan.yaml")
+            request.step(planned_settings(found["schedule"], request.settings))
 
     def read_checkpoint(random_: random.Random) -> None:
         # half of them with a checksum that is right, so that what is in them is looked at
@@ -160,7 +172,7 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
 
     def read_action(random_: random.Random) -> None:
         with contextlib.suppress(ValueError):  # what a reader of recordings expects of it
-            Action.parse(garble("INTER_W EXCHANGE u3 rail | home.w.3 -> S0.1 | SEND>3:u3:home.w.3", random_))
+            Action.parse(garble(random_.choice(ACTIONS), random_))
 
     return {
         "settings of train (YAML)": read_settings,
@@ -183,15 +195,15 @@ def _plan_text() -> str:
     """A plan of a small model."""
     import torch
 
-    from tawpipe.plan.measure import question_of
-    from tawpipe.plan.plan import Answer
+    from tawpipe.plan.measure import request_of
+    from tawpipe.plan.plan import Plan
     from tawpipe.plan.search import search
 
     machine = machine_of("2x2@1gbit", device=Device("CPU", 0, 1e11))
-    question = question_of(
+    request = request_of(
         "tiny", machine, sequence_length=64, global_batch=8, dtype=torch.float32, profile="estimate", vocab_size=500
     )
-    return Answer.of(question, search(question)).text()
+    return Plan.of(request, search(request)).text()
 
 
 def fuzz(read: Callable[[random.Random], Any], seconds: float, seed: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tawpipe.lab.real_modules import ATTENTION
 from tawpipe.model.batch import IGNORE
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
@@ -68,7 +69,7 @@ class Ours:
             make_model(),
             optimizer=adamw(RATE, weight_decay=DECAY, betas=BETAS, eps=EPS),
             micro_batch=BATCH // world.size // 2,
-            micro_batches_per_visit=2,
+            schedule=ScheduleSettings(micro_batches_per_visit=2),
             dtype=dtype,
             clip_norm=CLIP,
             world=world,

@@ -35,6 +35,7 @@ from tawpipe import Pipeline
 from tawpipe.model.build import PRESETS
 from tawpipe.model.flops import mfu, peak_flops, training_flops
 from tawpipe.runtime.optimizer import adamw
+from tawpipe.schedule.settings import ScheduleSettings
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at one time, in all contenders."""
@@ -69,11 +70,11 @@ class Ours:
         self.pipeline = Pipeline(
             model,
             optimizer=adamw(),
-            micro_batches_per_visit=args.per_visit,
-            recompute=args.recompute,
+            schedule=ScheduleSettings(
+                micro_batches_per_visit=args.per_visit, recompute=args.recompute, loss_chunk_tokens=CHUNK_TOKENS
+            ),
             compile_layers=args.compile,
             dtype=getattr(torch, args.dtype),
-            chunk_tokens=CHUNK_TOKENS,
         )
         self.shape = args.micro_batches, args.sequence_length
         self._issuing: list[float] = []

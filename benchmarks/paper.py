@@ -28,9 +28,11 @@ from typing import Any
 import numpy as np
 
 from tawpipe.plan.machine import uniform
+from tawpipe.plan.predict import predict
 from tawpipe.plan.profile import Profile, size_of
-from tawpipe.plan.request import Question, predict, predict_pipeline
+from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
@@ -68,8 +70,8 @@ def fit_rates() -> Rates:
     return tuple(map(float, found))  # pyright: ignore[reportReturnType]
 
 
-def question(hidden: int, length: int, micro_batch: int, rates: Rates) -> Question:
-    """Of one cell."""
+def request_of(hidden: int, length: int, micro_batch: int, rates: Rates) -> PlanRequest:
+    """The plan that is asked for in one cell."""
     numel, table = 12 * hidden * hidden, hidden * VOCABULARY
     product = rates[0] if hidden == 1024 else rates[1]
     forward = Seconds(0.0, 2 * numel * product, 2 * hidden * rates[2])
@@ -83,7 +85,7 @@ def question(hidden: int, length: int, micro_batch: int, rates: Rates) -> Questi
     units = [UnitSpec(table, True, (0,)), *(UnitSpec(numel, True, (i + 1,)) for i in range(LAYERS))]
     model = ModelSpec(blocks, (*units, UnitSpec(table, True, (LAYERS + 1,))))
     profile = Profile((BlockCost(), *[layer] * LAYERS, head), 3e-11, {}, 2 * hidden, 0, 0, "formula")
-    return Question(
+    return PlanRequest(
         model,
         profile,
         uniform(3, 8, between=LINK, inside=INSIDE),
@@ -95,17 +97,15 @@ def question(hidden: int, length: int, micro_batch: int, rates: Rates) -> Questi
     )
 
 
-def tokens(system: str, asked: Question) -> float:
+def tokens(system: str, asked: PlanRequest) -> float:
     """Tokens per device and second."""
-    if system == "1F1B":
-        seconds = predict_pipeline(asked, "1f1b", "world").step_seconds
-    else:
-        knobs = {
-            "FSDP": {"strategy": "flat", "look_ahead": 1, "gradient_buffers": 1, "reuse": False},
-            "WeiPipe": {"strategy": "weipipe"},
-            "TawPipe": {"strategy": "tawpipe-whole", "reuse": False},
-        }[system]
-        seconds = predict(asked, asked.knobs(**knobs)).step_seconds
+    settings: dict[str, Any] = {
+        "1F1B": {"strategy": "1f1b"},
+        "FSDP": {"strategy": "flat", "look_ahead": 1, "gradient_buffers": 1, "reuse": False},
+        "WeiPipe": {"strategy": "weipipe"},
+        "TawPipe": {"strategy": "tawpipe-whole", "reuse": False},
+    }[system]
+    seconds = predict(asked, asked.step(ScheduleSettings(micro_batches_per_visit=1, **settings))).step_seconds
     return BATCH * asked.sequence_length / seconds / DEVICES
 
 
@@ -113,7 +113,7 @@ def fit_micro_batch(hidden: int, length: int, rates: Rates) -> int:
     """The size with which FSDP comes closest to what the paper measured."""
     target = CELLS[hidden, length][1]
     usable = [size for size in SIZES if BATCH % (size * DEVICES) == 0]
-    return min(usable, key=lambda size: abs(tokens("FSDP", question(hidden, length, size, rates)) / target - 1))
+    return min(usable, key=lambda size: abs(tokens("FSDP", request_of(hidden, length, size, rates)) / target - 1))
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for (hidden, length), found in CELLS.items():
         size = fit_micro_batch(hidden, length, rates)
-        asked = question(hidden, length, size, rates)
+        asked = request_of(hidden, length, size, rates)
         for system, measured in zip(SYSTEMS, found, strict=True):
             predicted = tokens(system, asked)
             cell = {"hidden": hidden, "length": length, "micro_batch": size, "system": system}

@@ -26,6 +26,7 @@ from tawpipe.lab.bounds import workload_costs
 from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.compare import FRAMES
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
@@ -57,12 +58,12 @@ class Emulation:
 
 def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     """Seconds, bytes and memory of a measured row."""
-    cell, knobs = row["cell"], row["knobs"]
+    cell, knobs = row["cell"], knobs_of(row)
     workload = workload_of(row)
     topology = Topology.grid(cell["nodes"], cell["local"])
     schedule = ours.schedule_of(row["strategy"], workload, topology, knobs)
     assert isinstance(workload, TimedWorkload)
-    workload = workload.split(ours.settings_of(row["strategy"], knobs).parts_per_layer)
+    workload = workload.split(knobs["parts_per_layer"])
     rates = [rate for rate in parse_rates(cell["rate"], nodes=cell["nodes"]) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10, machine.latency_s)
     inside = LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10)
@@ -83,7 +84,7 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     )
     timeline = play(schedule, model, steps=1, physical=topology)
     widths = Widths(4, 4, 4, 2 if workload.optimizer else 0)
-    said = costs(schedule, widths, activation_bytes={"x": workload.activation_bytes})
+    said = costs(schedule, widths, activation_bytes={Kind.INPUT: workload.activation_bytes})
     return {
         "seconds": timeline.makespan,
         "sent": max(node.sent for node in timeline.node_bytes[0]),
@@ -99,6 +100,18 @@ def has_results(folder: Path) -> bool:
 def workload_of(row: dict[str, Any]) -> Workload:
     """Of a row; the oldest results know no kind but the timed one."""
     return from_spelled_out({"kind": "timed", **row["cell"]["workload"]})
+
+
+def knobs_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a row, by their names of today; the row says its strategy."""
+    knobs = dict(row["knobs"])
+    if knobs.pop("placement", None) is None:
+        return knobs
+    cached = knobs.pop("kept_units")
+    knobs["step_cache"] = "all" if knobs.pop("weights_scope") == "step" else cached
+    for what in ("weights", "gradients"):
+        knobs[f"{what}_compression"] = knobs.pop(f"{what}_wire", "dtype").replace("dtype", "none")
+    return knobs
 
 
 def measured(folders: Sequence[Path]) -> list[dict[str, Any]]:

@@ -138,6 +138,12 @@ def test_every_strategy_has_a_row_and_a_row_is_settings():
     assert (row["parts_per_layer"], row["step_cache"], row["clip_norm"], row["look_ahead"]) == (2, 3, 1.0, 3)
 
 
+@pytest.mark.parametrize("row", ours.rows())
+def test_what_a_row_ran_with_is_read_back(row):
+    settings = ours.settings_of(row, {"parts_per_layer": 2, "clip_norm": None, "recompute": "none"})
+    assert ours.settings_of(row, settings.spelled_out()) == settings
+
+
 @pytest.mark.parametrize("row", ["no-grouping", "no-overlap"])
 def test_what_a_row_leaves_out(row):
     """As many nodes as processes; or nothing beside computing. Both bring every visit anew."""

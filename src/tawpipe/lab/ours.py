@@ -80,9 +80,14 @@ class OurSettings:
     strict: bool = True
 
     def spelled_out(self) -> dict[str, Any]:
-        """All knobs as plain data."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "schedule"}
-        return chosen(self.schedule) | own
+        """All knobs as plain data, which ``settings_of`` reads back."""
+        return {name: value for name, value in {**chosen(self.schedule), **vars(self)}.items() if name in KNOBS}
+
+
+OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")
+SAID = ("strategy", "early_updates")
+"""Settings that a row's name and ``clip_norm`` say."""
+KNOBS = (*OWN_KNOBS, *(one.name for one in fields(ScheduleSettings) if one.name not in SAID))
 
 
 def rows() -> dict[str, str]:
@@ -98,17 +103,15 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
     """
     if name not in rows():
         raise UserError("strategy", name, f"one of {', '.join(rows())}")
-    own = [one.name for one in fields(OurSettings) if one.name != "schedule"]
-    known = [*own, *(one.name for one in fields(ScheduleSettings) if one.name not in ("strategy", "early_updates"))]
     for knob in knobs:
-        if knob not in known:
-            expected = f"its name of today: {RENAMED[knob]}" if knob in RENAMED else f"one of {', '.join(known)}"
+        if knob not in KNOBS:
+            expected = f"its name of today: {RENAMED[knob]}" if knob in RENAMED else f"one of {', '.join(KNOBS)}"
             raise UserError(f"knob of {name}", knob, expected)
     usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3, **AS_IN_PAPERS.get(name, {})}
-    wanted = {**usual, **{knob: value for knob, value in knobs.items() if knob not in own}}
+    wanted = {**usual, **{knob: value for knob, value in knobs.items() if knob not in OWN_KNOBS}}
     early = knobs.get("clip_norm", 1.0) is None
     schedule = ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted)
-    return OurSettings(schedule, **{knob: value for knob, value in knobs.items() if knob in own})
+    return OurSettings(schedule, **{knob: value for knob, value in knobs.items() if knob in OWN_KNOBS})
 
 
 def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
