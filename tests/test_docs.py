@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import tawpipe
+from tawpipe.schedule.strategies import strategies
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -102,3 +103,10 @@ def test_the_version_is_the_same_everywhere():
     newest = re.search(r"^## \[(.*?)\]", _text("CHANGELOG.md"), flags=re.MULTILINE)
     assert pyproject and newest
     assert citation["version"] == pyproject[1] == newest[1] == tawpipe.__version__
+
+
+def test_the_table_of_strategies_is_in_the_docs():
+    text = _text("docs/placement.md")
+    for name, one in strategies(runs=True).items():
+        refused = ", ".join(f"`{setting}`" for setting in one.refusals) or "-"
+        assert f"| `{name}` | {one.summary} | {refused} |" in text
