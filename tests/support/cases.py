@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +22,6 @@ from tawpipe.errors import RunError
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.probe import probe
-from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
@@ -35,6 +35,12 @@ EPS = 1e-6
 """Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
 update.
 """
+
+
+def random_delays(seed: int, most_s: float) -> Callable[[], float]:
+    """Delays drawn uniformly up to ``most_s`` seconds."""
+    generator = random.Random(seed)
+    return lambda: generator.uniform(0, most_s)
 
 
 def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
