@@ -131,8 +131,11 @@ def test_every_strategy_has_a_row_and_a_row_is_settings():
     """A rival's row keeps the strategy's name where both have it."""
     assert set(ours.rows().values()) == set(strategies(runs=True))
     assert ours.rows()["hsdp-ours"] == "hsdp" and "hsdp" not in ours.rows()
-    assert not ours.settings_of("tawpipe-whole", {}).schedule.reuse  # as in its paper
-    assert ours.settings_of("tawpipe-whole", {"reuse": True}).schedule.reuse
+    for name in ("tawpipe-whole", "no-grouping", "no-overlap"):
+        for knobs, reuse in (({}, False), ({"reuse": True}, True)):
+            assert ours.settings_of(name, knobs).spelled_out()["reuse"] is reuse
+            assert ours.schedule_of(name, TIMED, Topology.grid(2, 2), knobs).step.settings.reuse is reuse
+    assert ours.settings_of("no-overlap", {}).spelled_out()["look_ahead"] == 0
     assert ours.settings_of("flat", {"clip_norm": None}).schedule.early_updates
     row = ours.settings_of("tawpipe-spread", {"parts_per_layer": 2, "step_cache": 3}).spelled_out()
     assert (row["parts_per_layer"], row["step_cache"], row["clip_norm"], row["look_ahead"]) == (2, 3, 1.0, 3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config
 
-from plan_requests import LAYERS, plan_request, step_of
+from plan_requests import LAYERS, plan_request, profile, step_of
 from schedules import llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.errors import UserError
@@ -20,7 +20,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.plan import Plan, load_plan
-from tawpipe.plan.plan_file import planned_settings, settings_of
+from tawpipe.plan.plan_file import planned_settings, record_of, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.replay import replay
@@ -274,9 +274,21 @@ def test_a_plan_of_the_first_format_is_played_again(tmp_path, early):
     assert step == step_of(asked, "tawpipe-striped", step_cache=2)
 
 
-def test_what_no_format_had_is_refused(tmp_path):
+@pytest.mark.parametrize("block_units", [[[0], [1], []], [[0], [1], [2], [9]]])
+def test_blocks_and_units_that_do_not_belong_together_are_a_damaged_plan(block_units):
+    content = record_of(plan_request(model=llama(1), profile=profile(1)))
+    assert len(content["block_units"]) == 3
+    with pytest.raises(UserError, match="a plan that `tawpipe plan --save` or a run wrote"):
+        request_from({**content, "block_units": block_units}, where="here")
+
+
+def test_what_no_format_had_is_refused():
     with pytest.raises(UserError, match="PLAN: schedule: got 'wings'"):
         planned_settings({"strategy": "flat", "wings": 2}, DEFAULT)
+    with pytest.raises(UserError, match="PLAN: schedule: homes: got None; a text"):
+        planned_settings({"strategy": "flat", "homes": None}, DEFAULT)
+    with pytest.raises(UserError, match="PLAN: schedule: look_ahead: got True; a whole number"):
+        planned_settings({"strategy": "flat", "look_ahead": True}, DEFAULT)
     with pytest.raises(UserError, match="PLAN: schedule: kept_units: got 3; its name of today: step_cache"):
         planned_settings({"strategy": "flat", "kept_units": 3}, DEFAULT)
 

@@ -8,7 +8,7 @@ would count as grouping or overlap.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -33,9 +33,6 @@ class NoGrouping(Spread):
     def view(self, topology: Topology) -> Topology:
         return Topology.grid(topology.world_size, 1)
 
-    def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
-        return super().settle(replace(settings, reuse=False))
-
 
 class NoOverlap(Spread):
     """TawPipe with everything in one lane."""
@@ -43,9 +40,6 @@ class NoOverlap(Spread):
     name = "no-overlap"
     summary = "tawpipe-spread that computes or transfers, never both"
     candidate = False
-
-    def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
-        return super().settle(replace(settings, reuse=False, look_ahead=0))
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
         schedule = super().build(step, training=training, ranks=ranks)
@@ -59,8 +53,12 @@ register(NoGrouping())
 register(NoOverlap())
 OWN_NAMES = {"hsdp": "hsdp-ours"}
 """Strategy -> its row, where a rival's row has the strategy's name."""
-AS_IN_PAPERS = {"tawpipe-whole": {"reuse": False}}
-"""Settings with which a row measures what a paper describes."""
+MADE_FOR: dict[str, dict[str, Any]] = {
+    "tawpipe-whole": {"reuse": False},
+    "no-grouping": {"reuse": False},
+    "no-overlap": {"reuse": False, "look_ahead": 0},
+}
+"""Settings with which a row measures what its paper describes, or only what it leaves out; knobs beat them."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
         if knob not in KNOBS:
             expected = f"its name of today: {RENAMED[knob]}" if knob in RENAMED else f"one of {', '.join(KNOBS)}"
             raise UserError(f"knob of {name}", knob, expected)
-    usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3, **AS_IN_PAPERS.get(name, {})}
+    usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3, **MADE_FOR.get(name, {})}
     wanted = {**usual, **{knob: value for knob, value in knobs.items() if knob not in OWN_KNOBS}}
     early = knobs.get("clip_norm", 1.0) is None
     schedule = ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted)

@@ -67,6 +67,8 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own))
             for u, (numel, trainable) in enumerate(_unpacked(content["units"]))
         ]
+        if {u for own in of_blocks for u in own} != set(range(len(units))):
+            raise ValueError("units that no block has, or the other way round")
         specs = tuple(
             BlockSpec(tuple(own), kind, reads, needs)
             for own, (kind, reads, needs, _) in zip(of_blocks, blocks, strict=True)

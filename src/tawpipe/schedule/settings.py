@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
-from tawpipe.options import bounded
+from tawpipe.options import bounded, describe
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.spec import ModelSpec
 
@@ -91,15 +91,16 @@ def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> Sch
         fixed: values that beat those.
 
     Raises:
-        UserError: a name of an earlier version, or one that is unknown.
+        UserError: a name of an earlier version, one that is unknown, or a value of another type.
     """
-    for name in values:
+    known = {one.name: one.default for one in fields(ScheduleSettings)}
+    for name, value in values.items():
         if name in RENAMED:
-            raise UserError(f"{where}: {name}", values[name], f"its name of today: {RENAMED[name]}")
-    known = [one.name for one in fields(ScheduleSettings)]
-    for name in values:
+            raise UserError(f"{where}: {name}", value, f"its name of today: {RENAMED[name]}")
         if name not in known:
             raise UserError(where, name, f"one of {', '.join(known)}")
+        if known[name] is not None and type(value) is not type(known[name]):  # of the others step_of looks at the value
+            raise UserError(f"{where}: {name}", value, describe(type(known[name])))
     return ScheduleSettings(**{**values, **fixed})
 
 
