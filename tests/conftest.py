@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# How long an example takes says nothing on a machine that is shared.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
-
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
+
+# How long an example takes says nothing on a machine that is shared.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")
