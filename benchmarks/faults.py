@@ -31,8 +31,7 @@ from typing import Any
 import torch
 
 from faulty_runs import EVERY, STEPS, TOPOLOGIES, Bench, Start, adopt_strays, fingerprint, left_behind, shared_memory
-from tawpipe.checkpoint.state import damaged, read_record
-from tawpipe.checkpoint.store import complete_checkpoints
+from tawpipe.checkpoint.format import complete_states, damage, read_manifest
 from tawpipe.runtime.faults import KINDS, ONLY, PLACES
 from tawpipe.train.metrics import last_step
 
@@ -107,9 +106,9 @@ def run_case(bench: Bench, topology: str, kind: str, place: str, expected: list[
         problems += ["the fault has not happened"] if len(starts) < needed else []
     if (place, kind) == SPOILED and not any("passed over" in one.output for one in starts):
         problems.append("the fault has not happened")
-    for path in complete_checkpoints(output / "checkpoints"):
-        record = read_record(path)
-        if (place, kind) != SPOILED and (bad := damaged(path, record, range(len(record["files"])))):
+    for path in complete_states(output / "checkpoints"):
+        record = read_manifest(path)
+        if (place, kind) != SPOILED and (bad := damage(path, record, range(len(record["files"])))):
             problems.append(f"{path.name}: {bad}")
     left = left_behind(output, bench, before)
     result = {

@@ -22,8 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from small import make_small
-from tawpipe.checkpoint.state import read_record
-from tawpipe.checkpoint.store import complete_checkpoints
+from tawpipe.checkpoint.format import complete_states, read_manifest
 from tawpipe.train.config import TrainConfig, load_config
 
 TOPOLOGIES = {
@@ -192,8 +191,8 @@ def _sample(pid: int, peaks: dict[str, list[float]]) -> None:
 
 def fingerprint(output: Path) -> list[str]:
     """Of the newest checkpoint: the checksums of its files."""
-    found = complete_checkpoints(output / "checkpoints")
-    return [found[-1].name, *(entry["sha256"] for entry in read_record(found[-1])["files"])] if found else []
+    found = complete_states(output / "checkpoints")
+    return [found[-1].name, *(entry["sha256"] for entry in read_manifest(found[-1])["files"])] if found else []
 
 
 def shared_memory() -> set[str]:
@@ -209,7 +208,7 @@ def adopt_strays() -> None:
 def left_behind(output: Path, bench: Bench, memory_before: set[str]) -> list[str]:
     """Whatever should not be there when a run has ended well."""
     left = sorted(shared_memory() - memory_before) + [path.name for path in bench.memory.iterdir()]
-    whole = {path.name for path in complete_checkpoints(output / "checkpoints")}
+    whole = {path.name for path in complete_states(output / "checkpoints")}
     left += [path.name for path in (output / "checkpoints").iterdir() if path.name not in whole]
     left += [path.name for path in output.glob("*.new")]
     return left + [f"process {pid}" for pid in _strays()]

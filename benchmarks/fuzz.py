@@ -24,8 +24,9 @@ from typing import Any
 
 import yaml
 
-from tawpipe.checkpoint.state import MARKER, damaged, read_record, sealed
-from tawpipe.checkpoint.store import read_run
+from tawpipe.checkpoint.format import MARKER, read_manifest, sealed
+from tawpipe.checkpoint.format import damage as damage_of
+from tawpipe.checkpoint.resume import read_run
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
 from tawpipe.lab.cluster.rates import parse_rates
@@ -163,8 +164,8 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
         )
         path = written(f"step/{MARKER}", either(record, random_.choice(sealing), random_)).parent
         read_run(path)
-        found = read_record(path)
-        damaged(path, found, range(len(found["files"])))
+        found = read_manifest(path)
+        damage_of(path, found, range(len(found["files"])))
 
     def read_trace(random_: random.Random) -> None:
         executed_bars(written("trace/rank-00000.json", either(trace, json.dumps, random_)).parent)

@@ -36,8 +36,10 @@ import transformers
 
 from long_look_sides import BATCH, BETAS, CLIP, DECAY, EPS, LENGTH, PROCESSES, RATE, SHAPE, SIDES, make_model
 from tawpipe.data.prepare import prepare_data
+from tawpipe.data.rows import PackedDataset
 from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
+from tawpipe.model.batch import MicroBatch
 from tawpipe.runtime.world import connect
 from tawpipe.train.loop import learning_rate_factor
 
@@ -47,7 +49,6 @@ VALIDATION = 128
 EVERY = 100
 """Steps between two validations, and over which the training loss is smoothed."""
 CHECK_STEPS, TOLERANCE = 20, 1e-4
-FIELDS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -160,16 +161,17 @@ def make_batches(folder: Path, row: Row, steps: int) -> str:
     """
     data = prepare_data(DataSettings(vocab_size=SHAPE["vocab_size"]), sequence_length=LENGTH, seed=0)
     train, validation = data.train, data.validation
-    assert validation is not None
-    first = row.order * (train.rows_per_epoch() or 0)
+    assert isinstance(train, PackedDataset) and validation is not None
+    first = row.order * len(train)
     parts = {
         "train": (train, range(first, first + steps * BATCH)),
         "validation": (validation, range(VALIDATION)),
     }
     for name, (source, numbers) in parts.items():
-        rows = [source.sample(number) for number in numbers]
-        stacked = {field: torch.from_numpy(np.stack([getattr(one, field) for one in rows])) for field in FIELDS}
-        torch.save(stacked, folder / f"{name}.pt")
+        batch = MicroBatch.cat([source.sample(number) for number in numbers])
+        labels = batch.labels.roll(1, dims=1)  # unshifted, as all sides take them
+        rows = {"input_ids": batch.input_ids, "labels": labels, "position_ids": batch.position_ids}
+        torch.save(rows, folder / f"{name}.pt")
     return data.fingerprint
 
 

@@ -1,17 +1,33 @@
-"""What the documentation names is there."""
+"""What the documentation names is there, and the files around the project say what the code says."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+import tawpipe
+from tawpipe.schedule.strategies import strategies
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _yaml(name: str) -> Any:
+    return yaml.safe_load(_text(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
@@ -19,7 +35,80 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_guard_exists():
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"`(test_\w+)`", _text("docs/pitfalls.md")))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, flags=re.MULTILINE))
     assert len(named) > 20 and not named - defined
+
+
+def test_headings_that_links_name_are_there():
+    for page in PAGES:
+        for target, heading in re.findall(r"\]\(([^)#]*)#([^)]*)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                other = (page.parent / target if target else page).read_text(encoding="utf-8")
+                titles = re.findall(r"^#+ (.*)", other, flags=re.MULTILINE)
+                assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
+
+
+def test_settings_that_pages_name_exist():
+    settings = _yaml("examples/train.yaml")
+    groups = "|".join(name for name, value in settings.items() if isinstance(value, dict))
+    unknown = {
+        f"{group}.{name}"
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for group, name in re.findall(rf"`(?:--)?({groups})\.([a-z_-]+)", page.read_text(encoding="utf-8"))
+        if name.replace("-", "_") not in settings[group]
+    }
+    assert not unknown
+
+
+def test_every_page_is_in_the_index():
+    listed = set(re.findall(r"\]\(([\w-]+\.md)", _text("docs/README.md")))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+def test_pictures_are_those_of_the_code_and_the_results(tmp_path):
+    """After a change of imports or results: python docs/pictures."""
+    subprocess.run([sys.executable, ROOT / "docs" / "pictures", tmp_path], check=True, capture_output=True)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert drawn == {path.name: _text(f"docs/pictures/{path.name}") for path in (ROOT / "docs/pictures").glob("*.svg")}
+    for svg in drawn.values():
+        root = ElementTree.fromstring(svg)
+        assert "prefers-color-scheme:dark" in svg and root.findall(".//{*}text"), "no dark colours, or text as paths"
+
+
+def test_workflows_call_targets_that_exist():
+    targets = set(re.findall(r"^([\w-]+):", _text("Makefile"), flags=re.MULTILINE))
+    workflow = _yaml(".github/workflows/ci.yml")
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    called = [
+        word for command in commands for line in re.findall(r"^make (.*)", command, re.M) for word in line.split()
+    ]
+    assert called == ["lint", "test"] and targets.issuperset(called)
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+
+
+def test_commits_are_checked_by_the_ruff_that_is_installed():
+    pinned = re.search(r"^ruff==(.*)$", _text("requirements-ci.txt"), flags=re.MULTILINE)
+    revisions = {repository["repo"]: repository["rev"] for repository in _yaml(".pre-commit-config.yaml")["repos"]}
+    assert pinned and revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{pinned[1]}"
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = _yaml("CITATION.cff")
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
+    assert all({"type", "title", "authors"} <= reference.keys() for reference in citation["references"])
+    pyproject = re.search(r'^version = "(.*)"$', _text("pyproject.toml"), flags=re.MULTILINE)
+    newest = re.search(r"^## \[(.*?)\]", _text("CHANGELOG.md"), flags=re.MULTILINE)
+    assert pyproject and newest
+    assert citation["version"] == pyproject[1] == newest[1] == tawpipe.__version__
+
+
+def test_the_table_of_strategies_is_in_the_docs():
+    text = _text("docs/placement.md")
+    for name, one in strategies(runs=True).items():
+        if not one.candidate:  # the lab's own rows
+            continue
+        refused = ", ".join(f"`{setting}`" for setting in one.refusals) or "-"
+        assert f"| `{name}` | {one.summary} | {refused} |" in text

@@ -5,10 +5,13 @@ YAML underscores and nesting (``optimizer: {clip_norm: 1.0}``). The string under
 A command line beats a file, wherever ``--config`` stands; of several files the last one wins.
 
 YAML is read with the safe loader and values are scalars or lists of text: a file can neither name a class nor run code.
+A value is refused where it is read, so that the message can name the setting and say what it may be.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -18,14 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from tawpipe.errors import UserError
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 T = TypeVar("T")
 Choices = Mapping[str, Mapping[str, str]]
@@ -47,21 +47,41 @@ class Leaf:
 
     @property
     def option(self) -> str:
-        return option_name(self.path)
+        return "--" + self.key.replace("_", "-")
 
     @property
     def is_list(self) -> bool:
         return get_origin(self.hint) in (tuple, list)
 
+    def text(self, value: Any) -> str:
+        """A value of the setting in YAML, on one line."""
+        value = list(value) if self.is_list else value
+        text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+        return text.removesuffix("...\n").strip()
+
     @property
     def expected(self) -> str:
-        """What the setting may be, in words."""
+        """The values that the setting may have, in words."""
         if choices := self.metadata.get("choices"):
             return f"one of {', '.join(choices)}"
-        words, bounds = describe(self.hint), describe_bounds(self.metadata)
-        if not bounds:
-            return words
-        return f"{words.removesuffix(' or null')} {bounds}" + (" or null" if words.endswith(" or null") else "")
+        return describe(self.hint, describe_bounds(self.metadata))
+
+    def read(self, value: object) -> Any:
+        """The setting's value from what a file or a word of the command line says.
+
+        Raises:
+            UserError: it is of another type. Bounds are not looked at.
+        """
+        if self.is_list:
+            texts = [value] if isinstance(value, str) else value
+            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                return get_origin(self.hint)(texts)
+        else:
+            for kind in sorted(kinds_of(self.hint), key=lambda kind: kind is not types.NoneType):
+                with contextlib.suppress(ValueError, OverflowError):
+                    return read_scalar(kind, value)
+        plain = value if isinstance(value, str | int | float | list | dict) else "null" if value is None else str(value)
+        raise UserError(self.option, plain, self.expected)
 
 
 @dataclass(frozen=True)
@@ -91,22 +111,58 @@ def describe_bounds(metadata: Mapping[str, Any]) -> str:
     return " and ".join(f"{words[name]} {metadata[name]:g}" for name in words if name in metadata)
 
 
-def option_name(path: Sequence[str]) -> str:
-    """``("optimizer", "clip_norm")`` -> ``--optimizer.clip-norm``"""
-    return "--" + ".".join(path).replace("_", "-")
+def describe(hint: Any, bounds: str = "") -> str:
+    """The values that a type allows, in words.
+
+    >>> describe(int | None, "at least 1"), describe(Literal["a", "b"])
+    ('a whole number at least 1 or null', 'one of a, b')
+    """
+    words = {int: f"a whole number {bounds}".strip(), float: f"a number {bounds}".strip(), bool: "true or false"}
+    words |= {str: "a text", types.NoneType: "null"}
+
+    def one(kind: Any) -> str:
+        if get_origin(kind) is Literal:
+            return "one of " + ", ".join(map(str, get_args(kind)))
+        return "a list of texts" if get_origin(kind) in (tuple, list) else words[kind]
+
+    return " or ".join(map(one, kinds_of(hint)))
 
 
-def describe(hint: Any) -> str:
-    """What a type allows, in words."""
-    origin = get_origin(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
-    if origin in (Union, types.UnionType):
-        parts = [describe(part) for part in get_args(hint) if part is not types.NoneType]
-        return " or ".join([*parts, "null"] if types.NoneType in get_args(hint) else parts)
-    if origin in (tuple, list):
-        return "a list of texts"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[hint]
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows: ``int | None`` -> ``(int, NoneType)``."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""The words that YAML has for them."""
+
+
+def read_scalar(kind: Any, value: object) -> Any:
+    """A value from YAML, or a word, as ``kind`` has it.
+
+    >>> read_scalar(float, "3e-4"), read_scalar(bool, "true"), read_scalar(types.NoneType, "null")
+    (0.0003, True, None)
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = value if isinstance(value, str) else None
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif kind is types.NoneType:
+        if value is None or text == "null":
+            return None
+    elif kind is str:
+        if text is not None:
+            return text
+    elif kind is bool:
+        answer = BOOLEANS.get(text.lower()) if text else value
+        if isinstance(answer, bool):
+            return answer
+    elif text is not None or type(value) in (int, kind):
+        return kind(value)
+    raise ValueError(value)
 
 
 def tree(cls: type, path: tuple[str, ...] = ()) -> tuple[Leaf | Group, ...]:
@@ -156,19 +212,12 @@ def field_help(cls: type) -> dict[str, str]:
     return helps
 
 
-def leaves(members: Sequence[Leaf | Group]) -> Iterator[Leaf]:
+def all_of(members: Sequence[Leaf | Group]) -> Iterator[Leaf | Group]:
+    """The members of a tree, those of its groups included."""
     for member in members:
-        if isinstance(member, Leaf):
-            yield member
-        else:
-            yield from leaves(member.members)
-
-
-def groups(members: Sequence[Leaf | Group]) -> Iterator[Group]:
-    for member in members:
+        yield member
         if isinstance(member, Group):
-            yield member
-            yield from groups(member.members)
+            yield from all_of(member.members)
 
 
 class Options(Generic[T]):
@@ -193,8 +242,8 @@ class Options(Generic[T]):
     ) -> None:
         self.cls, self.prog, self.description, self.renamed = cls, prog, description, dict(renamed or {})
         self.members = _with_choices(tree(cls), choices or {})
-        self.leaves = {leaf.path: leaf for leaf in leaves(self.members)}
-        self.groups = list(groups(self.members))
+        self.leaves = {one.path: one for one in all_of(self.members) if isinstance(one, Leaf)}
+        self.groups = [one for one in all_of(self.members) if isinstance(one, Group)]
         self._by_option = {leaf.option: leaf for leaf in self.leaves.values()}
 
     def parse(self, argv: Sequence[str]) -> T:
@@ -203,16 +252,21 @@ class Options(Generic[T]):
         Raises:
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         """
-        words = [self._checked_option(word) for word in argv]
-        files, words = _take(words, "--config")
-        asked_to_print = "--print-config" in words
-        words = [word for word in words if word != "--print-config"]
-
-        namespace = self._parser.parse_object({})
-        for file in files:
-            namespace = self._parser.parse_object(self._checked_mapping(read_mapping(file), file), namespace=namespace)
-        config = self._build(self._parser.parse_args(words, namespace=namespace))
-        if asked_to_print:
+        try:
+            given, left = self._parser.parse_known_args([self._checked_option(word) for word in argv])
+        except argparse.ArgumentError as error:  # an option without its value: the parser judges nothing else
+            leaf = self._by_option.get(error.argument_name or "")
+            raise UserError(error.argument_name or "", "nothing", leaf.expected if leaf else "a YAML file") from error
+        if left:
+            expected = "options start with --, and only lists take several values"
+            raise UserError("command line", " ".join(left), expected)
+        values: dict[tuple[str, ...], Any] = {}
+        for file in given.config:
+            values |= self._from_mapping(read_mapping(file), file)
+        words = vars(given)
+        values |= {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
+        config = self._build(self.cls, self.members, values)
+        if given.print_config:
             print(self.to_yaml(config), end="")
             raise SystemExit(0)
         return config
@@ -230,28 +284,32 @@ class Options(Generic[T]):
         return f"did you mean {close[0]}?" if close else f"{self.prog} {separator} shows all of them"
 
     @cached_property
-    def _parser(self) -> ArgumentParser:
-        from jsonargparse import ArgumentParser
-
-        options = self
-
-        class Parser(ArgumentParser):
-            def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-                raise options._explain(message) from ex
-
-        parser = Parser(prog=self.prog, description=self.description, print_config=None, exit_on_error=False)
+    def _parser(self) -> argparse.ArgumentParser:
+        """Splits words into settings and prints the help; what a word means is read afterwards."""
+        parser = argparse.ArgumentParser(
+            prog=self.prog,
+            usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
+            description=self.description,
+            argument_default=argparse.SUPPRESS,
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
         files = parser.add_argument_group("configuration")
-        # Both are taken from the command line before the parser sees it; here they exist for --help.
-        files.add_argument("--config", metavar="FILE", default="", help="Read settings from a YAML file.")
-        files.add_argument("--print-config", action="store_true", help="Print all settings as YAML and exit.")
+        files.add_argument(
+            "--config", metavar="FILE", action="append", default=[], help="Read settings from a YAML file."
+        )
+        files.add_argument(
+            "--print-config", action="store_true", default=False, help="Print all settings as YAML and exit."
+        )
         settings = parser.add_argument_group("settings")
         for member in self.members:
             if isinstance(member, Leaf):
                 _add(settings, member)
             else:
                 group = parser.add_argument_group(".".join(member.path), member.help)
-                for leaf in leaves(member.members):
-                    _add(group, leaf)
+                for leaf in all_of(member.members):
+                    if isinstance(leaf, Leaf):
+                        _add(group, leaf)
         return parser
 
     def _checked_option(self, word: str) -> str:
@@ -267,63 +325,40 @@ class Options(Generic[T]):
             raise UserError("command line", name, f"no such option; {self.suggestion(name, known, '--help')}")
         return name + equals + value
 
-    def _checked_mapping(self, values: Mapping[Any, Any], file: str, path: tuple[str, ...] = ()) -> dict[str, Any]:
-        """What a file says, once every key is known to exist and to be a group or a setting as it should."""
+    def _from_mapping(
+        self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()
+    ) -> dict[tuple[str, ...], Any]:
+        """The settings that a file gives, each under its path."""
         groups = {group.path for group in self.groups}
-        checked: dict[str, Any] = {}
-        for key, value in values.items():
-            place = (*path, str(key))
-            name = ".".join(place)
-            if place in groups:
+        values: dict[tuple[str, ...], Any] = {}
+        for key, value in mapping.items():
+            path = (*above, str(key))
+            name = ".".join(path)
+            if path in groups:
                 if not isinstance(value, Mapping):
                     raise UserError(f"{name} in {file}", value, "a mapping of settings")
-                checked[str(key)] = self._checked_mapping(value, file, place)
+                values |= self._from_mapping(value, file, path)
             elif new := self.renamed.get(name):
                 raise UserError(f"--config {file}", name, f"its name of today: {new}")
-            elif (leaf := self.leaves.get(place)) is None:
+            elif (leaf := self.leaves.get(path)) is None:
                 known = [leaf.key for leaf in self.leaves.values()]
                 raise UserError(
                     f"--config {file}", name, f"no such key; {self.suggestion(name, known, '--print-config')}"
                 )
-            elif leaf.is_list:
-                texts = [value] if isinstance(value, str) else value
-                if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                    raise UserError(leaf.option, value, leaf.expected)
-                checked[str(key)] = texts
             else:
-                checked[str(key)] = value
-        return checked
+                values[path] = leaf.read(value)
+        return values
 
-    def _explain(self, message: str) -> UserError:
-        """The parser's complaint in the form of all others."""
-        if match := re.search(r'Parser key "([\w.]+)"', message):
-            leaf = self.leaves.get(tuple(match[1].split(".")))
-            given = re.search(r"(?:Got value|Given value): (.*)", message)
-            if leaf is not None and given is not None:
-                return UserError(leaf.option, given[1], leaf.expected)
-        if (match := re.search(r"argument (--[\w.-]+): expected", message)) and match[1] in self._by_option:
-            return UserError(match[1], "nothing", self._by_option[match[1]].expected)
-        if match := re.match(r"unrecognized arguments: (.*)", message):
-            return UserError("command line", match[1], "options start with --, and only lists take several values")
-        return UserError("command line", message, f"{self.prog} --help shows what there is")
-
-    def _build(self, namespace: Any) -> T:
-        def build(cls: type, members: tuple[Leaf | Group, ...], values: Any) -> Any:
-            hints = get_type_hints(cls)
-            made = {}
-            for member in members:
-                name = member.path[-1]
-                value = getattr(values, name)
-                if isinstance(member, Group):
-                    value = build(hints[name], member.members, value)
-                elif member.is_list:
-                    value = get_origin(member.hint)(value)
-                elif value is None and type(None) not in get_args(member.hint):  # the parser lets null pass for all
-                    raise UserError(member.option, "null", member.expected)
-                made[name] = value
-            return cls(**made)
-
-        return build(self.cls, self.members, namespace)
+    def _build(self, cls: type, members: Sequence[Leaf | Group], values: Mapping[tuple[str, ...], Any]) -> Any:
+        hints = get_type_hints(cls)
+        made = {}
+        for member in members:
+            name = member.path[-1]
+            if isinstance(member, Group):
+                made[name] = self._build(hints[name], member.members, values)
+            elif member.path in values:
+                made[name] = values[member.path]
+        return cls(**made)
 
     def _write(self, lines: list[str], members: Sequence[Leaf | Group], values: Any, indent: str) -> None:
         for member in members:
@@ -335,9 +370,7 @@ class Options(Generic[T]):
                 lines.append(f"{indent}{name}:")
                 self._write(lines, member.members, value, indent + "  ")
             else:
-                value = list(value) if member.is_list else value
-                text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-                lines.append(f"{indent}{name}: {text.removesuffix('...' + chr(10)).strip()}")
+                lines.append(f"{indent}{name}: {member.text(value)}")
 
 
 def read_mapping(file: str) -> dict[Any, Any]:
@@ -362,34 +395,15 @@ def read_mapping(file: str) -> dict[Any, Any]:
     return values
 
 
-def _take(words: list[str], option: str) -> tuple[list[str], list[str]]:
-    """The values of an option that may be given several times, and the words that are left."""
-    values, left = [], []
-    rest = iter(words)
-    for word in rest:
-        if word == option:
-            value = next(rest, None)
-            if value is None:
-                raise UserError(option, "nothing", "a YAML file")
-            values.append(value)
-        elif word.startswith(option + "="):
-            values.append(word.partition("=")[2])
-        else:
-            left.append(word)
-    return values, left
-
-
 def _add(container: Any, leaf: Leaf) -> None:
     """Declares one setting. A boolean may stand alone on the command line and then means true."""
-    extra: dict[str, Any] = {"type": str, "nargs": "*", "metavar": "TEXT"} if leaf.is_list else {"type": leaf.hint}
-    if leaf.hint is bool:
-        extra |= {"nargs": "?", "const": True}
-    elif not leaf.is_list and get_origin(leaf.hint) is not Literal:
-        extra["metavar"] = _metavar(leaf.hint)
-    default = list(leaf.default) if leaf.is_list else leaf.default
-    container.add_argument(leaf.option, default=default, help=leaf.help, **extra)
+    nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+    text = f"{leaf.help} ({leaf.expected}; default: {leaf.text(leaf.default)})".replace("%", "%%")
+    container.add_argument(leaf.option, dest=leaf.key, metavar=_metavar(leaf.hint), help=text, **nargs)
 
 
 def _metavar(hint: Any) -> str:
-    kinds = [part for part in (get_args(hint) or (hint,)) if part is not types.NoneType]
-    return {int: "N", float: "X"}.get(kinds[0], "TEXT")
+    kind = kinds_of(hint)[0]
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    return {int: "N", float: "X", bool: "true|false"}.get(kind, "TEXT")

@@ -42,6 +42,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--steps 0", "--steps", "0", "at least 1"),
         ("--steps many", "--steps", "'many'", "a whole number at least 1"),
         ("--steps 1.5", "--steps", "1.5", "a whole number"),
+        ("--steps 1e3", "--steps", "'1e3'", "a whole number"),
+        ("--nodes true", "--nodes", "'true'", "a whole number at least 1 or null"),
         ("--steps", "--steps", "nothing", "a whole number"),
         ("--steps=-3", "--steps", "-3", "at least 1"),
         ("--global-batch -1", "--global-batch", "-1", "at least 1"),
@@ -142,6 +144,7 @@ def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("data: [1, 2]", ["--data", "a list of texts"]),
         ("data: []", ["--data", "at least one glob"]),
         ("output: 2024", ["--output", "2024", "a text"]),
+        ("output: 2024-01-01", ["--output", "'2024-01-01'", "a text"]),
     ],
 )
 def test_yaml_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]) -> None:

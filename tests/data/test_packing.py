@@ -4,15 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tawpipe.data.collate import collate, micro_batches
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.packing import FitPlan, FitShape, SplitPlan, best_fit
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.rows import PackedDataset
+from tawpipe.model.batch import MicroBatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 ROW = st.integers(2, 40)
@@ -51,7 +50,7 @@ def same(a, b) -> bool:
 def test_split_shows_every_token_once_per_epoch_and_pads_less_than_a_row(lengths, row_length, seed, epoch):
     data = dataset_of(lengths, row_length, "split", seed=seed)
     rows = [data.sample(epoch * len(data) + n) for n in range(len(data))]
-    tokens = np.concatenate([row.input_ids for row in rows])
+    tokens = np.concatenate([row.input_ids[0] for row in rows])
     assert sorted(tokens[tokens != PAD]) == list(range(1, sum(lengths) + 1))
     assert (tokens == PAD).sum() < row_length
 
@@ -73,20 +72,21 @@ def test_every_segment_is_a_document_of_its_own(lengths, row_length, packing, ma
     data = dataset_of(lengths, row_length, packing, masked=masked)
     for number in range(len(data)):
         row = data.sample(number)
-        assert sum(row.lengths) == row_length == len(row.input_ids) == len(row.labels)
+        assert sum(row.lengths) == row_length
+        assert row.input_ids.shape == row.labels.shape == (1, row_length)
         begin = 0
         for length in row.lengths:
             piece = slice(begin, begin + length)
-            assert row.position_ids[piece].tolist() == list(range(length))
-            assert row.labels[begin] == -100
-            tokens = row.input_ids[piece]
+            assert row.position_ids[0, piece].tolist() == list(range(length))
+            tokens, labels = row.input_ids[0, piece].numpy(), row.labels[0, piece].tolist()
+            assert labels[-1] == -100
             assert length <= min(max(lengths), row_length)  # padding too: it needs no position that documents do not
             if tokens[0] == PAD:
-                assert (row.labels[piece] == -100).all() and (row.input_ids[begin:] == PAD).all()
+                assert set(labels) == {-100} and (row.input_ids[0, begin:] == PAD).all()
             else:
                 assert (np.diff(tokens) == 1).all()
                 counts = (tokens - 1) % 3 != 0 if masked else np.full(length, True)
-                assert row.labels[piece][1:].tolist() == np.where(counts, tokens, -100)[1:].tolist()
+                assert labels[:-1] == np.where(counts, tokens, -100)[1:].tolist()
             begin += length
 
 
@@ -105,7 +105,7 @@ def test_order_differs_between_epochs_and_between_seeds(packing):
 
     def order(seed: int, epoch: int) -> list[int]:
         data = dataset_of(lengths, 64, packing, seed=seed)
-        return [int(data.sample(epoch * len(data) + n).input_ids[0]) for n in range(len(data))]
+        return [int(data.sample(epoch * len(data) + n).input_ids[0, 0]) for n in range(len(data))]
 
     assert len({tuple(order(*which)) for which in [(0, 0), (0, 1), (1, 0), (1, 1)]}) == 4
 
@@ -173,19 +173,11 @@ def test_the_pieces_of_a_long_document_do_not_stay_together():
 
 @settings(max_examples=30)
 @given(LENGTHS, ROW, st.sampled_from(["split", "fit"]))
-def test_a_micro_batch_keeps_the_rows_borders_and_shifts_labels(lengths, row_length, packing):
+def test_a_micro_batch_of_several_rows_keeps_each_as_it_is(lengths, row_length, packing):
     data = dataset_of(lengths, row_length, packing, masked=True)
-    rows = [data.sample(0), data.sample(1)]
-    batch = collate(rows, index=5)
-    assert batch.index == 5 and batch.lengths == rows[0].lengths + rows[1].lengths
-    assert torch.equal(batch.position_ids, torch.from_numpy(np.stack([row.position_ids for row in rows])))
+    rows = [data.sample(number) for number in range(3)]
+    batch = MicroBatch.cat(rows)
+    assert batch.tokens == sum(row.tokens for row in rows)
     for number, row in enumerate(rows):
-        assert batch.labels[number, :-1].tolist() == row.labels[1:].tolist()
-        assert batch.labels[number, -1] == -100
-
-
-def test_micro_batches_are_those_of_the_samples_they_name():
-    data = dataset_of([30, 20, 9], 8, "split")
-    batches = list(micro_batches(data, [(0, [0, 1]), (3, [5])]))
-    assert [batch.index for batch in batches] == [0, 3]
-    assert batches[1].input_ids[0].tolist() == data.sample(5).input_ids.tolist()
+        assert same(batch.part(range(number, number + 1)), row)
+    assert same(batch.part(range(1, 3)), MicroBatch.cat(rows[1:]))

@@ -56,7 +56,7 @@ def samples(data: RowSource, numbers: Iterable[int] = range(12)) -> str:
     digest = hashlib.sha256()
     for number in numbers:
         row = data.sample(number)
-        digest.update(row.input_ids.tobytes() + row.labels.tobytes() + repr(row.lengths).encode())
+        digest.update(row.input_ids.numpy().tobytes() + row.labels.numpy().tobytes() + repr(row.lengths).encode())
     return digest.hexdigest()
 
 
@@ -68,7 +68,7 @@ def documents_of(data: RowSource | None, tokenizer) -> set[str]:
         row = data.sample(number)
         begin = 0
         for length in row.lengths:
-            found.add(tokenizer.decode(row.input_ids[begin : begin + length], skip_special_tokens=True))
+            found.add(tokenizer.decode(row.input_ids[0, begin : begin + length], skip_special_tokens=True))
             begin += length
     return found - {""}
 
@@ -305,7 +305,7 @@ def test_chat_and_instruction_rows_are_masked_in_the_samples(tmp_path, settings_
         row = prepared.train.sample(number)
         begin = 0
         for length in row.lengths:
-            labels = row.labels[begin : begin + length]
+            labels = row.labels[0, begin : begin + length]
             counted.add(str(prepared.tokenizer.decode(labels[labels != -100], skip_special_tokens=True)).strip())
             begin += length
     assert counted - {""} == {text(n) for n in range(40)}
@@ -443,7 +443,7 @@ def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stre
         if data.state_dict(number)["epoch"] > 0:
             break
         words = [
-            str(prepared.tokenizer.decode(row.input_ids[a : a + n], skip_special_tokens=True))
+            str(prepared.tokenizer.decode(row.input_ids[0, a : a + n], skip_special_tokens=True))
             for a, n in zip(np.cumsum([0, *row.lengths[:-1]]), row.lengths, strict=True)
         ]
         seen += [word for word in words if word]

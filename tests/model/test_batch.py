@@ -12,11 +12,11 @@ from tawpipe.model.batch import MicroBatch
 def test_labels_are_shifted_and_no_target_lies_in_another_document():
     ids = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    batch = MicroBatch.from_rows(ids, ids, positions, index=4)
+    batch = MicroBatch.from_rows(ids, ids, positions)
     assert batch.labels.tolist() == [[11, 12, -100, 14, -100], [-100, 22, 23, 24, -100]]
     assert batch.lengths == (3, 2, 1, 4)
     assert batch.position_ids.tolist() == positions.tolist()
-    assert batch.tokens == 6 and batch.index == 4
+    assert batch.tokens == 6
 
 
 def test_masked_labels_do_not_count():
@@ -46,6 +46,6 @@ def test_padding_on_the_left_is_refused():
 
 def test_moving_keeps_everything():
     ids = torch.tensor([[1, 2, 3]])
-    batch = MicroBatch.from_rows(ids, ids, index=2)
+    batch = MicroBatch.from_rows(ids, ids)
     moved = batch.to("cpu")
-    assert (moved.lengths, moved.tokens, moved.index) == (batch.lengths, batch.tokens, batch.index)
+    assert (moved.lengths, moved.tokens) == (batch.lengths, batch.tokens)

@@ -68,7 +68,7 @@ def test_a_model_without_faults_is_right(make, recompute):
 @pytest.mark.parametrize("delay", [None, slow], ids=["quick", "slow"])
 def test_weights_right_after_the_loss_are_the_updated_ones(delay):
     """In 30 steps, each time of other parameters, beside a pipeline that waits for everything."""
-    reading, waiting = (piped(llama(), delay=d, optimizer=None, chunk_tokens=64) for d in (delay, None))
+    reading, waiting = (piped(llama(), delay=d, optimizer=None, loss_chunk_tokens=64) for d in (delay, None))
     names, stale = reading.parameter_names, []
     for step in range(30 if delay is None else 8):
         batch, name, what = rows_of(step, rows=1), names[5 * step % len(names)], ("parameter", "gradient")[step % 2]
@@ -216,9 +216,7 @@ def test_so_may_the_tensors_of_a_local_batch(name):
     def local():
         batch = rows_of()
         parts = [MicroBatch.from_rows(batch["input_ids"][i : i + 1], batch["labels"][i : i + 1]) for i in range(ROWS)]
-        return LocalBatch(
-            ROWS, LENGTH, [replace(p, index=i, input_ids=p.input_ids.clone()) for i, p in enumerate(parts)]
-        )
+        return LocalBatch(ROWS, LENGTH, [replace(p, input_ids=p.input_ids.clone()) for p in parts])
 
     given = local()
     mine = piped_numbers(
@@ -399,7 +397,7 @@ def test_a_loss_in_few_bits_of_many_tokens(kind):
         loss=lambda logits, labels: (300 * token_sum(logits, labels)).to(kind),
         plain_loss=lambda logits, labels: 300 * token_sum(logits, labels),
         loss_limit=1e-2,
-        chunk_tokens=1024,
+        loss_chunk_tokens=1024,
         refused="loss.*(float|fp)32",
     )
 
@@ -417,7 +415,7 @@ def hugging_face(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [6, 1024])
 def test_a_loss_that_returns_the_mean_is_refused(loss, chunk):
     with pytest.raises(UserError, match=r"loss.*(sum|mean)"):
-        piped_numbers(llama(), rows_of(), loss=loss, chunk_tokens=chunk)
+        piped_numbers(llama(), rows_of(), loss=loss, loss_chunk_tokens=chunk)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +464,7 @@ def test_a_loss_that_changes_the_logits_in_place():
         return token_sum(logits.mul_(0.5), labels)
 
     right_or_refused(llama(), rows_of(), loss=loss, refused="loss")
-    right_or_refused(llama(), rows_of(), loss=loss, refused="loss", chunk_tokens=1024)
+    right_or_refused(llama(), rows_of(), loss=loss, refused="loss", loss_chunk_tokens=1024)
 
 
 def test_a_loss_that_changes_the_labels_in_place():
@@ -482,7 +480,7 @@ def test_a_loss_that_changes_the_labels_in_place():
     if right_or_refused(llama(), batch, loss=loss, plain_loss=token_sum, refused="loss") == "refused":
         return
     assert all(torch.equal(batch[name], tensor) for name, tensor in rows_of().items())
-    parts = [MicroBatch.from_rows(**{key: t[i : i + 1] for key, t in batch.items()}, index=i) for i in range(ROWS)]
+    parts = [MicroBatch.from_rows(**{key: t[i : i + 1] for key, t in batch.items()}) for i in range(ROWS)]
     pipeline, local = piped(llama(), loss=loss), LocalBatch(ROWS, LENGTH, parts)
     losses = [pipeline.step(local, rate=0.0).loss for _ in range(2)]  # the same objects again
     assert pipeline.evaluate(local).loss == losses[0] == losses[1]

@@ -86,7 +86,7 @@ def test_a_head_that_needs_more_than_one_token(what, chunk):
         llama(body=body(**HEADS[what])),
         rows_of(),
         refused="head|after the (last )?layer|logits|embedding",
-        chunk_tokens=chunk,
+        loss_chunk_tokens=chunk,
     )
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
     right_or_refused(
@@ -94,7 +94,7 @@ def test_a_head_that_needs_more_than_one_token(what, chunk):
         batch,
         documents=documents,
         refused="head|after the (last )?layer|logits|embedding",
-        chunk_tokens=chunk,
+        loss_chunk_tokens=chunk,
     )
 
 

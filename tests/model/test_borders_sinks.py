@@ -52,7 +52,7 @@ def test_the_sinks_of_gpt_oss_in_bf16_are_as_good_as_those_of_a_plain_process(do
     batch, spans = packed([0], [[128 // documents] * documents] * 2)
     found = []
     for dtype in (torch.bfloat16, torch.float64):
-        pipeline = piped(make(torch.float32), dtype=dtype, chunk_tokens=1024)
+        pipeline = piped(make(torch.float32), dtype=dtype, loss_chunk_tokens=1024)
         pipeline.step(batch)
         pipeline.drain()
         names = [name for name in pipeline.parameter_names if name.endswith("sinks")]

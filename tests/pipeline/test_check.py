@@ -8,9 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 
 from borders import llama, rows_of
 from model_families import family_config, meta_model, real_model
-from tawpipe import check
 from tawpipe.errors import UserError
 from tawpipe.model import cut
+from tawpipe.pipeline import check
 from tawpipe.pipeline.pipeline import Pipeline
 
 

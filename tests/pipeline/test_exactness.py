@@ -7,6 +7,9 @@ import itertools
 import pytest
 import torch
 
+from states import stepped
+from tawpipe.errors import RunError
+
 LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
 """Six processes, which two processors take long for."""
 TOPOLOGIES = [
@@ -16,7 +19,7 @@ TOPOLOGIES = [
     pytest.param(4, 1, marks=pytest.mark.slow),
     (3, 2),
 ]
-PLACEMENTS = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp"]
+STRATEGIES = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
 
 
@@ -56,15 +59,15 @@ def test_same_numbers_as_one_process(pool, nodes, local):
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), LARGE], ids=lambda n: str(n))
 def test_scopes_keep_the_numbers(pool, nodes, local):
     settings = [
-        setting(nodes, local, strategy, 3, 1, True, "float64")
-        | {"weights_scope": weights, "gradients_scope": gradients, "step_cache": kept}
-        for strategy, weights, gradients, kept in [
-            ("tawpipe-spread", "step", "visit", 0),
-            ("tawpipe-spread", "step", "step", 0),
-            ("tawpipe-striped", "step", "step", 0),
-            ("hsdp", "visit", "step", 0),
-            ("tawpipe-spread", "visit", "visit", 2),
-            ("tawpipe-striped", "visit", "step", 1),
+        setting(nodes, local, strategy, 3, 1, True, "float64") | {"gradients_scope": gradients, "step_cache": cached}
+        for strategy, gradients, cached in [
+            ("tawpipe-spread", "visit", "all"),
+            ("tawpipe-step", None, None),
+            ("tawpipe-striped", "step", "all"),
+            ("tawpipe-whole", "step", "all"),
+            ("hsdp", "visit", 0),
+            ("tawpipe-spread", "visit", 2),
+            ("tawpipe-striped", "step", 1),
         ]
     ]
     check(pool, nodes, local, settings)
@@ -75,8 +78,8 @@ def test_homes_anywhere_keep_the_numbers(pool):
     settings = [
         setting(3, 2, strategy, rounds, 1, False, "float64") | {"homes": homes}
         for strategy, rounds, homes in [
-            ("tawpipe-striped", 2, (1, 1, 0, 1, 0, 0, 1)),
-            ("tawpipe-whole", 3, (5, 5, 0, 2, 5, 0, 4)),
+            ("tawpipe-striped", 2, "1,1,0,1,0,0,1"),
+            ("tawpipe-whole", 3, "5,5,0,2,5,0,4"),
         ]
     ]
     check(pool, 3, 2, settings)
@@ -148,7 +151,7 @@ def test_compiled_layers_keep_the_numbers(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("strategy", PLACEMENTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
 def test_the_whole_grid(pool, nodes, local, strategy, dtype):
     grid = itertools.product((1, 3), (1, 2), (False, True))
@@ -164,7 +167,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
 @pytest.mark.parametrize(
     "knobs",
     [
-        *({"strategy": strategy} for strategy in PLACEMENTS),
+        *({"strategy": strategy} for strategy in STRATEGIES),
         {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
         {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
         {"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True},
@@ -198,3 +201,13 @@ def test_ranks_without_rows_take_part(pool):
 def test_every_row_is_computed_once(pool, nodes, local):
     shares = pool.run("cases:packed_rows", nodes, local)
     assert [row for own in shares for row in own] == list(range(7))
+
+
+def test_what_is_not_alike_is_named():
+    pipeline = stepped()
+    pipeline.check_copies()
+    unit = next(iter(pipeline.storage.master))
+    pipeline.storage.compute_copy[unit] = pipeline.storage.compute_copy[unit].clone() + 1
+    with pytest.raises(RunError, match=f"unit {unit}"):
+        pipeline.check_copies()
+    pipeline.close()

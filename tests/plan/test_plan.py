@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config
 
 from plan_requests import LAYERS, plan_request, profile, step_of
-from schedules import llama
+from schedules import llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
@@ -26,7 +26,7 @@ from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.replay import replay
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
-from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks, spell_recompute
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config

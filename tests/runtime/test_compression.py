@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tawpipe.runtime.compression import Scratch, decode, encode
-from tawpipe.schedule.spec import WIRE_BLOCK, wire_bytes, wire_width
+from tawpipe.schedule.spec import COMPRESSION_BLOCK, compressed_bytes, compressed_width
 
 ROUNDING = {"int8": 1 / 254, "fp8": 1 / 16}
 """Largest error: of int8 half a step of a block's largest number; of e4m3 half a step of 3 bits after the point, of
@@ -16,65 +16,67 @@ each number, as long as it is not far below the largest.
 """
 
 
-def there_and_back(values: torch.Tensor, wire: str, into: torch.Tensor | None = None) -> torch.Tensor:
-    message = torch.full((wire_bytes(values.numel(), wire),), 7, dtype=torch.uint8)
-    encode(values, wire, message)
+def there_and_back(values: torch.Tensor, compression: str, into: torch.Tensor | None = None) -> torch.Tensor:
+    message = torch.full((compressed_bytes(values.numel()),), 7, dtype=torch.uint8)
+    encode(values, compression, message)
     found = torch.full_like(values, 5.0) if into is None else into
-    decode(message, wire, found, add=into is not None)
+    decode(message, compression, found, add=into is not None)
     return found
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
-@given(count=st.integers(1, 3 * WIRE_BLOCK), exponent=st.integers(-140, 30), seed=st.integers(0, 9))
-def test_numbers_come_back_within_a_step(wire, count, exponent, seed):
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
+@given(count=st.integers(1, 3 * COMPRESSION_BLOCK), exponent=st.integers(-140, 30), seed=st.integers(0, 9))
+def test_numbers_come_back_within_a_step(compression, count, exponent, seed):
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    found = there_and_back(values, wire)
-    for block, same in zip(values.split(WIRE_BLOCK), found.split(WIRE_BLOCK), strict=True):
+    found = there_and_back(values, compression)
+    for block, same in zip(values.split(COMPRESSION_BLOCK), found.split(COMPRESSION_BLOCK), strict=True):
         largest = block.abs().max()
         assert same.isfinite().all()
         if largest < 2.0**-110:
             continue  # the scale is no longer exact
-        off = (block - same).abs() / (largest if wire == "int8" else torch.maximum(block.abs(), largest / 2**8))
-        assert off.max() <= ROUNDING[wire] * 1.001
+        off = (block - same).abs() / (largest if compression == "int8" else torch.maximum(block.abs(), largest / 2**8))
+        assert off.max() <= ROUNDING[compression] * 1.001
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_was_rounded_is_not_rounded_again(wire, dtype):
-    once = there_and_back(torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype), wire)
+def test_what_was_rounded_is_not_rounded_again(compression, dtype):
+    once = there_and_back(torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype), compression)
     assert once.dtype == dtype
-    assert torch.allclose(there_and_back(once, wire), once, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.allclose(there_and_back(once, compression), once, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_stays_so(wire, bad):
-    values = torch.zeros(2 * WIRE_BLOCK + 3)
-    values[WIRE_BLOCK + 1] = bad
-    found = there_and_back(values, wire)
-    assert not found[WIRE_BLOCK + 1].isfinite()
-    assert found[:WIRE_BLOCK].eq(0).all() and found[2 * WIRE_BLOCK :].eq(0).all()
+def test_a_number_that_is_not_finite_stays_so(compression, bad):
+    values = torch.zeros(2 * COMPRESSION_BLOCK + 3)
+    values[COMPRESSION_BLOCK + 1] = bad
+    found = there_and_back(values, compression)
+    assert not found[COMPRESSION_BLOCK + 1].isfinite()
+    assert found[:COMPRESSION_BLOCK].eq(0).all() and found[2 * COMPRESSION_BLOCK :].eq(0).all()
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
-def test_messages_can_be_added_up(wire):
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
+def test_messages_can_be_added_up(compression):
     values = torch.linspace(-3, 3, 700)
-    assert torch.equal(there_and_back(values, wire, torch.ones(700)), there_and_back(values, wire) + 1)
+    assert torch.equal(there_and_back(values, compression, torch.ones(700)), there_and_back(values, compression) + 1)
 
 
 def test_long_messages_are_cut(monkeypatch):
-    values = torch.randn(5 * WIRE_BLOCK + 7)
+    values = torch.randn(5 * COMPRESSION_BLOCK + 7)
     whole = there_and_back(values, "int8")
-    monkeypatch.setattr("tawpipe.runtime.compression.SLICE", 2 * WIRE_BLOCK)
+    monkeypatch.setattr("tawpipe.runtime.compression.SLICE", 2 * COMPRESSION_BLOCK)
     assert torch.equal(there_and_back(values, "int8"), whole)
 
 
 def test_bytes_and_room():
-    assert wire_bytes(WIRE_BLOCK, "int8") == WIRE_BLOCK * wire_width("int8", 4) == WIRE_BLOCK + 4
-    assert wire_width("dtype", 2) == 2
+    assert (
+        compressed_bytes(COMPRESSION_BLOCK) == COMPRESSION_BLOCK * compressed_width("int8", 4) == COMPRESSION_BLOCK + 4
+    )
+    assert compressed_width("none", 2) == 2
     scratch = Scratch(torch.device("cpu"))
     first, second = scratch.take([100, 600], "fp8")
-    assert (first.numel(), second.numel()) == (wire_bytes(100, "fp8"), wire_bytes(600, "fp8"))
+    assert (first.numel(), second.numel()) == (compressed_bytes(100), compressed_bytes(600))
     assert second.data_ptr() == first.data_ptr() + first.numel() and scratch.nbytes == first.numel() + second.numel()
     assert scratch.take([5], "fp8")[0].data_ptr() == first.data_ptr()
 

@@ -9,6 +9,7 @@ import pytest
 from schedules import llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.routes.pipelines import AXES, PIPELINES, Stages, _orders
 from tawpipe.schedule.strategies import ActivationPipeline, build
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
@@ -68,8 +69,8 @@ def test_activations_cross_the_links():
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
     schedule = pipeline("1f1b", 4, 1, 12, layers=4)
-    assert [schedule.peak_activations(rank, {"x": 1}) for rank in range(4)] == sorted(
-        (schedule.peak_activations(rank, {"x": 1}) for rank in range(4)), reverse=True
+    assert [schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)] == sorted(
+        (schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)), reverse=True
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from schedule_numbers import WrongNumbers, check_numbers
 from schedules import llama, make
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.step import Schedule
 

@@ -78,5 +78,5 @@ def test_with_a_buffer_for_each_everything_comes_once():
 
 def test_without_reuse_buffers_take_turns():
     stays = plan_stays(zigzag(4, 1), capacity=3, busy=2, reuse=False)
-    assert [next(iter(visit.values())).slot for visit in stays] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [next(iter(visit.values())).place for visit in stays] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert not any(stay.held for visit in stays for stay in visit.values())

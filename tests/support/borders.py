@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from model_families import VOCABULARY, family_config, real_model
+from pipelines import make_pipeline
 from tawpipe.errors import UserError
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
@@ -117,9 +118,9 @@ def plain_numbers(
 
 def piped(make: Make | Any, **knobs: Any) -> Pipeline:
     """A pipeline in one process whose updates show the gradients."""
-    knobs = {"dtype": torch.float64, "clip_norm": None, "optimizer": sgd, "chunk_tokens": 6} | knobs
+    knobs = {"dtype": torch.float64, "clip_norm": None, "optimizer": sgd, "loss_chunk_tokens": 6} | knobs
     model: Any = make() if callable(make) and not isinstance(make, nn.Module) else make
-    return Pipeline(model, **knobs)
+    return make_pipeline(model, **knobs)
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:
@@ -344,7 +345,7 @@ def wide_norm(world: World, *, how: str) -> dict[str, float]:
         return model
 
     batch = rows_of(rows=2 * world.size)
-    pipeline = Pipeline(make(), dtype=torch.float32, clip_norm=None, world=world, strict=True)
+    pipeline = make_pipeline(make(), dtype=torch.float32, clip_norm=None, world=world, strict=True)
     pipeline.step(batch)
     pipeline.drain()
     found = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
@@ -357,7 +358,7 @@ def wide_norm(world: World, *, how: str) -> dict[str, float]:
 
 def different_batches(world: World) -> str:
     """What comes of a step for which every rank has rows of its own."""
-    pipeline = Pipeline(llama()(), dtype=torch.float64, world=world, strict=True)
+    pipeline = make_pipeline(llama()(), dtype=torch.float64, world=world, strict=True)
     try:
         pipeline.step(rows_of(world.rank, rows=2))
         pipeline.drain()

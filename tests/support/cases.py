@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-import shutil
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +17,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tawpipe.checkpoint.memory import SecondCopies
-from tawpipe.checkpoint.state import file_name
-from tawpipe.checkpoint.store import Checkpoints, RunState, read_run
-from tawpipe.errors import RunError, UserError
+from pipelines import make_pipeline
+from tawpipe.errors import RunError
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.probe import probe
-from tawpipe.runtime.faults import flip_a_bit
-from tawpipe.runtime.lanes import random_delays
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.traffic import scratch_bytes
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
@@ -41,6 +35,12 @@ EPS = 1e-6
 """Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
 update.
 """
+
+
+def random_delays(seed: int, most_s: float) -> Callable[[], float]:
+    """Delays drawn uniformly up to ``most_s`` seconds."""
+    generator = random.Random(seed)
+    return lambda: generator.uniform(0, most_s)
 
 
 def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
@@ -129,13 +129,13 @@ def _exact(
 ) -> float:
     kind = getattr(torch, dtype)
     delay = (lambda lane: random_delays(hash((lane, world.rank)), delays)) if delays else None
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(kind, tied=tied),
         optimizer=adamw(3e-4, eps=EPS),
         dtype=kind,
         world=world,
         strict=True,
-        chunk_tokens=8,
+        loss_chunk_tokens=8,
         delay=delay,
         **knobs,
     )
@@ -166,7 +166,7 @@ def _exact(
 def weights_after(world: World, *, dropout: float = 0.0, delays: float = 0.0, rows: int = 5, **knobs: Any) -> Any:
     """Losses and weights (rank 0) after some steps; with dropout, or with random delays in every lane."""
     delay: Callable | None = (lambda lane: random_delays(hash(lane) + world.rank, delays)) if delays else None
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(torch.float64, dropout=dropout),
         optimizer=adamw(3e-4, eps=EPS),
         dtype=torch.float64,
@@ -188,7 +188,7 @@ def rounded(world: World, *, knobs: dict[str, Any]) -> tuple[float, list[float]]
     """
     norms, gradients = [], []
     for chosen in ({"strategy": knobs["strategy"]}, knobs):
-        pipeline = Pipeline(
+        pipeline = make_pipeline(
             llama(torch.float64), dtype=torch.float64, world=world, strict=True, clip_norm=None, **chosen
         )
         norms.append(pipeline.step(batches(7)[0]).grad_norm)
@@ -203,7 +203,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     """The most boundary activations that a rank has on its device in a step with the inputs of all layers offloaded,
     while one lane is slow; the most that the schedule says; and the places for what waits and comes back, likewise.
     """
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         llama(torch.float64),
         dtype=torch.float64,
         world=world,
@@ -214,17 +214,17 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     most = 0
 
     class Watched(dict):
-        def __setitem__(self, key: str, value: Any) -> None:
+        def __setitem__(self, key: Buffer, value: Any) -> None:
             nonlocal most
             super().__setitem__(key, value)
-            most = max(most, sum(name.startswith("x.") for name in list(self)))
+            most = max(most, sum(buffer.kind is Kind.INPUT for buffer in list(self)))
 
     compute._held = Watched()
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
     schedule = pipeline.schedule(4 * world.size)
-    said = schedule.peak_activations(world.rank, {"x": 1})
-    places = len(compute._places), schedule.peak_activations(world.rank, {"host": 1, "slot": 1})
+    said = schedule.peak_activations(world.rank, {Kind.INPUT: 1})
+    places = len(compute._places), schedule.peak_activations(world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
     pipeline.close()
     return most, said, *places
 
@@ -232,7 +232,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
 def scratch(world: World) -> tuple[int, int]:
     """Bytes of messages in 8 bits that a rank holds after a step, and that the schedule says it needs."""
     model = llama(torch.float32)
-    pipeline = Pipeline(model, world=world, strict=True, weights_compression="int8", gradients_compression="fp8")
+    pipeline = make_pipeline(model, world=world, strict=True, weights_compression="int8", gradients_compression="fp8")
     pipeline.step(batches(7)[0])
     pipeline.drain()
     held = sum(room.nbytes for room in pipeline.transport._scratch.values())
@@ -257,7 +257,6 @@ def packed_rows(world: World) -> list[int]:
     deal, batch = Deal(micro_batch=2, rank=world.rank, world_size=world.size), batches(7)[0]
     shares, local = deal.shares(7), deal.local(batch)
     for share, own in zip(shares, local.micro_batches, strict=True):
-        assert own.index == share.index
         assert torch.equal(own.input_ids, batch["input_ids"][share.rows.start : share.rows.stop])
     return [row for share in shares for row in share.rows]
 
@@ -276,14 +275,14 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
         parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
         for name in names:
             config = family_config(name, tied=tied)
-            pipeline = Pipeline(
+            pipeline = make_pipeline(
                 real_model(config),
                 optimizer=adamw(0.0),
                 dtype=torch.float64,
                 world=world,
                 strict=True,
                 clip_norm=None,
-                chunk_tokens=6,
+                loss_chunk_tokens=6,
                 strategy="tawpipe-striped",
             )
             mine = [parts[share.index] for share in pipeline.shares(len(parts))]
@@ -324,7 +323,7 @@ def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
     plain = make()
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
-    pipeline = Pipeline(
+    pipeline = make_pipeline(
         make(),
         optimizer=adamw(1e-3, betas=(0.9, 0.999)),
         dtype=torch.float64,
@@ -353,32 +352,6 @@ def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
     return worst, changed
 
 
-def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:
-    """Train, save after ``steps``, train on; the losses after the save."""
-    pipeline = _checkpointed(world, **knobs)
-    given = batches(5, total)
-    for batch in given[:steps]:
-        pipeline.step(batch)
-    pipeline.drain()
-    Checkpoints(Path(folder), world, keep=2).save(pipeline, RunState(step=steps, samples=5 * steps, seed=0))
-    losses = [result.loss for result in [pipeline.step(batch) for batch in given[steps:]]]
-    pipeline.close()
-    return losses
-
-
-def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
-    """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
-    pipeline = _checkpointed(world, seed=99, **knobs)
-    path = Checkpoints(Path(folder), world).find("auto").path
-    assert path is not None
-    pipeline.load(path)
-    state = read_run(path)
-    pipeline.seed = 0  # random numbers go on from the run's seed
-    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[state.step :]]]
-    pipeline.close()
-    return losses
-
-
 def groups_of_lanes(world: World) -> bool:
     """Whether every lane talks over groups of its own, each of which has carried something before any step."""
     used: list[Any] = []
@@ -390,76 +363,12 @@ def groups_of_lanes(world: World) -> bool:
 
     torch.distributed.all_reduce = noted
     try:
-        pipeline = Pipeline(llama(torch.float32), world=world)
+        pipeline = make_pipeline(llama(torch.float32), world=world)
         found = list(pipeline.transport._groups.values())
     finally:
         torch.distributed.all_reduce = real
     pipeline.close()
     return len({id(group) for group in found}) == len(found) > 3 and all(group in used for group in found)
-
-
-def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
-    """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
-
-    Returns:
-        whether a copy was found, whether the losses are those of a run that went on, and what is left of the folder.
-    """
-    pipeline = _checkpointed(world, **knobs)
-    given = batches(5, 6)
-    copies = SecondCopies(Path(folder), world, world.with_group("copies", timedelta(seconds=60)))
-    copies.history = "this one"
-    for step, batch in enumerate(given[:4]):
-        pipeline.step(batch)
-        if step in (1, 3):
-            pipeline.start_copy(copies, run={"step": step + 1, "samples": 0, "seed": 0})
-            copies.wait()
-            assert not copies.problem, copies.problem
-    losses = [result.loss for result in [pipeline.step(batch) for batch in given[4:]]]
-    pipeline.close()
-    world.barrier()
-    if lost is not None and world.rank == 0:
-        shutil.rmtree(Path(folder) / f"node-{lost}")
-    world.barrier()
-    other = _checkpointed(world, seed=99, **knobs)
-    copies.history = "another"
-    assert copies.find() is None
-    copies.history = "this one"
-    if lost is None and world.rank == 0 and world.topology.num_nodes > 1:  # a file whose twin is sound
-        flip_a_bit(Path(folder) / "node-0" / "step-00000004" / file_name(0))
-    world.barrier()
-    found = copies.find()
-    if found is not None:
-        assert other.load_copy(copies, found)["step"] == 4
-        other.seed = 0
-    again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
-    other.close()
-    names = sorted(path.name for path in Path(folder).glob("node-*/*"))
-    world.barrier()  # all have looked
-    copies.remove()
-    return found is not None, again == losses, " ".join(names)
-
-
-def load_into_another_model(world: World, *, folder: str) -> str:
-    """The message for a checkpoint of another model."""
-    config = llama(torch.float32).config
-    config.intermediate_size += 4
-    pipeline = Pipeline(LlamaForCausalLM(config), world=world)
-    path = Checkpoints(Path(folder), world).find("auto").path
-    assert path is not None
-    try:
-        pipeline.load(path)
-    except UserError as error:
-        return str(error)
-    finally:
-        pipeline.close()
-    return "loaded"
-
-
-def _checkpointed(world: World, *, seed: int = 0, dtype: str = "float64", **knobs: Any) -> Pipeline:
-    kind = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(llama(torch.float32, dropout=0.2).config)
-    return Pipeline(model, optimizer=adamw(1e-3), dtype=kind, world=world, strict=True, seed=seed, **knobs)
 
 
 def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:
@@ -472,7 +381,7 @@ def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return total * float("inf") if poisoned[0] else total
 
-    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
+    pipeline = make_pipeline(llama(torch.float32), optimizer=adamw(1e-2), world=world, loss=loss)
     batch = batches(5, 1)[0]
     pipeline.step(batch)
     pipeline.drain()
@@ -506,7 +415,7 @@ def _same_weights(pipeline: Pipeline, before: Mapping[str, Tensor | None]) -> bo
 
 def mismatched(world: World) -> str:
     """Two ranks whose schedules disagree about what comes next, in strict mode: what rank 0 is told."""
-    pipeline = Pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
+    pipeline = make_pipeline(llama(torch.float32), world=world, strict=True, timeout=timedelta(seconds=20))
     schedule = pipeline.schedule(4)
     if world.rank == 1:
         program = list(schedule.programs[1])
@@ -526,7 +435,9 @@ def mismatched(world: World) -> str:
 
 def low_precision(world: World) -> list[float]:
     """Losses of bf16 compute with fp32 masters, on one batch again and again."""
-    pipeline = Pipeline(llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True)
+    pipeline = make_pipeline(
+        llama(torch.float32), optimizer=adamw(3e-3), dtype=torch.bfloat16, world=world, strict=True
+    )
     batch = batches(6, 1)[0]
     losses = [result.loss for result in [pipeline.step(batch) for _ in range(12)]]
     pipeline.close()
@@ -537,7 +448,7 @@ def memory_of_steps(world: World, *, steps: int) -> list[int]:
     """Bytes that tensors hold after each step, nothing under way."""
     import gc
 
-    pipeline = Pipeline(llama(torch.float32), world=world)
+    pipeline = make_pipeline(llama(torch.float32), world=world)
     batch, sizes = batches(6, 1)[0], []
     for _ in range(steps):
         pipeline.step(batch)
@@ -557,7 +468,7 @@ def failing_compute(world: World) -> tuple[str, float]:
             raise RuntimeError("the user's loss is broken")
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
-    pipeline = Pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
+    pipeline = make_pipeline(llama(torch.float32), world=world, loss=loss, timeout=timedelta(seconds=60))
     begin = time.perf_counter()
     try:
         pipeline.step(batches(8, 1)[0])
@@ -568,136 +479,3 @@ def failing_compute(world: World) -> tuple[str, float]:
     except RuntimeError as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])]), time.perf_counter() - begin
     return "", 0.0
-
-
-def load_with_fault(world: World, *, folder: str, fault: str, copied: bool) -> tuple[str, bool, bool, bool]:
-    """A load of which rank 1 cannot read a file: before anything has changed, or afterwards.
-
-    Returns:
-        what is raised, whether weights are as before, whether a step raises then, and whether a load that succeeds goes
-        on as if nothing had been.
-    """
-    from tawpipe.checkpoint import load as loading
-
-    second_copy: Any = importlib.import_module("tawpipe.checkpoint.memory")
-    pipeline, expected = (_checkpointed(world, dtype="float32") for _ in range(2))
-    given = batches(5, 4)
-    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
-    expected.step(given[0])
-    expected.save(Path(folder) / "one")
-    expected.start_copy(copies)
-    copies.wait()
-    found = copies.find()
-    assert found is not None
-    load = partial(pipeline.load_copy, copies, found) if copied else partial(pipeline.load, Path(folder) / "one")
-    for batch in given[2:]:
-        pipeline.step(batch)
-    pipeline.drain()
-    before = {unit: master.clone() for unit, master in pipeline.storage.master.items()}
-
-    def fail(*_: Any) -> Any:
-        raise OSError("no such disk")
-
-    class Breaks:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: Any) -> None: ...
-
-        def get_slice(self, name: str) -> Any:
-            piece = self.file.get_slice(name)
-            return type("Slice", (), {"get_shape": lambda _: piece.get_shape(), "__getitem__": fail})()
-
-    real, real_load = loading.open_file, second_copy.load_bytes
-    if world.rank == 1 and fault == "refused":
-        loading.open_file = second_copy.open_file = fail
-    elif world.rank == 1:
-        second_copy.load_bytes = fail
-        if not copied:
-            loading.open_file = lambda *where: Breaks(real(*where))
-    message, stopped = "nothing was raised", False
-    try:
-        load()
-    except (UserError, RunError) as error:
-        message = f"{type(error).__name__} {error}"
-    loading.open_file = second_copy.open_file = real
-    second_copy.load_bytes = real_load
-    same = all(torch.equal(before[unit], master) for unit, master in pipeline.storage.master.items())
-    if fault == "broken":
-        try:
-            pipeline.step(given[1])
-        except RunError:
-            stopped = True
-    load()
-    losses = [[one.step(batch).loss for batch in given[1:]] for one in (pipeline, expected)]
-    pipeline.close()
-    expected.close()
-    world.barrier()
-    copies.remove()
-    return message, same, stopped, losses[0] == losses[1]
-
-
-def frozen_values(world: World, *, folder: str, **knobs: Any) -> set[str]:
-    """A bf16 run over a frozen model whose fp32 values bf16 would round, and one over a model whose values are exact.
-
-    Returns:
-        ``exact`` if collecting, saving, loading and copies give the values that came in; ``host`` if the cost of that
-        in the host's memory is stated as it is; ``narrow`` if nothing is kept where nothing is rounded.
-    """
-
-    def make(*, exact: bool) -> Any:
-        model = llama(torch.float32)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("q_proj" in name)
-            if exact:
-                parameter.data = parameter.data.bfloat16().float() * 2
-        given = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        pipeline = Pipeline(model, optimizer=adamw(1e-2), dtype=torch.bfloat16, world=world, strict=True, **knobs)
-        return pipeline, given
-
-    def holds(pipeline: Pipeline, given: Mapping[str, Tensor]) -> bool:
-        pipeline.drain()
-        pipeline.check_copies()
-        found = {name: pipeline.parameter(name) for name in given if "q_proj" not in name}
-        return all(value is None or torch.equal(value, given[name]) for name, value in found.items())
-
-    (rounded, values), (narrow, others) = make(exact=False), make(exact=True)
-    batch, checks = batches(5, 1)[0], []
-    for pipeline, given in ((rounded, values), (narrow, others)):
-        pipeline.step(batch)
-        checks.append(holds(pipeline, given))
-    storage = rounded.storage
-    held = sum(m.nbytes for m in storage.master.values() if m.dtype == torch.float32) - sum(
-        gradient.nbytes for gradient in storage.gradient.values()
-    )
-    said = rounded.costs(5, LENGTH).host_bytes
-    kept = narrow.storage.exact
-    copies = SecondCopies(Path(folder) / "copies", world, world.with_group("copies", timedelta(seconds=60)))
-    rounded.save(Path(folder) / "rounded")
-    narrow.save(Path(folder) / "narrow")
-    losses = [rounded.step(batch).loss]
-    rounded.load(Path(folder) / "narrow")
-    checks.append(holds(rounded, others) and not rounded.storage.exact)
-    narrow.load(Path(folder) / "rounded")
-    checks.append(holds(narrow, values))
-    losses.append(narrow.step(batch).loss)
-    narrow.start_copy(copies)
-    copies.wait()
-    assert not copies.problem, copies.problem
-    found = copies.find()
-    assert found is not None
-    rounded.load_copy(copies, found)
-    checks.append(holds(rounded, values))
-    rounded.close()
-    narrow.close()
-    world.barrier()
-    copies.remove()
-    results = {"exact"} if all(checks) and losses[0] == losses[1] else {f"not exact: {checks} {losses}"}
-    return (
-        results
-        | ({"host"} if max(world.gather_numbers(held)) == said > 0 else {f"{held} held, {said} said"})
-        | ({"narrow"} if not kept else {f"kept {kept}"})
-    )

@@ -140,7 +140,7 @@ def our_step(model: Any, rows: tuple[tuple[int, ...], ...]) -> tuple[float, dict
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
     pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never")
     ids = tokens(rows)
-    parts = [MicroBatch.of_documents(ids[i : i + 1], ids[i : i + 1], row, index=i) for i, row in enumerate(rows)]
+    parts = [MicroBatch.of_documents(ids[i : i + 1], ids[i : i + 1], row) for i, row in enumerate(rows)]
     try:
         loss = pipeline.step(LocalBatch(ids.shape[0], ids.shape[1], parts)).loss
         pipeline.drain()
@@ -271,7 +271,7 @@ def equal_families(found: dict[str, Outcome]) -> str:
     version = ".".join(transformers.__version__.split(".")[:2])
     names = "".join(f'        "{family}",\n' for family, one in sorted(found.items()) if one.kind == "equal")
     return f'''\
-"""Which families were found to train as the plain model does; written by every_family.py."""
+"""Families that were found to train as the plain model does; written by every_family.py."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
 
 
 def in_texts(action: Action) -> Any:
-    """An action with the texts of its buffers in their place: what they are called is all that is known of them here."""
+    """An action with texts for its buffers: what they are called is all that is known of them here."""
     texts = {name: [str(one) for one in getattr(action, name)] for name in ("reads", "writes", "frees")}
     used = {"weights": [str(one) for one in action.weights], "gradients": [str(one) for one in action.gradients]}
     transfers = [SimpleNamespace(send=t.send, peer=t.peer, unit=t.unit, buffer=str(t.buffer)) for t in action.transfers]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes, spell_recompute
+from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import build, find, step_of, strategies
 from tawpipe.topology import Topology
 
-NAMES = tuple(strategies(runs=True))
+NAMES = tuple(name for name, one in strategies(runs=True).items() if one.candidate)
 SCOPED = ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole")
 """Strategies under which a node may keep weights and sum gradients up."""
 COMPRESSIONS = ("none", "int8", "fp8")
@@ -38,6 +40,17 @@ def llama(layers: int, *, tied: bool = False, lora: bool = False, frozen: int = 
         units.append(UnitSpec(1001, not lora, (last,)))
     blocks.append(BlockSpec(tuple(own), "head"))
     return ModelSpec(tuple(blocks), tuple(units))
+
+
+def spell_recompute(layers: Iterable[str]) -> str:
+    """The setting for layers from the first to the last.
+
+    >>> spell_recompute(("full", "selective", "none", "none"))
+    'none:2,selective:1,full'
+    """
+    runs = [(how, len(list(same))) for how, same in groupby(reversed(list(layers)))]
+    words = [f"{how}:{count}" for how, count in runs[:-1]]
+    return ",".join((*words, *(how for how, _ in runs[-1:]))) or "full"
 
 
 def step_for(
@@ -83,7 +96,7 @@ MOST_LAYERS = 12
 
 @st.composite
 def shapes(draw: st.DrawFn) -> StepSpec:
-    """Clusters, layers and settings that go together; every rank has the same number of micro-batches in every round."""
+    """Clusters, layers and settings that go together; every rank has as many micro-batches in every round."""
     topology = Topology.grid(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
     name = draw(st.sampled_from(NAMES))
     ring = name == "weipipe"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,3 +162,19 @@ def test_other_ranks_are_silent() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_row_that_a_full_disk_does_not_take_is_left_out(tmp_path):
+    code = "import resource, signal, sys; from pathlib import Path; from tawpipe.train.metrics import MetricsWriter\n"
+    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False)\n"
+    code += "row = dict(loss=1.0, grad_norm=1.0, learning_rate=1.0, tokens_per_second=1.0)\n"
+    code += "assert not writer.write(1, row)\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))\n"
+    code += "said = [writer.write(step, row) for step in (2, 3)]\n"
+    code += "assert 'No space left' in said[0] and not said[1], said\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+    code += "assert not writer.write(4, row)\n"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 4]

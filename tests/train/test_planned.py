@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from plan_requests import plan_request
-from tawpipe.checkpoint.store import RunState
+from tawpipe.checkpoint.resume import RunState
 from tawpipe.errors import UserError
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.search import search

@@ -82,7 +82,8 @@ def test_the_export_opens_and_computes(trained):
     for number in range(batches * config.global_batch):
         row = data.validation.sample(number)
         for end, length in zip(accumulate(row.lengths), row.lengths, strict=True):
-            ids, labels = (torch.from_numpy(part[None, end - length : end]) for part in (row.input_ids, row.labels))
+            unshifted = row.labels.roll(1, dims=1)  # the model shifts by itself
+            ids, labels = (part[:, end - length : end] for part in (row.input_ids, unshifted))
             if count := int((labels[:, 1:] != -100).sum()):
                 with torch.no_grad():
                     total += float(model(ids, labels=labels).loss) * count

@@ -1,5 +1,7 @@
-"""Loading state: everything that can be checked is checked on all ranks before anything here changes. Imports runtime
-(state, storage, optimizer, world) and safetensors.
+"""Loading a state: everything that can be checked is checked on all ranks before anything here changes. Imports format,
+runtime (storage, optimizer, world) and safetensors.
+
+A rank reads the files that it sees; one that does not see a file is sent what it needs by one that does.
 """
 
 from __future__ import annotations
@@ -12,13 +14,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
-from tawpipe.checkpoint.state import SEAL, STATE, StatePiece, file_name, first, read_record, saved_dtype, state_pieces
+from tawpipe.checkpoint.format import (
+    SEAL,
+    STATE,
+    Manifest,
+    StatePiece,
+    file_name,
+    read_manifest,
+    saved_dtype,
+    state_pieces,
+)
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.optimizer import States, UnitOptimizers
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole state that all ranks can go on from together.
+
+    Args:
+        where: it was found, for messages.
+        folders: of every file, the ranks that see it, and the folder where they do.
+    """
+
+    where: Path
+    manifest: Manifest
+    folders: tuple[Mapping[int, str], ...]
+
+    @classmethod
+    def on_disk(cls, folder: Path, world: World) -> Source:
+        """The state in a folder that all ranks see.
+
+        Raises:
+            UserError: there is none, or its manifest is damaged.
+        """
+        manifest = read_manifest(folder)
+        everyone = dict.fromkeys(range(world.size), str(folder))
+        return cls(folder, manifest, (everyone,) * len(manifest["files"]))
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def reader(self, number: int, rank: int) -> int:
+        """The rank that reads a file for a rank."""
+        seers = self.folders[number]
+        return rank if rank in seers else sorted(seers)[number % len(seers)]
 
 
 @dataclass(frozen=True)
@@ -38,19 +84,20 @@ class Incoming:
     wide: tuple[int, ...]
 
     @classmethod
-    def of(cls, where: str, record: Mapping[str, Any], storage: Storage, optimizers: UnitOptimizers) -> Incoming:
-        """Raises UserError or RunError naming what in a record is not as it is here."""
+    def of(cls, source: Source, storage: Storage, optimizers: UnitOptimizers) -> Incoming:
+        """Raises UserError or RunError naming what in a state is not as it is here."""
+        manifest = source.manifest
         own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
-        check_same_model(where, record["parameters"], own)
-        tensors = record["tensors"]
+        check_same_model(str(source.where), manifest["parameters"], own)
+        tensors = manifest["tensors"]
         # One saved before any update: the optimizers are new then, as they were there.
-        fresh = record.get("optimizer") == optimizers.name and not any(name.startswith(STATE) for name in tensors)
+        fresh = manifest.get("optimizer") == optimizers.name and not any(name.startswith(STATE) for name in tensors)
         states = {} if fresh else optimizers.full_states()
         pieces = tuple(state_pieces(storage, optimizers, saving=False, states=states))
         names = {piece.name: piece for piece in pieces}
-        trained = {piece.name for found in optimizers.pieces.values() for piece in found}
+        trained = {piece.name for own_pieces in optimizers.pieces.values() for piece in own_pieces}
         surplus = [one for one in tensors if one.startswith(STATE) and one.split(".", 2)[-1] in trained]
-        whose = f"saved with {record['optimizer']}, here it is {optimizers.name}" if "optimizer" in record else ""
+        whose = f"saved with {manifest['optimizer']}, here it is {optimizers.name}" if "optimizer" in manifest else ""
         for name in [*names, *surplus]:
             if name not in tensors or name not in names:
                 problem = f"{name} is not in it" if name in names else f"it has {name}, which is not here"
@@ -64,105 +111,178 @@ class Incoming:
             for unit in storage.pieces
             for slot in storage.units[unit].slots[:1]
             if not storage.units[unit].trainable
-            and torch.promote_types(saved_dtype(record, f"model.{slot.name}", compute), compute) != compute
+            and torch.promote_types(saved_dtype(manifest, f"model.{slot.name}", compute), compute) != compute
         ]
         return cls(storage, optimizers, pieces, states, tuple(wide))
 
     def begin(self) -> list[StatePiece]:
-        """From here on the state changes; where to."""
+        """The targets, in the order of ``pieces``: from here on the state changes."""
         for unit in self.wide:
             self.storage.widen(unit)
         self.optimizers.adopt(self.states)
         return list(state_pieces(self.storage, self.optimizers, saving=False))
 
     def end(self, world: World) -> None:
-        """When all has been filled in, on all ranks."""
+        """Bring up to date what follows from the state; when all has been filled in, on all ranks."""
         for unit in self.storage.master:
             self.storage.refresh(unit)
         self.storage.settle(world.group)
 
 
-def load_state(folder: Path, storage: Storage, optimizers: UnitOptimizers, world: World) -> dict[str, Any]:
-    """Bring homes and optimizer state to what a folder holds, and return its record; call on all ranks.
+@dataclass(frozen=True)
+class Part:
+    """Elements ``begin`` to ``end`` of a tensor, which one rank reads for itself or another.
+
+    Args:
+        index: of the piece that they fill, among those that ``rank`` wants.
+        number: of the file.
+        start, length: of the chunk that holds them.
+    """
+
+    reader: int
+    rank: int
+    index: int
+    number: int
+    name: str
+    start: int
+    length: int
+    begin: int
+    end: int
+
+    @property
+    def key(self) -> str:
+        """The name of the chunk in its file."""
+        return f"{self.name}@{self.start}"
+
+
+def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) -> Iterator[Part]:
+    """What fills the pieces (name, start, elements) that a rank wants.
+
+    Raises:
+        RunError: no chunk has some element.
+    """
+    for index, (name, at, count) in enumerate(wanted):
+        chunks = sorted(source.manifest["tensors"][name]["chunks"])
+        starts = [chunk[0] for chunk in chunks]
+        end = at + count
+        while at < end:
+            place = bisect_right(starts, at) - 1
+            start, length, number = chunks[place] if place >= 0 else (0, 0, 0)
+            if not start <= at < start + length:
+                raise RunError(f"{name} lacks its element {at}")
+            stop = min(end, start + length)
+            yield Part(source.reader(number, rank), rank, index, number, name, start, length, at, stop)
+            at = stop
+
+
+OTHERWISE = "a readable checkpoint of this model and optimizer ({})"
+
+
+def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizers, world: World) -> Manifest:
+    """Bring homes and optimizer state to what a state holds, and return its manifest; call on all ranks.
+
+    Args:
+        where: the folder, or what ``resume`` has found.
 
     Raises:
         UserError: it is of another model or optimizer, or damaged; on all ranks, and nothing has changed.
         RunError: reading broke off on some rank; on all ranks, which hold half of a state.
     """
+    place = str(where.where if isinstance(where, Source) else where)
     with ExitStack() as stack:
-        record, seal, incoming, files = {}, "", None, {}
+        load = _Load(world, stack)
         try:
-            record = read_record(folder)
-            seal = record[SEAL]
-            incoming = Incoming.of(str(folder), record, storage, optimizers)
-            files = _open(folder, record, incoming.pieces, stack)
-            problem = ""
-        except UserError as error:
-            problem = error.expected
-        except Exception as error:  # whatever it is, this rank goes on to tell the others
-            problem = f"a readable checkpoint of this model and optimizer ({_words(error)})"
-        if found := first(world.gather_texts(problem)):
-            raise UserError("--resume", str(folder), found)
-        if len(set(world.gather_texts(seal))) > 1:
-            raise UserError("--resume", str(folder), "the same checkpoint on all machines")
-        assert incoming is not None
+            everyone = world.together(lambda: load.look(where, storage, optimizers), otherwise=OTHERWISE)
+            if len({seal for seal, _ in everyone}) > 1:
+                raise RunError("the same checkpoint on all machines")
+            world.together(lambda: load.open([wanted for _, wanted in everyone]), otherwise=OTHERWISE)
+        except RunError as error:
+            raise UserError("--resume", place, str(error)) from error
         try:
-            for piece in incoming.begin():
-                for number, start, begin, end in parts_of(record, piece):
-                    part = files[number].get_slice(f"{piece.name}@{start}")[begin - start : end - start]
-                    piece.value[begin - piece.start : end - piece.start].copy_(part)
-        except Exception as error:
-            problem = _words(error)
-    if found := first(world.gather_texts(problem)):
-        raise RunError(f"{folder} could not be read to its end ({found})")
-    incoming.end(world)
-    return record
+            world.together(load.fill)
+        except RunError as error:
+            raise RunError(f"{place} could not be read to its end ({error})") from error
+    load.incoming.end(world)
+    return load.source.manifest
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+class _Load:
+    """One load, on one rank; ``look``, ``open`` and ``fill`` are its steps."""
+
+    source: Source
+    incoming: Incoming
+
+    def __init__(self, world: World, stack: ExitStack) -> None:
+        self.world, self._stack = world, stack
+        self._files: dict[int, Any] = {}
+        self._parts: list[Part] = []
+
+    def look(self, where: Path | Source, storage: Storage, optimizers: UnitOptimizers) -> list[Any]:
+        """Compare the state with what is here; returns its seal, and what others may have to send."""
+        self.source = where if isinstance(where, Source) else Source.on_disk(where, self.world)
+        self.incoming = Incoming.of(self.source, storage, optimizers)
+        sees_all = all(self.world.rank in seers for seers in self.source.folders)
+        return [self.source.manifest[SEAL], [] if sees_all else self._wanted]
+
+    @property
+    def _wanted(self) -> list[tuple[str, int, int]]:
+        return [(piece.name, piece.start, piece.value.numel()) for piece in self.incoming.pieces]
+
+    def open(self, others: Sequence[Sequence[tuple[str, int, int]]]) -> None:
+        """Open the files that this rank reads, for itself and for others, and see that they hold the manifest's chunks.
+
+        Args:
+            others: what every rank may have to be sent.
+        """
+        own = self.world.rank
+        for rank, wanted in enumerate(others):
+            parts = parts_of(self.source, rank, self._wanted if rank == own else wanted)
+            self._parts += [part for part in parts if own in (part.reader, part.rank)]
+        for part in self._parts:
+            if part.reader == own:
+                if part.number not in self._files:
+                    folder = Path(self.source.folders[part.number][own])
+                    opened = open_file(folder, self.source.manifest, part.number)
+                    self._files[part.number] = self._stack.enter_context(opened)
+                shape = self._files[part.number].get_slice(part.key).get_shape()
+                if shape != [part.length]:
+                    raise RunError(f"{part.key} has the shape {shape} in {file_name(part.number)}")
+
+    def fill(self) -> None:
+        """Read, send and receive, in an order that all ranks agree on. One that cannot read goes on to send, because
+        others wait for it, and raises in the end.
+        """
+        own, group, pieces = self.world.rank, self.world.group, self.incoming.begin()
+        problem: Exception | None = None
+        for part in self._parts:
+            piece, count = pieces[part.index] if part.rank == own else None, part.end - part.begin
+            values = torch.empty(0)
+            if part.reader == own and problem is None:
+                try:
+                    cut = slice(part.begin - part.start, part.end - part.start)
+                    values = self._files[part.number].get_slice(part.key)[cut]
+                except Exception as error:
+                    problem = error
+            if part.reader != own or problem is not None:
+                values = torch.empty(count, dtype=saved_dtype(self.source.manifest, part.name, torch.float32))
+            if part.reader != own:
+                dist.recv(values, part.reader, group=group)
+            if piece is None:
+                dist.send(values.contiguous(), part.rank, group=group)
+            else:
+                at = part.begin - piece.start
+                piece.value[at : at + count].copy_(values)
+        if problem is not None:
+            raise problem
 
 
-def parts_of(record: Mapping[str, Any], piece: StatePiece) -> Iterator[tuple[int, int, int, int]]:
-    """From which chunks a piece is filled: number of the file, start of the chunk, begin and end of what is taken.
-
-    Raises:
-        RunError: no chunk has some element.
-    """
-    chunks = sorted(record["tensors"][piece.name]["chunks"])
-    starts = [chunk[0] for chunk in chunks]
-    at, end = piece.start, piece.start + piece.value.numel()
-    while at < end:
-        place = bisect_right(starts, at) - 1
-        start, count, number = chunks[place] if place >= 0 else (0, 0, 0)
-        if not start <= at < start + count:
-            raise RunError(f"{piece.name} lacks its element {at}")
-        stop = min(end, start + count)
-        yield number, start, at, stop
-        at = stop
-
-
-def _open(folder: Path, record: Mapping[str, Any], pieces: Sequence[StatePiece], stack: ExitStack) -> dict[int, Any]:
-    """The files that the pieces need, by number, open and with the chunks that the record says."""
-    counts = {(name, start): count for name, one in record["tensors"].items() for start, count, _ in one["chunks"]}
-    files: dict[int, Any] = {}
-    for piece in pieces:
-        for number, start, _, _ in parts_of(record, piece):
-            if number not in files:
-                files[number] = stack.enter_context(open_file(folder, record, number))
-            shape = files[number].get_slice(f"{piece.name}@{start}").get_shape()
-            if shape != [counts[piece.name, start]]:
-                raise RunError(f"{piece.name}@{start} has the shape {shape} in {file_name(number)}")
-    return files
-
-
-def open_file(folder: Path, record: Mapping[str, Any], number: int) -> Any:
+def open_file(folder: Path, manifest: Manifest, number: int) -> Any:
     """A file of a folder, whose size and header are sound.
 
     Raises:
         OSError, SafetensorError, RunError: it is not there or another one.
     """
-    path, expected = folder / file_name(number), record["files"][number]["bytes"]
+    path, expected = folder / file_name(number), manifest["files"][number]["bytes"]
     if (size := path.stat().st_size) != expected:
         raise RunError(f"{path.name} has {size} bytes instead of {expected}")
     return safe_open(str(path), framework="pt")

@@ -1,231 +1,153 @@
-"""The checkpoints of one run: names, which are sound, which one to resume from, which to remove.
+"""Where states are kept: on a disk that all machines share, or in the memory of the machines. Imports format and
+runtime (world).
 
-Random numbers derive from (seed, step, micro-batch, block), so seed and step are the whole random state.
+``Memory`` is there so that the loss of one machine costs steps since then and no reading of a disk. Processes do not
+outlive a restart, files in a memory file system do: every rank writes its file there, and that of the rank with its
+number on the machine before, which sends it over a process group of its own while training goes on. After the loss of
+one machine the others still hold everything. Nodes are machines here, however schedules group their processes. A state
+is a folder of each node:
+
+    DIR/node-1/step-00000120/tawpipe.json              # the same on all nodes
+    DIR/node-1/step-00000120/state-00002.safetensors   # of the node's own ranks, and of those before it
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from tawpipe.checkpoint.save import Saved, Saving
-from tawpipe.checkpoint.state import PARTIAL, damaged, is_complete, read_record
+import torch
+import torch.distributed as dist
+
+from tawpipe.checkpoint.format import (
+    ABANDONED,
+    PARTIAL,
+    REPLACED,
+    complete_states,
+    file_name,
+    read_manifest,
+    remove,
+    step_of,
+)
 from tawpipe.errors import RunError, UserError
+from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.world import World
-
-ABANDONED = ".abandoned"
-"""Behind the name of a checkpoint of a history that is not gone on with."""
+from tawpipe.topology import Topology
 
 
-class Saver(Protocol):
-    """A pipeline, as far as its checkpoints know it."""
+class Store(Protocol):
+    """A place for states, seen from one rank.
 
-    def start_saving(
-        self, folder: Path, *, run: Mapping[str, Any] | None = None, after: Callable[[], str] | None = None
-    ) -> Saving: ...
-
-
-@dataclass(frozen=True)
-class RunState:
-    """What a checkpoint of a run holds besides the pipeline's state.
-
-    Args:
-        step: steps done.
-        samples: rows consumed, counted over epochs: the position in the data.
-        fingerprint: of the data, so that a changed corpus can be named.
-        data_state: what the dataset needs besides the position.
-        plan: that the run followed, empty for none; it is followed again on the same topology.
-        topology, versions: for the reader.
+    Attributes:
+        world: the processes, for finding and loading.
+        group: the same with a group that nothing else uses, for writing; None where the pipeline's will do.
+        folder: in which this rank writes.
+        leads: whether this rank makes and names the folders there.
+        shared: whether every rank must see every file.
+        history: of the states that are written, see ``resume``.
+        injector: makes faults happen while a state is written; for tests.
     """
 
-    step: int
-    samples: int
-    seed: int
-    fingerprint: str = ""
-    data_state: dict[str, Any] = field(default_factory=dict)
-    topology: str = ""
-    plan: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
+    world: World
+    group: World | None
+    folder: Path
+    leads: bool
+    shared: bool
+    history: str
+    injector: Injector | None
+
+    def prepare(self) -> None:
+        """Make sure that states may be written here; called by ranks that lead."""
+
+    def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
+        """Bring this rank's new file to wherever else it is kept; all ranks call it together.
+
+        Args:
+            notes: what every rank tells of its file.
+        """
+
+    def tidy(self, name: str) -> None:
+        """Remove what is superfluous now that the state ``name`` is complete."""
+
+    def states(self) -> dict[int, list[Path]]:
+        """Step to the complete folders that this rank sees, of all histories that may be gone on from."""
+        ...
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from.
-
-    Args:
-        path: None to start anew.
-        passed_over: newer ones that were not taken, and why, in sentences.
-    """
-
-    path: Path | None
-    passed_over: tuple[str, ...] = ()
-
-
-class Checkpoints:
+class Disk:
     """Folders ``step-00000100`` in one folder.
 
     Args:
         folder: all ranks must see the same one.
         keep: how many of the newest stay; 0 for all.
         keep_every: those whose step it divides stay besides; 0 for none.
-        limit_s: that a save may take before the run ends; None for any time.
+
+    ``resumed_step`` is what this run has gone on from, None as long as that has not been asked.
     """
 
+    group: World | None = None
+    shared = True
+    history = ""
+
     def __init__(
-        self, folder: Path, world: World, *, keep: int = 0, keep_every: int = 0, limit_s: float | None = None
+        self, folder: Path, world: World, *, keep: int = 0, keep_every: int = 0, injector: Injector | None = None
     ) -> None:
-        self.folder, self.world, self.keep, self.keep_every = folder, world, keep, keep_every
-        self.limit_s = limit_s
-        self._resumed_step = 0
-        self._mine: list[Path] = []
-        self._saving: Saving | None = None
+        self.folder, self.world, self.keep, self.keep_every, self.injector = folder, world, keep, keep_every, injector
+        self.leads = world.rank == 0
+        self.resumed_step: int | None = None
+        self._mine: set[str] = set()
 
-    def complete(self) -> list[Path]:
-        """The complete checkpoints, oldest first."""
-        return complete_checkpoints(self.folder)
+    def clear(self) -> None:
+        """Remove what a crash has left half written; put back what was about to be replaced."""
+        for path in self.folder.glob(f"step-*{REPLACED}"):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+        for path in (*self.folder.glob(f"step-*{PARTIAL}"), *self.folder.glob(f"step-*{REPLACED}")):
+            shutil.rmtree(path, ignore_errors=True)
 
-    # saving
+    def prepare(self) -> None: ...
 
-    def start(self, pipeline: Saver, state: RunState) -> None:
-        """Begin to write a checkpoint; call on all ranks, when the one before it has been waited for."""
-        assert self._saving is None, "one save at a time"
-        path = self.folder / f"step-{state.step:08d}"
-        self._mine.append(path)
-        after = self._prune if self.world.rank == 0 else None
-        self._saving = pipeline.start_saving(path, run=asdict(state), after=after)
+    def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None: ...  # all ranks see the file
 
-    @property
-    def under_way(self) -> bool:
-        """Whether one has been begun whose end nobody has looked at."""
-        return self._saving is not None
-
-    @property
-    def ended(self) -> bool:
-        """Whether ``wait`` would return at once, on this rank."""
-        return self._saving is not None and self._saving.done
-
-    def wait(self) -> Saved | None:
-        """What came of the save under way, if there is one; call on all ranks."""
-        if self._saving is None:
-            return None
-        saved, self._saving = self._saving.wait(self.limit_s), None
-        return saved
-
-    def _prune(self) -> str:
-        """When one is complete, older ones beyond ``keep`` go. So do those that an earlier run has left behind the step
-        from which this one went on: they are of another history, and ``auto`` would choose them.
+    def tidy(self, name: str) -> None:
+        """Remove older states beyond ``keep``. So those that an earlier run has left behind the step from which this
+        one went on: they are of another history, and ``auto`` would choose them.
 
         In the thread that has saved: to remove many gigabytes takes long on some file systems.
         """
-        complete = self.complete()
-        abandoned = [p for p in complete if step_of(p) > self._resumed_step and p not in self._mine]
-        kept = [p for p in complete if p not in abandoned]
-        abandoned += self.folder.glob(f"step-*{ABANDONED}")
+        self._mine.add(name)
+        complete, going = complete_states(self.folder), []
+        if self.resumed_step is not None:
+            going = [p for p in complete if step_of(p) > self.resumed_step and p.name not in self._mine]
+            complete = [path for path in complete if path not in going]
+            going += self.folder.glob(f"step-*{ABANDONED}")
         try:
-            for old in abandoned + superfluous(kept, keep=self.keep, keep_every=self.keep_every):
+            for old in going + superfluous(complete, keep=self.keep, keep_every=self.keep_every):
                 remove(old)
         except OSError as error:
-            return f"{error.filename} could not be removed: {error.strerror}"
-        return ""
+            raise RunError(f"{error.filename} could not be removed: {error.strerror}") from error
 
-    def save(self, pipeline: Saver, state: RunState) -> Path:
-        """Write a checkpoint and wait for it; call on all ranks.
+    def states(self) -> dict[int, list[Path]]:
+        return {step_of(path): [path] for path in complete_states(self.folder)}
 
-        Raises:
-            RunError: it could not be written; what was there before is untouched.
+    def set_aside_newer(self) -> None:
+        """Rename what is newer than what the run goes on from: it is not chosen any more, and removed when this history
+        has saved.
         """
-        self.start(pipeline, state)
-        saved = self.wait()
-        assert saved is not None
-        if saved.problem:
-            raise RunError(f"{saved.folder} could not be written: {saved.problem}")
-        return saved.folder
-
-    # resuming
-
-    def find(self, resume: str, *, needed: bool = True) -> Found:
-        """The checkpoint that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
-
-        Call on all ranks, which read the files of a checkpoint by turns; all of them must see what is chosen. If a path
-        in this folder is, those in it that are newer are set aside.
-
-        Args:
-            needed: whether it is an error if there are checkpoints and none of them is sound.
-
-        Raises:
-            UserError: the path holds no sound checkpoint, or not all machines see it; or see ``needed``.
-        """
-        if resume == "none":
-            return Found(None)
-        names = [resume]
-        if self.world.rank == 0:
-            clear_partial(self.folder)
-        if resume == "auto":
-            listed = "\n".join(str(path) for path in reversed(self.complete())) if self.world.rank == 0 else ""
-            names = list(filter(None, self.world.broadcast_text(listed).split("\n")))
-        passed_over: list[str] = []
-        for name in names:
-            path = Path(name)
-            problem = self._problem(path)
-            if not problem:
-                self._resumed_step = read_run(path).step
-                self.world.barrier()
-                if resume != "auto" and self.world.rank == 0 and path.parent.resolve() == self.folder.resolve():
-                    set_aside([one for one in self.complete() if step_of(one) > self._resumed_step])
-                self.world.barrier()
-                return Found(path, tuple(passed_over))
-            if resume != "auto":
-                raise UserError("--resume", resume, f"a sound checkpoint that every process can read ({problem})")
-            passed_over.append(f"{path.name}: {problem}")
-        if passed_over and needed:
-            raise UserError("--resume", str(self.folder), f"a sound checkpoint; {'; '.join(passed_over)}")
-        return Found(None, tuple(passed_over))
-
-    def _problem(self, path: Path) -> str:
-        """Why a checkpoint cannot be resumed from, the same on all ranks; or nothing."""
-        world = self.world
-        try:
-            read_run(path)
-            record = read_record(path)
-            found = damaged(path, record, range(world.rank, len(record["files"]), world.size))
-        except UserError as error:
-            found = error.expected
-        problems = world.gather_texts(found)
-        where = next((rank for rank, problem in enumerate(problems) if problem), None)
-        if where is None:
-            return ""
-        return problems[where] + (f"; rank {where}" if world.size > 1 and not all(problems) else "")
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = (path for path in folder.glob("step-*") if is_complete(path))
-    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
-
-
-def clear_partial(folder: Path) -> None:
-    """Remove what a crash has left half written; put back what was about to be replaced."""
-    for path in folder.glob("step-*.replaced"):
-        if not path.with_suffix("").exists():
-            path.rename(path.with_suffix(""))
-    for path in (*folder.glob(f"step-*{PARTIAL}"), *folder.glob("step-*.replaced")):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def set_aside(newer: Sequence[Path]) -> None:
-    """Checkpoints of another history: not chosen any more, and removed when this one has saved."""
-    for path in newer:
-        shutil.rmtree(path.with_suffix(ABANDONED), ignore_errors=True)
-        path.rename(path.with_suffix(ABANDONED))
+        for path in complete_states(self.folder):
+            if step_of(path) > (self.resumed_step or 0):
+                shutil.rmtree(path.with_suffix(ABANDONED), ignore_errors=True)
+                path.rename(path.with_suffix(ABANDONED))
 
 
 def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list[Path]:
-    """Of complete checkpoints, oldest first, those that may go.
+    """The ones that may go of complete states, oldest first.
 
     >>> [path.name for path in superfluous([Path(f"step-{n}") for n in (10, 20, 30, 40)], keep=2, keep_every=20)]
     ['step-10']
@@ -234,45 +156,94 @@ def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list
     return [path for path in old if not keep_every or step_of(path) % keep_every]
 
 
-def remove(path: Path) -> None:
-    """Under the name of what is not complete, by which a start finds what a crash leaves of it.
+class Memory:
+    """The newest state, in the memory of each node and of the next one.
+
+    Args:
+        root: in a memory file system, of this run alone; the same on all nodes, which do not share it.
+        group: see ``Store``; it moves what is sent to the next node.
+    """
+
+    shared = False
+    history = ""
+    injector: Injector | None = None
+
+    def __init__(self, root: Path, world: World, group: World) -> None:
+        self.root, self.world, self._connections = root, world, group.group
+        self.group: World | None = group
+        nodes, rank = world.hosts, world.rank
+        self.folder = root / f"node-{nodes.node_of(rank)}"
+        self.leads = nodes.local_of(rank) == 0
+        self._to = _neighbour(nodes, rank)
+        self._from = [other for other in range(world.size) if _neighbour(nodes, other) == rank]
+
+    def prepare(self) -> None:
+        """Make the root one that nobody else can read. What a crash has left there goes with the next state."""
+        own_folder(self.root)
+
+    def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
+        """Send this rank's file to the node after this one, and write those of ranks of the node before it."""
+        if self._to is None:
+            return
+        rank, group = self.world.rank, self._connections
+        leaving = torch.from_file(str(partial / file_name(rank)), size=notes[rank]["bytes"], dtype=torch.uint8)
+        arriving = {other: torch.empty(notes[other]["bytes"], dtype=torch.uint8) for other in self._from}
+        works = [dist.isend(leaving, self._to, group=group)]
+        works += [dist.irecv(buffer, other, group=group) for other, buffer in arriving.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for other, buffer in arriving.items():
+            (partial / file_name(other)).write_bytes(buffer.numpy().data)
+
+    def tidy(self, name: str) -> None:
+        for path in self.root.glob("node-*/step-*"):
+            if path.name != name:
+                with suppress(OSError):  # nodes on one machine remove the same ones
+                    remove(path)
+
+    def states(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for node in sorted(self.root.glob("node-*")) if is_ours(self.root) else ():
+            for path in complete_states(node):
+                with suppress(UserError):
+                    if read_manifest(path).get("history") == self.history:
+                        found.setdefault(step_of(path), []).append(path)
+        return found
+
+    def remove(self) -> None:
+        """Remove all on this machine; when the run has ended and nobody will go on from it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def memory_root(folder: Path, output: Path) -> Path:
+    """The root of the states in memory of the run with this output folder.
+
+    Args:
+        folder: of a memory file system.
+    """
+    return folder / f"tawpipe-{os.getuid()}-{hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]}"
+
+
+def _neighbour(nodes: Topology, rank: int) -> int | None:
+    """The rank of the next node that gets a rank's file; None on a single node."""
+    if nodes.num_nodes == 1:
+        return None
+    after = nodes.nodes[(nodes.node_of(rank) + 1) % nodes.num_nodes]
+    return after[nodes.local_of(rank) % len(after)]
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder that nobody else can read.
 
     Raises:
-        OSError: it may not be removed; it is as it was then.
+        OSError: it belongs to somebody else, whose weights would be taken for ours.
     """
-    going = path if path.suffix == PARTIAL else path.with_name(path.name + PARTIAL)
-    shutil.rmtree(going, ignore_errors=True)
-    if going != path:
-        path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(folder):
+        raise PermissionError(errno.EACCES, "belongs to another user", str(folder))
+    folder.chmod(0o700)
 
 
-def step_of(path: Path) -> int:
-    """After which step a checkpoint was saved, by its name."""
-    return int(path.name.removeprefix("step-"))
-
-
-def read_run(path: Path) -> RunState:
-    """What a checkpoint says of its run.
-
-    Raises:
-        UserError: it was not saved by a run, or is damaged.
-    """
-    return run_state(read_record(path), str(path))
-
-
-def run_state(record: Mapping[str, Any], where: str) -> RunState:
-    """From a record that was read at ``where``.
-
-    Raises:
-        UserError: it was not saved by a run, or is damaged.
-    """
-    try:
-        state = RunState(**record["run"])
-        kinds = {"step": int, "samples": int, "seed": int, "fingerprint": str, "data_state": dict, "plan": str}
-        for name, kind in kinds.items():
-            if not isinstance(getattr(state, name), kind):
-                raise TypeError(f"{name} is {getattr(state, name)!r}")
-    except (KeyError, TypeError) as error:
-        raise UserError("--resume", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
-    return state
+def is_ours(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()

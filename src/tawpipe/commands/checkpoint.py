@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tawpipe.checkpoint.state import MARKER, PARTIAL, damaged, is_complete, read_record
-from tawpipe.checkpoint.store import complete_checkpoints, read_run, remove, superfluous
+from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, is_complete, read_manifest, remove
+from tawpipe.checkpoint.resume import read_run
+from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
 
 
@@ -18,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     return arguments.run(arguments, Path(arguments.folder))
 
 
-def _found(path: Path) -> list[Path]:
+def _checkpoints(path: Path) -> list[Path]:
     """The complete checkpoints of a run's output folder, of its folder of checkpoints, or the one itself.
 
     Raises:
@@ -26,20 +27,19 @@ def _found(path: Path) -> list[Path]:
     """
     if is_complete(path):
         return [path]
-    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
-    if not found:
-        raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
-    return found
+    if complete := complete_states(path / "checkpoints") or complete_states(path):
+        return complete
+    raise UserError("FOLDER", str(path), "the output folder of a run with checkpoints, or a checkpoint")
 
 
 def _list(_: argparse.Namespace, path: Path) -> int:
-    for folder in _found(path):
+    for folder in _checkpoints(path):
         try:
-            record, run = read_record(folder), read_run(folder)
+            manifest, run = read_manifest(folder), read_run(folder)
         except UserError as error:
             print(f"{folder}  damaged: {error.expected}")
             continue
-        size = sum(entry["bytes"] for entry in record["files"])
+        size = sum(entry["bytes"] for entry in manifest["files"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
         print(f"{folder}  {size / 2**20:.1f} MiB  {when}  step {run.step}, {run.samples} samples, {run.topology}")
     for folder in _partial(path):
@@ -49,7 +49,7 @@ def _list(_: argparse.Namespace, path: Path) -> int:
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
     bad = 0
-    for folder in _found(path):
+    for folder in _checkpoints(path):
         problem = problem_of(folder)
         bad += bool(problem)
         print(f"{folder}  {'damaged: ' + problem if problem else 'sound'}", flush=True)
@@ -59,9 +59,9 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
 def problem_of(folder: Path) -> str:
     """What is wrong with a checkpoint, of which all is read; or nothing."""
     try:
-        record = read_record(folder)
+        manifest = read_manifest(folder)
         read_run(folder)
-        return damaged(folder, record, range(len(record["files"])))
+        return damage(folder, manifest, range(len(manifest["files"])))
     except UserError as error:
         return error.expected
 
@@ -72,10 +72,10 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
             raise UserError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"at least {least}")
     if is_complete(path):
         raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
-    found = _found(path)
-    old = superfluous(found, keep=arguments.keep, keep_every=arguments.keep_every)
-    if old and not any(not problem_of(one) for one in reversed(found) if one not in old):
-        expected = f"so many that a sound checkpoint is among them; {found[-1].name}: {problem_of(found[-1])}"
+    complete = _checkpoints(path)
+    old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every)
+    if old and not any(not problem_of(one) for one in reversed(complete) if one not in old):
+        expected = f"so many that a sound checkpoint is among them; {complete[-1].name}: {problem_of(complete[-1])}"
         raise UserError("--keep", arguments.keep, expected)
     for folder in [*old, *(_partial(path) if arguments.incomplete else ())]:
         remove(folder)

@@ -1,4 +1,4 @@
-"""Folders that are complete or not there, and the one process that makes them. Imports the standard library only."""
+"""Cache folders that several processes may make at once, and that are complete wherever one sees them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def content_hash(*parts: object) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder was finished and its files still have the sizes that they had then."""
+    """True if the folder was finished and its files still have the sizes that they had then."""
     try:
         sizes = json.loads((folder / MARKER).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -55,7 +55,7 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
     runs that make the same folder at once both succeed, and one's work is used.
 
     Returns:
-        Whether it had to be made.
+        True if it had to be made.
 
     Raises:
         RunError: it could not be written; nothing of it is left.
@@ -85,7 +85,7 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> bool:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed runs have left behind of this folder."""
+    """Remove parts of this folder that killed runs have left behind."""
     for path in folder.parent.glob(f"{folder.name}.tmp-*"):
         try:
             if time.time() - path.stat().st_mtime > ABANDONED_S:

@@ -1,4 +1,4 @@
-"""A tokenised corpus: flat arrays, in memory or mapped from files. Imports numpy.
+"""A tokenised corpus: flat arrays, in memory or mapped from files, so that a row costs a few slices.
 
 The tokens lie end to end in one array of 16 or 32 bits, with the documents' borders beside it. A row is then some
 slices of one mapped file, shared by all processes of a machine through the page cache. Arrow was the alternative: it
@@ -24,7 +24,7 @@ from tawpipe.data.sources import RawRow
 TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
 
 CHUNK_TOKENS = 1 << 23
-"""Whose mask is unpacked at one time."""
+"""Tokens whose mask is unpacked at one time."""
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -39,13 +39,13 @@ class Corpus:
     tokens: NDArray[np.uint16 | np.uint32]
     """[tokens] all documents end to end."""
     offsets: NDArray[np.int64]
-    """[documents + 1] where each begins."""
+    """[documents + 1] the first token of each, and the end."""
     identities: NDArray[np.uint64]
     """[documents] a hash of each one's content."""
     mask: NDArray[np.uint8] | None
     """[tokens / 8] one bit per token, set where it counts; None where all do."""
     counts: ReadCounts
-    """What reading it found."""
+    """Documents and faults that were counted while it was read."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -64,7 +64,7 @@ class Corpus:
         return tokens, bits[begin % 8 : begin % 8 + length].astype(np.bool_)
 
     def counted(self, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens count in each range of ``tokens``."""
+        """Numbers of tokens that count in each range of ``tokens``."""
         if self.mask is None:
             return ends - begins
         places = np.unique(np.concatenate([begins, ends]))
@@ -82,7 +82,7 @@ class Corpus:
         return before[np.searchsorted(places, ends)] - before[np.searchsorted(places, begins)]
 
     def learned(self, documents: NDArray[np.int64], limit: int | None = None) -> NDArray[np.int64]:
-        """How many tokens of each document are learned if ``limit`` of them are shown in one piece; all by default.
+        """Numbers of tokens learned of each document if ``limit`` of them are shown in one piece; all by default.
 
         Nothing predicts the first token of a piece.
         """
@@ -117,7 +117,7 @@ class Corpus:
 
 
 def render_counted(rows: Iterable[RawRow | Fault], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
-    """Render the rows, and count what was found and what was left out."""
+    """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
     for row in rows:
         document = row if isinstance(row, Fault) else renderer.render(row)
         if isinstance(document, Fault):
@@ -133,7 +133,7 @@ def write_corpus(
     """Tokenise all rows into the files of ``folder``, which exists; in memory at a time: a batch.
 
     Returns:
-        What was found. With no document in it, the folder holds no corpus.
+        The documents and faults that were counted. If there is no document, the folder holds no corpus.
     """
     counts = ReadCounts(files=files)
     dtype = token_dtype(vocab_size)
@@ -159,7 +159,7 @@ def write_corpus(
 
 
 def held_out(identities: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
-    """[documents] whether each belongs to validation: decided by its identity and the seed alone."""
+    """[documents] True for those of validation: decided by identity and seed alone."""
     return _mixed(identities, seed) < np.uint64(int(fraction * (1 << 64)))
 
 

@@ -1,4 +1,4 @@
-"""Documents to tokens. Imports numpy and transformers' tokenizers."""
+"""Documents to tokens, piece by piece, so that every token either counts or does not."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Tokens(NamedTuple):
 
     ids: NDArray[np.uint32]
     counts: NDArray[np.bool_]
-    """Which tokens count in the loss, the first one included: whether anything predicts it is the row's affair."""
+    """True for tokens that count in the loss, the first one included: the row says if anything predicts it."""
 
 
 class Encoder:
-    """Tokenises documents in batches.
+    """Tokeniser of documents, in batches.
 
     Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
     astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text

@@ -1,6 +1,6 @@
-"""Which piece of which document lies where in which row: pure functions of (lengths, row length, seed, epoch).
+"""Places of documents in rows: pure functions of (lengths, row length, seed, epoch).
 
-Imports numpy only. A plan never lists its rows: any row is found in O(log documents), and two processes that know the
+A plan never lists its rows: any row is found in O(log documents), and two processes that know the
 same lengths know the same rows. Both plans show every document once per epoch and shuffle rows and documents anew in
 each; the number of rows is the same in all epochs, so that sample n is row n % rows of epoch n // rows.
 """
@@ -31,7 +31,7 @@ class EpochPlan(Protocol):
     def rows(self) -> int: ...
 
     def segments(self, row: int) -> list[Segment]:
-        """What lies in the row, left to right. Their lengths add up to at most the row length; padding is the rest."""
+        """Segments of the row, left to right. Their lengths add up to at most the row length; padding is the rest."""
         ...
 
 
@@ -71,12 +71,12 @@ class SplitPlan:
         begin = int(self._cuts[row]) * self._sequence_length
         end = min(begin + self._sequence_length, int(self._starts[-1]))
         place = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        found = []
+        segments = []
         while begin < end:
             piece = min(int(self._starts[place + 1]), end) - begin
-            found.append(Segment(int(self._documents[place]), begin - int(self._starts[place]), piece))
+            segments.append(Segment(int(self._documents[place]), begin - int(self._starts[place]), piece))
             begin, place = begin + piece, place + 1
-        return found
+        return segments
 
 
 def split_rows(lengths: Int64s, sequence_length: int) -> int:
@@ -101,7 +101,7 @@ class FitShape:
         self.ranks = np.argsort(row_of_rank, kind="stable")
         """[documents] ranks by decreasing length, grouped by row."""
         self.bounds = np.searchsorted(row_of_rank[self.ranks], np.arange(self.rows + 1))
-        """[rows + 1] where in ``ranks`` each row begins."""
+        """[rows + 1] the place in ``ranks`` at which each row begins, and the end."""
 
 
 def best_fit(lengths: Int64s, sequence_length: int) -> tuple[Int64s, int]:

@@ -1,4 +1,4 @@
-"""Prepare the next items in a background thread. Imports the standard library only; draws no random numbers."""
+"""Items prepared ahead by a background thread, so that reading does not hold up the steps. Draws no random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class _End:
-    """What the thread leaves behind the last item: nothing, or the exception that ended it."""
+    """The mark behind the last item, with the exception that ended the thread, if one did."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over ``items`` while a thread is up to ``depth`` items ahead.
+    """Iterator over ``items`` whose thread is up to ``depth`` items ahead; used in a ``with`` block.
 
     An exception of the iterable is raised by the ``next()`` that would have returned its item. ``close()`` ends the
     thread after the item that it is working on; leaving a ``with`` block does so too. After the end, ``next()`` goes
@@ -81,8 +81,3 @@ class Prefetcher(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
-    """Iterate over ``items`` with a background thread at most ``depth`` items ahead; use it in a ``with`` block."""
-    return Prefetcher(items, depth)

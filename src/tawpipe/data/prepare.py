@@ -1,4 +1,4 @@
-"""From the settings to datasets: finds the files, the tokenizer and the tokens, or makes them. Imports all of data."""
+"""The data's door: datasets from settings, the same in every process, with a report of what was read."""
 
 from __future__ import annotations
 
@@ -12,30 +12,19 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tawpipe.data.cache import cache_root, content_hash, is_complete, leader_first, make_folder
-from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents, write_corpus
-from tawpipe.data.encode import Encoder
-from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, Renderer
+from tawpipe.data.cache import cache_root, content_hash, leader_first
+from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
+from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
 from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import RowReader, SourceFile, find_files, name_files
+from tawpipe.data.sources import SourceFile, find_files
 from tawpipe.data.stream import StreamedDataset
-from tawpipe.data.tokenizer import (
-    has_tokenizer,
-    load_tokenizer,
-    sample_texts,
-    tokenizer_hash,
-    train_tokenizer,
-    vocabulary_size,
-)
+from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CACHE_FORMAT = 1
-"""Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +36,7 @@ class PreparedData:
     tokenizer: PreTrainedTokenizerBase
     report: DataReport
     fingerprint: str
-    """What sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
+    """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
 
     @property
     def longest(self) -> int:
@@ -83,7 +72,7 @@ def prepare_data(
         tokenizer: one to use instead of what the settings say.
         model: a local folder whose tokenizer is used if the settings name none; a folder without one, or None, is as if
             there were none.
-        leader: whether this process makes what the cache lacks. One process per cache folder does.
+        leader: True for the process that makes what the cache lacks, one per cache folder.
         barrier: waits for the other processes; called once by each. It must bear as long as tokenising takes.
 
     Raises:
@@ -100,7 +89,7 @@ def prepare_data(
     preparation = _Preparation(
         settings, files, validation_files, root, sequence_length, seed, tokenizer, model, leader=leader
     )
-    request = content_hash(asdict(settings), preparation.identities(), model, sequence_length, seed)
+    request = content_hash(asdict(settings), stamps([*files, *validation_files]), model, sequence_length, seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
@@ -127,66 +116,24 @@ class _Preparation:
         self.settings, self.files, self.validation_files = settings, files, validation_files
         self.root, self.sequence_length, self.seed = root, sequence_length, seed
         self.given_tokenizer, self.model, self.leader = tokenizer, model, leader
-        self.reader = RowReader(settings.rows, settings.text_column)
         self.notes: list[str] = []
-
-    def identities(self) -> list[list[object]]:
-        return [[f.path, f.size, f.mtime_ns] for f in (*self.files, *self.validation_files)]
 
     def run(self) -> PreparedData:
         begin = time.perf_counter()
-        self.tokenizer, self.tokenizer_origin = self._tokenizer()
-        self.tokenizer_hash = tokenizer_hash(self.tokenizer)
-        self.vocab_size = vocabulary_size(self.tokenizer)
-        self.renderer = Renderer(self.tokenizer, self.settings.text_column)
-        self.encoder = Encoder(self.tokenizer)
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        self.pad_id = next((token for token in known if isinstance(token, int)), 0)
-        if self.tokenizer.eos_token_id is None:
+        self.text = TokenisedText(
+            self.settings, self.files, self.root, tokenizer=self.given_tokenizer, model=self.model
+        )
+        if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
         return self._streamed() if self.settings.streaming else self._cached(begin)
 
-    def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, str]:
-        """The tokenizer and where it is from."""
-        if self.given_tokenizer is not None:
-            return self.given_tokenizer, "given"
-        if self.settings.tokenizer is not None:
-            return load_tokenizer(self.settings.tokenizer), self.settings.tokenizer
-        if self.model is not None and has_tokenizer(self.model):
-            return load_tokenizer(self.model, "--model"), f"of the model, {self.model}"
-        settings = self.settings
-        key = content_hash(CACHE_FORMAT, _stamps(self.files), settings.rows, settings.text_column, settings.vocab_size)
-        folder = self.root / "tokenizers" / key
-
-        def fill(work: Path) -> None:
-            train_tokenizer(sample_texts(self.files, self.reader), settings.vocab_size).save_pretrained(work)
-
-        made = make_folder(folder, fill)
-        return load_tokenizer(str(folder)), "trained on the training files" + ("" if made else ", from the cache")
-
-    def _corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
-        """The tokens of the files, and whether they were there already."""
-        settings = self.settings
-        key = content_hash(CACHE_FORMAT, _stamps(files), self.tokenizer_hash, settings.rows, settings.text_column)
-        folder = self.root / "corpora" / key
-
-        def fill(work: Path) -> None:
-            rows = (row for file in files for row in self.reader.read(file))
-            counts = write_corpus(work, rows, self.renderer, self.encoder, files=len(files), vocab_size=self.vocab_size)
-            if not counts.documents:
-                raise _nothing_left(setting, files, counts)
-
-        made = make_folder(folder, fill)
-        assert is_complete(folder)
-        return Corpus.open(folder, self.vocab_size), not made
-
     def _cached(self, begin: float) -> PreparedData:
-        corpus, reused = self._corpus(self.files, "--data")
+        corpus, reused = self.text.corpus(self.files, "--data")
         packing = self._packing(corpus.counts)
         validation_read: ReadCounts | None = None
         if self.validation_files:
             train_documents = np.arange(len(corpus.identities))
-            validation_corpus, _ = self._corpus(self.validation_files, "--validation-data")
+            validation_corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
             validation_documents = np.arange(len(validation_corpus.identities))
             validation_read = validation_corpus.counts
         else:
@@ -219,22 +166,22 @@ class _Preparation:
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
         counts = ReadCounts(files=len(self.files))
-        rows = (row for file in self.files for row in self.reader.read(file))
-        first = list(islice(render_counted(rows, self.renderer, counts), self.settings.stream_window))
+        rows = (row for file in self.files for row in self.text.reader.read(file))
+        first = list(islice(render_counted(rows, self.text.renderer, counts), self.settings.stream_window))
         if not first:
-            raise _nothing_left("--data", self.files, counts)
+            raise no_documents("--data", self.files, counts)
         packing = self._packing(counts)
         validation: PackedDataset | None = None
         validation_read: ReadCounts | None = None
         if self.validation_files:
-            corpus, _ = self._corpus(self.validation_files, "--validation-data")
+            corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
             validation = self._validation(corpus, np.arange(len(corpus.identities)), packing)
             validation_read = corpus.counts
         elif fraction > 0:
             out = held_out(np.array([document.identity for document in first], np.uint64), fraction, self.seed)
             documents = [document for document, is_out in zip(first, out, strict=True) if is_out]
             if documents:
-                corpus = Corpus.from_tokens(self.encoder.encode_all(documents), counts)
+                corpus = Corpus.from_tokens(self.text.encoder.encode_all(documents), counts)
                 validation = self._validation(corpus, np.arange(len(documents)), packing)
                 if validation is not None:
                     self.notes.append(
@@ -245,13 +192,13 @@ class _Preparation:
                 self.notes.append(f"streaming: none of the first {len(first):,} documents is held out; no validation")
         train = StreamedDataset(
             self.files,
-            self.reader,
-            self.renderer,
-            self.encoder,
+            self.text.reader,
+            self.text.renderer,
+            self.text.encoder,
             sequence_length=self.sequence_length,
             seed=self.seed,
             packing=packing,
-            pad_id=self.pad_id,
+            pad_id=self.text.pad_id,
             window=self.settings.stream_window,
             held_out_fraction=fraction,
             tell=self.leader,
@@ -280,39 +227,39 @@ class _Preparation:
         return self.settings.packing
 
     def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset | None:
-        """None if nothing of the documents would be learned."""
+        """A dataset of those documents of which something is learned; None if there is none."""
         kept = learnable(corpus, documents, sequence_length=self.sequence_length, packing=packing)
         if not len(kept):
             return None
-        made = PackedDataset(
+        dataset = PackedDataset(
             corpus,
             kept,
             sequence_length=self.sequence_length,
             seed=self.seed,
             packing=packing,
-            pad_id=self.pad_id,
+            pad_id=self.text.pad_id,
         )
-        return made if made.num_learned else None
+        return dataset if dataset.num_learned else None
 
     def _validation(
         self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]
     ) -> PackedDataset | None:
-        """None, with a note, if nothing of the held-out documents would be learned."""
+        """The held-out documents; None, with a note, if nothing of them would be learned."""
         if not len(documents):
             return None
-        made = self._packed(corpus, documents, packing)
-        if made is None and self.validation_files:
+        dataset = self._packed(corpus, documents, packing)
+        if dataset is None and self.validation_files:
             raise nothing_learned("--validation-data", self.validation_files, self.sequence_length, packing)
-        if made is None:
+        if dataset is None:
             self.notes.append("no validation: of the held-out documents no token would be learned")
-        return made
+        return dataset
 
     def _tokenizer_with_template(self, counts: ReadCounts) -> PreTrainedTokenizerBase:
-        """What the model has learned to chat in belongs to the exported tokenizer."""
-        if not counts.chat or self.tokenizer.chat_template:
-            return self.tokenizer
+        """The tokenizer to export: with the chat template that the model has learned to chat in."""
+        if not counts.chat or self.text.tokenizer.chat_template:
+            return self.text.tokenizer
         self.notes.append("the tokenizer has no chat template; the built-in one was used and is exported with it")
-        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer = copy.deepcopy(self.text.tokenizer)
         tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
         return tokenizer
 
@@ -328,7 +275,7 @@ class _Preparation:
         validation_read: ReadCounts | None,
     ) -> DataReport:
         return DataReport(
-            tokenizer=f"{self.tokenizer_origin}, {len(self.tokenizer):,} tokens",
+            tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",
             packing=packing,
             sequence_length=self.sequence_length,
             seconds=seconds,
@@ -345,15 +292,11 @@ class _Preparation:
         settings = self.settings
         window = settings.stream_window if settings.streaming else None
         rows = content_hash(self.sequence_length, self.seed, packing, window)
-        return f"documents:{documents[:16]} tokenizer:{self.tokenizer_hash[:16]} rows:{rows[:16]}"
-
-
-def _stamps(files: Sequence[SourceFile]) -> list[list[object]]:
-    return [[file.path, file.size, file.mtime_ns] for file in files]
+        return f"documents:{documents[:16]} tokenizer:{self.text.hash[:16]} rows:{rows[:16]}"
 
 
 def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
-    """``documents`` are those that there were to choose from."""
+    """The dataset's size; ``documents`` is the number that there were to choose from."""
     kept = dataset.num_documents
     return SetSize(
         documents=kept,
@@ -363,10 +306,3 @@ def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
         truncated=dataset.num_truncated,
         left_out=(documents or kept) - kept,
     )
-
-
-def _nothing_left(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:
-    """No document is left; ``files`` are those that matched."""
-    first = f": {counts.messages[0]}" if counts.messages else ""
-    expected = f"at least one document to train on; skipped {counts.skipped() or 'nothing'}{first}"
-    return UserError(setting, name_files(files), expected)

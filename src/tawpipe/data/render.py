@@ -1,4 +1,4 @@
-"""Rows to pieces of text that count or do not. Imports transformers' tokenizer type only to name it.
+"""Rows to documents: chats and instructions are learned in part, so a document has pieces that count or do not.
 
 A document is a list of pieces. Text that the model is given (a prompt, other people's messages, the headers of a chat
 template) does not count; text that it shall write does.
@@ -26,12 +26,12 @@ BUILTIN_CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
 )
-"""For tokenizers without a chat template: ``<|role|>``, a line break, the content, the end-of-text token after what the
-assistant says, a line break. The headers are plain text, so that any vocabulary can spell them."""
+"""Chat template for tokenizers without one: ``<|role|>``, a line break, the content, the end-of-text token after the
+assistant's, a line break. The headers are plain text, so that any vocabulary can spell them."""
 
 
 class Piece(NamedTuple):
-    """Some text, and whether its tokens count in the loss."""
+    """Some text; its tokens count in the loss, or all of them do not."""
 
     text: str
     counts: bool
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """What becomes one sequence of tokens.
+    """Pieces of text that become one sequence of tokens.
 
     Attributes:
         complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
@@ -64,10 +64,10 @@ class _Malformed(Exception):
 
 
 class Renderer:
-    """Turns raw rows into documents.
+    """Maker of documents from raw rows.
 
     Args:
-        tokenizer: whose chat template chat rows go through; BUILTIN_CHAT_TEMPLATE where it has none.
+        tokenizer: the one whose chat template chat rows go through; BUILTIN_CHAT_TEMPLATE where it has none.
         text_column: the setting of this name.
     """
 
@@ -122,7 +122,7 @@ class Renderer:
         return Document(kind, tuple(piece for piece in pieces if piece.text), complete=True)
 
     def _turn(self, whole: str, messages: list[dict[str, Any]], number: int, done: int) -> tuple[int, int]:
-        """Where in ``whole`` the assistant's message ``number`` begins and ends, its end-of-turn token included."""
+        """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""
         before = self._prefix(whole, messages[:number], add_generation_prompt=True)
         after = self._prefix(whole, messages[: number + 1], add_generation_prompt=False)
         if before is not None and after is not None and done <= before < after:
@@ -165,7 +165,7 @@ class Renderer:
 
 
 def raw_text(row: RawRow) -> str:
-    """All text of a row without any template: what a tokenizer is trained on."""
+    """Text of a row without any template, on which a tokenizer is trained."""
     texts: list[str] = []
     for value in row.columns.values():
         parts: Sequence[object] = value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""What was read, what was skipped and why: counts for the user. Imports the standard library only."""
+"""Counts of what was read and what was skipped, so that no document is lost without a word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fault:
 
 @dataclass
 class ReadCounts:
-    """What reading a corpus found. Counted while it is read, and kept with the tokens in the cache."""
+    """Documents and faults of a corpus. Counted while it is read, and kept with the tokens in the cache."""
 
     files: int = 0
     """Files that matched the globs."""
@@ -46,7 +46,7 @@ class ReadCounts:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens do not count, as in chat and instruction rows."""
+        """True if some tokens do not count, as in chat and instruction rows."""
         return self.chat + self.instruction > 0
 
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
@@ -64,12 +64,12 @@ class ReadCounts:
             self.messages.append(f"{fault.where}: {fault.why}")
 
     def skipped(self) -> str:
-        """What was left out, in words; empty where nothing was."""
+        """Documents, rows and files that were left out, in words; empty if there are none."""
         counted = [(self.bad_files, "unreadable file"), (self.bad_rows, "bad row"), (self.empty, "empty document")]
         return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counted if number)
 
     def lines(self, name: str) -> list[str]:
-        """``name`` says which corpus this is."""
+        """Lines for the console on what was left out; ``name`` says of which corpus."""
         lines = []
         if skipped := self.skipped():
             lines.append(f"{name}: skipped {skipped}")
@@ -81,7 +81,7 @@ class ReadCounts:
 
 @dataclass(frozen=True)
 class SetSize:
-    """How much a dataset holds."""
+    """Size of a dataset."""
 
     documents: int
     tokens: int
@@ -92,7 +92,7 @@ class SetSize:
     truncated: int = 0
     """Documents longer than a row of which ``fit`` packing cuts off the end."""
     left_out: int = 0
-    """Documents of which it would show nothing that is learned."""
+    """Documents without a token that it would show and that is learned."""
 
     def text(self, sequence_length: int, packing: str) -> str:
         share = self.learned / (self.rows * sequence_length)
@@ -104,24 +104,24 @@ class SetSize:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What ``prepare_data`` did."""
+    """Outcome of ``prepare_data``, for the user."""
 
     tokenizer: str
-    """Where the tokenizer came from and its size."""
+    """Origin and size of the tokenizer."""
     packing: Literal["split", "fit"]
     sequence_length: int
     seconds: float
     reused: bool
-    """Whether the tokens were in the cache already."""
+    """True if the tokens were in the cache already."""
     train: SetSize
-    """When streaming, of the first window: nobody has counted the rest."""
+    """Size of the training data; when streaming, of the first window: nobody has counted the rest."""
     validation: SetSize | None
     read: ReadCounts
-    """What reading the training files found; when streaming, of what has been read so far."""
+    """Counts of the training files; when streaming, of what has been read so far."""
     validation_read: ReadCounts | None = None
-    """The same for the validation files, where they are others."""
+    """Counts of the validation files, if they are others."""
     notes: tuple[str, ...] = ()
-    """What was done otherwise than asked, and why."""
+    """Sentences on what was done otherwise than asked, and why."""
     streamed: bool = False
 
     def lines(self) -> list[str]:

@@ -1,55 +1,36 @@
-"""What a sample is, how it is cut out of a corpus, and the dataset of a tokenised corpus. Imports numpy.
+"""Samples by number: rows cut out of a tokenised corpus, so that the position in the data is one integer.
 
 A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
-is in segments of its own, none longer than the longest document, so that no position is beyond what documents need. The
-first token of a segment has the label -100: nothing in the row predicts it.
+is in segments of its own, none longer than the longest document, so that no position is beyond what documents need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, Segment, SplitPlan, split_rows
 from tawpipe.data.sources import SourceFile, name_files
 from tawpipe.errors import UserError
-
-IGNORED = -100
-"""Label of a token that does not count."""
+from tawpipe.model.batch import IGNORE, MicroBatch
 
 PLANS_KEPT = 2  # the epoch that is read and the one that a prefetching thread may have entered
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One sample, in the Hugging Face convention: labels are not shifted."""
-
-    input_ids: Int64s
-    """[S]"""
-    labels: Int64s
-    """[S]: the token itself, or -100 where it does not count."""
-    position_ids: Int64s
-    """[S]: from 0 in every segment."""
-    lengths: tuple[int, ...]
-    """Tokens of each segment, those of padding last; their sum is S."""
 
 
 class RowSource(Protocol):
     """Samples by their global number, counted from 0 over all epochs. A number gives the same row everywhere."""
 
-    def sample(self, number: int) -> Row: ...
-
-    def rows_per_epoch(self, epoch: int = 0) -> int | None:
-        """Rows of an epoch; None where nobody has counted."""
+    def sample(self, number: int) -> MicroBatch:
+        """The sample as a micro-batch of one row."""
         ...
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        """What another process needs to go on at sample ``number`` at once. Small, and of plain JSON types."""
+        """State with which another process goes on at sample ``number`` at once. Small, and of plain JSON types."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,44 +40,37 @@ class RowSource(Protocol):
 
 def cut_row(
     corpus: Corpus,
-    documents: Int64s | None,
+    documents: Int64s,
     segments: Sequence[Segment],
     sequence_length: int,
     pad_id: int,
     longest: int,
-) -> Row:
+) -> MicroBatch:
     """Copy the segments' tokens into one row.
 
     Args:
-        documents: the corpus's number of each document that the segments count; None where they count the corpus's own.
+        documents: the corpus's number of each document that the segments count.
         longest: tokens of a segment of padding at most.
     """
-    input_ids = np.full(sequence_length, pad_id, np.int64)
-    labels = np.full(sequence_length, IGNORED, np.int64)
-    position_ids = np.empty(sequence_length, np.int64)
+    input_ids = np.full((1, sequence_length), pad_id, np.int64)
+    labels = np.full((1, sequence_length), IGNORE, np.int64)
     lengths = [segment.length for segment in segments]
     at = 0
     for segment in segments:
-        here = slice(at, at + segment.length)
-        document = segment.document if documents is None else int(documents[segment.document])
-        tokens, counts = corpus.read(document, segment.start, segment.length)
+        here = 0, slice(at, at + segment.length)
+        tokens, counts = corpus.read(int(documents[segment.document]), segment.start, segment.length)
         input_ids[here] = labels[here] = tokens
         if counts is not None:
-            labels[here][~counts] = IGNORED
-        labels[at] = IGNORED
+            labels[here][~counts] = IGNORE
         at += segment.length
     while at < sequence_length:
         lengths.append(min(sequence_length - at, longest))
         at += lengths[-1]
-    at = 0
-    for length in lengths:
-        position_ids[at : at + length] = np.arange(length)
-        at += length
-    return Row(input_ids, labels, position_ids, tuple(lengths))
+    return MicroBatch.of_documents(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths)
 
 
 def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packing: Literal["split", "fit"]) -> Int64s:
-    """Those of the documents of which rows show a token that is learned; under ``split`` all, or none.
+    """Numbers of the documents of which rows show a token that is learned; under ``split`` all, or none.
 
     ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned.
     """
@@ -105,7 +79,7 @@ def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packin
 
 
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
-    """No token of the files would be learned."""
+    """An error for files of which no token would be learned."""
     where = f"in the first {sequence_length:,} tokens of any document" if packing == "fit" else "in any row"
     other = ", or --packing split" if packing == "fit" else ""
     expected = f"tokens to learn, of which there are none {where}: a larger --sequence-length{other}"
@@ -135,14 +109,14 @@ class PackedDataset:
         pad_id: int,
     ) -> None:
         assert len(documents), "a dataset has at least one document"
-        self.sequence_length, self.packing, self.seed = sequence_length, packing, seed
+        self.sequence_length, self.seed = sequence_length, seed
         self._corpus, self.documents, self._pad_id = corpus, documents, pad_id
         self._lengths = corpus.lengths[documents]
         self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
         self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
         self._plans: dict[int, EpochPlan] = {}
         self.longest = min(int(self._lengths.max()), sequence_length)
-        """Tokens that a segment may have: of the longest document, or of a row."""
+        """Tokens that a segment may have at most: of the longest document, or of a row."""
 
     @property
     def num_documents(self) -> int:
@@ -155,7 +129,7 @@ class PackedDataset:
 
     @property
     def num_learned(self) -> int:
-        """Labels of the first epoch that count; of ``fit`` those of every epoch."""
+        """Labels of the first epoch that count; under ``fit`` those of every epoch."""
         if self._shape is not None:
             return int(self._corpus.learned(self.documents, self.sequence_length).sum())
         plan = self._plan(0)
@@ -167,17 +141,14 @@ class PackedDataset:
 
     @property
     def num_truncated(self) -> int:
-        """Documents of which ``fit`` cuts off the end."""
+        """Documents whose end ``fit`` cuts off."""
         return 0 if self._shape is None else int((self._lengths > self.sequence_length).sum())
 
-    def rows_per_epoch(self, epoch: int = 0) -> int:
+    def __len__(self) -> int:
         """Rows of an epoch; the same for all."""
         return self._rows
 
-    def __len__(self) -> int:
-        return self._rows
-
-    def sample(self, number: int) -> Row:
+    def sample(self, number: int) -> MicroBatch:
         """Row ``number % rows`` of epoch ``number // rows``."""
         epoch, row = divmod(number, self._rows)
         segments = self._plan(epoch).segments(row)
@@ -198,4 +169,4 @@ class PackedDataset:
         return {"sample": number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do: every sample is equally near."""
+        """Do nothing: every sample is equally near."""

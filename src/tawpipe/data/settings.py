@@ -1,4 +1,4 @@
-"""The settings of the data, as a dataclass that the command line shows as options. Imports nothing but the errors."""
+"""The settings of the data, as a dataclass that the command line shows as options without loading torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and the end-of-text token
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Where the text comes from and how it becomes rows of tokens."""
+    """Settings of the text, and of how it becomes rows of tokens."""
 
     data: list[str] = field(default_factory=lambda: ["stdlib"])
     """Globs of the training files (`**` crosses folders). .jsonl, .json and .parquet hold one document per row, any
@@ -29,7 +29,7 @@ class DataSettings:
     copies of a document stay on one side. Of no effect with validation_data. 0: no validation."""
 
     rows: Rows = "auto"
-    """What a row of a .jsonl or .parquet file is: text (text_column), chat (`messages` of `role` and `content`), or
+    """Kind of a row of a .jsonl or .parquet file: text (text_column), chat (`messages` of `role` and `content`), or
     instruction (`prompt` and `completion`, or `instruction`, `output` and perhaps `input`). auto: by its columns,
     where a text_column other than the default goes first, then chat, instruction and text."""
 
@@ -44,7 +44,7 @@ class DataSettings:
     """Vocabulary of the tokenizer that is trained here. Of no effect on one that exists."""
 
     packing: Packing = "auto"
-    """How documents fill rows. split: end to end, a document may go on in another row as a document of its own. fit:
+    """Documents in rows. split: end to end, a document may go on in another row as a document of its own. fit:
     whole documents, best fit, the rest of the row is padding, a document longer than a row is cut off. auto: fit where
     there are chat or instruction rows, else split."""
 

@@ -1,4 +1,4 @@
-"""Globs to files, and files to raw rows. Imports pyarrow only where a parquet file is read.
+"""Globs to files, and files to raw rows, where a fault in one row costs that row and no other.
 
 JSON lines are read line by line and not with ``datasets``' JSON reader, which reads blocks: it cannot say which line is
 corrupt, gives up the file there, and wants one schema for all files.
@@ -61,12 +61,12 @@ class RawRow:
 
 
 def find_files(patterns: Iterable[str], setting: str = "--data") -> list[SourceFile]:
-    """All files that the globs match, sorted by path, each once.
+    """Files that the globs match, sorted by path, each once.
 
     Raises:
         UserError: a glob matches no file.
     """
-    found: dict[str, SourceFile] = {}
+    files: dict[str, SourceFile] = {}
     for pattern in patterns:
         if pattern == STDLIB:
             paths = _stdlib_files()
@@ -77,8 +77,8 @@ def find_files(patterns: Iterable[str], setting: str = "--data") -> list[SourceF
                 hint = f"; this is a folder, write {pattern.rstrip('/')}/**/*" if Path(pattern).is_dir() else ""
                 raise UserError(setting, pattern, f"globs that match at least one file each, or {STDLIB}{hint}")
         for path in paths:
-            found[str(path.absolute())] = _source_file(path.absolute())
-    return sorted(found.values())
+            files[str(path.absolute())] = _source_file(path.absolute())
+    return sorted(files.values())
 
 
 def name_files(files: Sequence[SourceFile]) -> str:
@@ -103,7 +103,7 @@ def _source_file(path: Path) -> SourceFile:
 
 
 def row_kind(names: Collection[str], rows: Rows, text_column: str) -> RowKind | None:
-    """What a row with these columns is; None if it lacks those that ``rows`` asks for."""
+    """Kind of a row with these columns; None if it lacks those that ``rows`` asks for."""
     is_instruction = any(all(name in names for name in group) for group in INSTRUCTION_COLUMNS)
     is_chat = all(name in names for name in CHAT_COLUMNS)
     is_text = text_column in names
@@ -119,7 +119,7 @@ def row_kind(names: Collection[str], rows: Rows, text_column: str) -> RowKind | 
 def lacks_columns(
     kind: Literal["file", "row"], where: str, names: Collection[str], rows: Rows, text_column: str
 ) -> Fault:
-    """A row, or a file whose rows are alike, that is nothing in particular; says which columns there are."""
+    """Fault of a row, or of a file whose rows are alike, that is of no kind; says which columns there are."""
     wanted = {
         "text": [f"{text_column!r} (--text-column)"],
         "chat": ["'messages'"],
@@ -142,7 +142,7 @@ def useful_columns(kind: RowKind, text_column: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of a file, and names what cannot be read.
+    """Reader of the rows of a file, which names what cannot be read.
 
     Attributes:
         rows, text_column: the settings of these names.

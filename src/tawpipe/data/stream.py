@@ -1,4 +1,4 @@
-"""Samples from a corpus that is read and tokenised during training. Imports numpy and ``datasets``.
+"""Samples from a corpus that is read and tokenised during training, because it is too large to go through first.
 
 The stream is cut into windows of documents. A window is tokenised, shuffled and packed like a corpus of its own, so a
 sample is (window, row of the window), and a window is decided by where in the files it begins. That place, and nothing
@@ -22,9 +22,10 @@ from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import Fault, ReadCounts
-from tawpipe.data.rows import PackedDataset, Row, learnable, nothing_learned
+from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
 from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -38,11 +39,11 @@ STATES_KEPT = 64
 """Windows whose beginnings are remembered, for checkpoints of samples that lie behind what was prefetched."""
 
 BEGINNING: dict[str, Any] = {"epoch": 0, "window": 0, "first": 0, "stream": None}
-"""Where a window begins: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
+"""Beginning of a window: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
 
 
 def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Fault]]:
-    """All rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
+    """Rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
     for file in files:
         for row in reader.read(file):
             yield {"row": row}
@@ -61,7 +62,7 @@ class StreamedDataset:
     """Samples by their global number, of which later ones are near and earlier ones far.
 
     Args:
-        files, reader, renderer, encoder: what is read, and how it becomes tokens.
+        files, reader, renderer, encoder: the text, and what makes tokens of it.
         packing: as in PackedDataset, within each window; a window's last row (split) may have padding.
         window: documents of a window.
         held_out_fraction: documents that are left out here because validation has them.
@@ -86,21 +87,18 @@ class StreamedDataset:
         self.sequence_length, self.seed = sequence_length, seed
         self.packing: Literal["split", "fit"] = packing
         self.counts = ReadCounts(files=len(files))
-        """What has been read so far, what was read again after going back included."""
+        """Documents and faults so far, those read again after going back included."""
         self._files, self._reader, self._renderer, self._encoder = files, reader, renderer, encoder
         self._pad_id, self._window_size, self._held_out, self._tell = pad_id, window, held_out_fraction, tell
         self.longest = self.left_out = 0
-        """Tokens of the longest segment so far; documents so far of which nothing would be learned."""
+        """Tokens of the longest segment so far; documents so far without a token to learn."""
         self._lock = threading.Lock()
         self._states: deque[dict[str, Any]] = deque(maxlen=STATES_KEPT)
         self._start = BEGINNING
         self._go_to(BEGINNING)
 
-    def rows_per_epoch(self, epoch: int = 0) -> None:
-        """None: nobody has counted."""
-
-    def sample(self, number: int) -> Row:
-        """Reads on to the sample, or back from the last known place before it.
+    def sample(self, number: int) -> MicroBatch:
+        """The sample; reads on to it, or back from the last known place before it.
 
         Raises:
             UserError: nothing in the files is a document, or nothing of them is learned.
@@ -126,7 +124,7 @@ class StreamedDataset:
             self._go_to(self._start)
 
     def _known(self, number: int) -> dict[str, Any]:
-        """Where the last window begins of which it is known that its first sample is not behind ``number``."""
+        """Beginning of the last window that is known not to begin behind sample ``number``."""
         known = [state for state in (BEGINNING, self._start, *self._states) if state["first"] <= number]
         return max(known, key=lambda state: state["first"])
 
@@ -145,7 +143,7 @@ class StreamedDataset:
         self._examples = iter(self._stream)
 
     def _place(self) -> dict[str, Any]:
-        """Where the window that is read next begins."""
+        """Place at which the window begins that is read next."""
         stream = copy.deepcopy(self._stream.state_dict())
         return {"epoch": self._epoch, "window": self._window, "first": self._first, "stream": stream}
 

@@ -1,4 +1,4 @@
-"""Tokenizers: found, trained, checked. Imports transformers and tokenizers."""
+"""Tokenizers, loaded or trained so that the same files give the same tokens everywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAINING_BYTES = 8 << 20
 """A tokenizer is trained on at most so much text: more costs time and hardly changes the merges."""
 
 CHUNK_BYTES = 64 << 10
-"""What is taken from one place of a larger corpus. The places are evenly spaced over all bytes of all files."""
+"""Bytes taken from one place of a larger corpus. The places are evenly spaced over all bytes of all files."""
 
 UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
 """Runs that are no words (encoded data, padding). Training is quadratic in the length of a word, so they are out."""
@@ -33,7 +33,7 @@ UNBROKEN = re.compile(r"\S{1024,}|\s{1024,}")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
-"""What a tokenizer.json without any configuration may call its end-of-text token."""
+"""Names of the end-of-text token to look for in a tokenizer.json without any configuration."""
 
 
 def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokenizerBase:
@@ -62,7 +62,7 @@ def load_tokenizer(name: str, setting: str = "--tokenizer") -> PreTrainedTokeniz
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether this is a folder with a tokenizer in it."""
+    """True if this is a folder with a tokenizer in it."""
     return any((Path(folder).expanduser() / name).exists() for name in TOKENIZER_FILES)
 
 

@@ -71,7 +71,7 @@ class OurContender:
         self._executor.adopt(self.schedule)
         token = torch.zeros(1, 1, dtype=torch.long)
         mine = self.schedule.step.micro_batches[rank]
-        batches = {m: MicroBatch(token, token, token, (1,), index=m) for m in mine}
+        batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
         self._given = StepInput(batches, scale=1.0, seed=None, step=0)
 
     def step(self) -> None:

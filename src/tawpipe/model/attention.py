@@ -1,5 +1,4 @@
-"""Attention inside documents that are packed into rows, without a mask of S x S. Imports torch, and transformers'
-registries for attention and mask functions.
+"""Attention inside documents that are packed into rows, without a mask of S x S: long rows have no room for one.
 
 ``register()`` puts both functions under the name ``tawpipe`` into transformers' own interfaces. The mask function
 builds no mask: it returns a ``PackedMask``, which the model hands on to its layers where a mask would go, and so it
@@ -26,16 +25,16 @@ from tawpipe.model.kernels import Documents
 logger = logging.getLogger(__name__)
 
 NAME = "tawpipe"
-"""What ``config._attn_implementation`` says when the functions of this file are in use."""
+"""Value of ``config._attn_implementation`` when the functions of this file are in use."""
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""transformers' description of a mask: (batch, head, query, key positions) -> whether the query sees the key."""
+"""transformers' description of a mask: (batch, head, query, key positions) -> True if the query sees the key."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Stands where the attention mask goes: causal inside each document, nothing across, perhaps within a window.
+    """Stand-in for the attention mask: causal inside each document, nothing across, perhaps within a window.
 
     It holds no values: a layer that looks into its mask, instead of handing it to the attention function, is refused.
     """
@@ -44,7 +43,7 @@ class PackedMask:
     window: int | None
     """A token sees itself and the ``window - 1`` tokens before it; None for all before it."""
     function: MaskFunction | None = None
-    """What the model asked for, which ``check`` compares with the above."""
+    """The mask that the model asked for, which ``check`` compares with the above."""
 
     def check(self) -> None:
         """Compare the model's mask with a causal one (within the window) at the positions where they could differ.
@@ -116,7 +115,7 @@ _packing: ContextVar[Documents | None] = ContextVar("tawpipe_packing", default=N
 
 @contextlib.contextmanager
 def packing(documents: Documents) -> Iterator[None]:
-    """Within it, the mask function answers for these documents."""
+    """Let the mask function answer for these documents, within the ``with`` block."""
     token = _packing.set(documents)
     try:
         yield

@@ -1,10 +1,14 @@
-"""What one rank computes at once: packed rows with shifted labels and document lengths. Imports torch only."""
+"""Packed rows that one rank computes at once: the one form in which tokens pass from the data to a layer.
+
+A row's borders, positions and shifted labels are derived here once; everything later only reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +17,12 @@ from tawpipe.errors import UserError
 
 IGNORE = -100
 """The label of a position that predicts nothing, as everywhere in the Hugging Face libraries."""
+TENSORS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some packed rows that one rank computes at once."""
+    """Packed rows that one rank computes at once."""
 
     input_ids: Tensor
     """[b, S] int64."""
@@ -27,8 +32,6 @@ class MicroBatch:
     """[b, S] int64; restarts at 0 at each document's first token, unless ``positions_given``."""
     lengths: tuple[int, ...]
     """Document lengths over the flattened b x S tokens. No document crosses a row; padding is a document of its own."""
-    index: int = 0
-    """Global number of the micro-batch in its step. Random numbers depend on it, not on the rank."""
     positions_given: bool = False
     """The model is given ``position_ids`` as they are. Otherwise it is given its own for each document: RoBERTa and its
     kin do not start at 0.
@@ -50,8 +53,6 @@ class MicroBatch:
         labels: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *,
-        index: int = 0,
     ) -> MicroBatch:
         """Build from rows in the Hugging Face convention, on the CPU. What is given is copied.
 
@@ -61,7 +62,6 @@ class MicroBatch:
             position_ids: [b, S], given to the model as they are; a new document starts where they fall. Without them
                 every row is one document.
             attention_mask: [b, S], 1 for tokens, 0 for padding on the right. Padding becomes a document of its own.
-            index: global number of the micro-batch in its step.
 
         Labels are shifted by one, and a target in another document than its input is dropped.
 
@@ -100,64 +100,67 @@ class MicroBatch:
             starts[:, 0] = True
             starts[:, 1:] |= real[:, :-1] & ~real[:, 1:]
             labels = labels.masked_fill(~real, IGNORE)
-        made = cls._of_starts(starts, input_ids, labels, position_ids, index)
-        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
-        return replace(made, position_ids=made.position_ids.masked_fill(~real, 0))
-
-    @classmethod
-    def of_documents(cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], *, index: int = 0) -> MicroBatch:
-        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included."""
-        starts = torch.zeros(input_ids.numel(), dtype=torch.bool, device="cpu")
-        starts[[0, *accumulate(lengths[:-1])]] = True
-        return cls._of_starts(starts.view_as(input_ids), input_ids, labels, None, index)
-
-    @classmethod
-    def _of_starts(
-        cls, starts: Tensor, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, index: int
-    ) -> MicroBatch:
         first = starts.flatten().nonzero().flatten()
-        lengths = torch.cat([first[1:], first.new_tensor([starts.numel()])]) - first
-        if position_ids is None:
-            positions = (torch.arange(starts.numel(), device="cpu") - first.repeat_interleave(lengths)).view_as(
-                input_ids
-            )
-        else:
-            positions = position_ids.clone()
-        shifted = torch.full_like(labels, IGNORE)
-        shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORE)
+        lengths = first.diff(append=first.new_tensor([starts.numel()])).tolist()
+        batch = cls.of_documents(input_ids, labels, lengths, position_ids)
+        # Padding needs no positions of its own, of which a model may have fewer than a row has tokens.
+        return replace(batch, position_ids=batch.position_ids.masked_fill(~real, 0))
+
+    @classmethod
+    def of_documents(
+        cls, input_ids: Tensor, labels: Tensor, lengths: Sequence[int], position_ids: Tensor | None = None
+    ) -> MicroBatch:
+        """Build from rows like ``from_rows``, and the lengths of their documents in turn, padding included.
+
+        Here, and nowhere else, borders become positions and labels are shifted.
+        """
+        each = torch.tensor(lengths, device="cpu")
+        ends = each.cumsum(0)
+        shifted = labels.flatten().roll(-1)
+        shifted[ends - 1] = IGNORE  # the last token of a document predicts nothing
+        positions = torch.arange(input_ids.numel(), device="cpu") - (ends - each).repeat_interleave(each)
         return cls(
             input_ids=input_ids.clone(),
-            labels=shifted,
-            position_ids=positions,
-            lengths=tuple(lengths.tolist()),
-            index=index,
+            labels=shifted.view_as(labels),
+            position_ids=positions.view_as(input_ids) if position_ids is None else position_ids.clone(),
+            lengths=tuple(lengths),
             positions_given=position_ids is not None,
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """The rows of several micro-batches, whose rows are of one length, in one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in TENSORS),
+            lengths=tuple(length for part in parts for length in part.lengths),
+            positions_given=parts[0].positions_given,
+        )
+
+    def part(self, rows: range) -> MicroBatch:
+        """Some of the rows, in tensors of their own."""
+        length = self.input_ids.shape[1]
+        borders = [0, *accumulate(self.lengths)]
+        documents = slice(borders.index(rows.start * length), borders.index(rows.stop * length))
+        return MicroBatch(
+            *(getattr(self, name)[rows.start : rows.stop].clone() for name in TENSORS),
+            lengths=self.lengths[documents],
+            positions_given=self.positions_given,
         )
 
     def copy(self) -> MicroBatch:
         """The same micro-batch in tensors of its own, page-locked where they were."""
-
-        def own(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor)
-
-        return replace(
-            self, input_ids=own(self.input_ids), labels=own(self.labels), position_ids=own(self.position_ids)
-        )
+        return self._with(lambda tensor: torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory, from which ``to`` does not block."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            position_ids=self.position_ids.pin_memory(),
-        )
+        return self._with(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``; copies from pinned memory do not block."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            position_ids=self.position_ids.to(device, non_blocking=True),
-        )
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
+        return replace(self, **changed)

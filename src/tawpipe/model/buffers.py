@@ -1,7 +1,4 @@
-"""Values for buffers that a model on the meta device has not, such as rotary frequencies.
-
-Imports torch and transformers' models.
-"""
+"""Values for buffers that a model on the meta device has not, such as rotary frequencies."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ def owners(model: nn.Module) -> dict[str, Any]:
     """Module name -> the nearest transformers model at or above it, whose ``_init_weights`` is in charge of it."""
     from transformers import PreTrainedModel
 
-    found: dict[str, Any] = {}
+    in_charge: dict[str, Any] = {}
     for name, module in model.named_modules():
-        above = found[name.rpartition(".")[0]] if name else model
-        found[name] = module if isinstance(module, PreTrainedModel) else above
-    return found
+        above = in_charge[name.rpartition(".")[0]] if name else model
+        in_charge[name] = module if isinstance(module, PreTrainedModel) else above
+    return in_charge
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
@@ -43,7 +40,7 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 def poisoned(tensor: Tensor) -> bool:
-    """Whether any element is still what ``poison`` wrote. Booleans cannot tell."""
+    """True if any element is still what ``poison`` wrote. Booleans cannot tell."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())

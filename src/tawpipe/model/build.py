@@ -1,7 +1,4 @@
-"""From what the user names (a preset, a folder, a name on the Hub) to a model on the meta device.
-
-Imports torch, transformers and, for names on the Hub, huggingface_hub.
-"""
+"""Models on the meta device, from what the user names: a preset, a folder or a name on the Hub."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device and where its values come from."""
+    """A model on the meta device, and the origin of its values."""
 
     model: Any
     """A transformers PreTrainedModel."""
@@ -83,7 +80,7 @@ class BuiltModel:
         return SafetensorsSource(chain, self.folder, seed=seed)
 
     def origin(self, *, seed: int) -> str:
-        """Where its values come from, in words."""
+        """Origin of its values, in words."""
         if self.folder is None:
             return f"random (seed {seed})"
         files = count_files(self.folder)
@@ -159,14 +156,14 @@ def resolve_model(spec: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"])
+        downloaded = snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"])
     except Exception as error:  # its errors have no common base: network, names, access
         raise UserError(SETTING, spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
-    if not has_weights(Path(found)):
+    if not has_weights(Path(downloaded)):
         own = spec.rpartition("/")[2]
         way = f"if it has them in another form, {conversion(spec, own)} writes them to {own}"
         raise UserError(SETTING, spec, f"a model on the Hub with safetensors, which this has not; {way}")
-    return Path(found)
+    return Path(downloaded)
 
 
 def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest: int) -> None:
@@ -186,7 +183,8 @@ def longest_allowed(config: Any) -> int:
 
 
 def check_longest(spec: str, config: Any, row: int, longest: int) -> None:
-    """A model whose positions are a table would read behind its end, any other compute what it was not trained for.
+    """Refuse rows with documents longer than the model has positions for: a table would be read behind its end, and any
+    other model would compute what it was not trained for.
 
     Raises:
         UserError: the longest document in a row of ``row`` tokens has more than the model's positions.

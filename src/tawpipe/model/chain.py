@@ -1,15 +1,13 @@
-"""The chain: a causal LM run block by block, its weights bound for a visit and its gradients collected from it.
+"""A causal LM run block by block, so that each block needs only its own weights, and only for its visit.
 
-It knows nothing of processes, transfers or the order of a schedule. All calls of one chain happen on one thread; only
-the gradient hooks may run on autograd's own.
+It knows nothing of processes, transfers or schedules. All calls of one chain happen on one thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,65 +16,21 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model import attention
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import discover
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.refuse import SETTING, refuse_adapters, refuse_unsupported
-from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, view_with_layers
-from tawpipe.model.units import ParameterSlot, Unit, build_blocks, build_units
+from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, modules_above, view_with_layers
+from tawpipe.model.units import build_blocks, build_units
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What the layers' calls need besides the hidden states: position embeddings and masks of one micro-batch."""
-
-    calls: tuple[LayerCall, ...]
-
-
-@dataclass(eq=False)
-class _Collection:
-    """Where a unit's gradients go, and which of them have come."""
-
-    flat: Tensor
-    accumulate: bool
-    arrived: set[int] = field(default_factory=set)
-
-
-NEED_WEIGHTS = (
-    *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
-    *("merge_and_unload", "merge_adapter", "unload"),  # of peft
-)
-
-
-def _ends(path: str) -> Iterator[int]:
-    """Where the prefixes of a dotted path end that name the modules above it."""
-    yield 0
-    for index, character in enumerate(path):
-        if character == ".":
-            yield index
-
-
-class _Gone:
-    """In the place of a model's method that needs its weights."""
-
-    def __init__(self, model: str, method: str) -> None:
-        self._model, self._method = model, method
-
-    def __call__(self, *_: object, **__: object) -> Any:
-        raise UserError(
-            f"{self._model}.{self._method}",
-            "a model whose weights a Pipeline has taken",
-            "use pipeline.step, evaluate, parameter(name), save and load; pipeline.export(folder) writes a folder for "
-            "AutoModelForCausalLM.from_pretrained",
-        )
-
-
-class Chain:
+class Chain(UnitBinding):
     """A Hugging Face causal LM as embedding, layers and head.
 
     Args:
@@ -91,15 +45,14 @@ class Chain:
     def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
         self._views: list[nn.Module] = []
         self.given = model
-        """The model as it was given: the ``peft`` model, if it is one."""
-        if isinstance(model.__dict__.get("forward"), _Gone):
-            model.forward()  # says that its weights have gone
+        """The model that was given: the ``peft`` model, if it is one."""
+        refuse_emptied(model)
         refuse_adapters(model)
         self.model: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         refuse_unsupported(self.model)
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
-        """What the model used before."""
+        """The attention implementation that the model used before."""
         self.model.set_attn_implementation(attention.NAME)
         for module in self.model.modules():  # a layer that was copied has a copy of the config, too
             if isinstance(getattr(module, "config", None), type(self.model.config)):
@@ -116,66 +69,48 @@ class Chain:
         """Modules that the caller has put into evaluation mode for good, such as frozen statistics."""
         self.set_training(True)
         try:
-            found = discover(self.model)
+            discovery = discover(self.model)
         finally:
             for module, training in given.items():
                 module.training = training
-        self.layers, self.path, self.positions = found.layers, found.path, found.positions
+        self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
         self._writes_input: dict[tuple[int, bool], bool] = {}
-        """(block, training) -> whether the layer changes its hidden states in place; known once it has run."""
-        count = len(found.layers)
+        """(block, training) -> True if the layer changes its hidden states in place; known once it has run."""
+        count = len(self.layers)
         names = ("embedding", *(f"layer.{index}" for index in range(count)), "head")
-        self.units: tuple[Unit, ...] = build_units(self.model, found.uses, names)
+        super().__init__(build_units(self.model, discovery.uses, names))
         self.blocks: tuple[BlockSpec, ...] = build_blocks(
-            self.units, len(names), embedding_backward_reads_weights=found.embedding_backward_reads_weights
+            self.units, len(names), embedding_backward_reads_weights=discovery.embedding_backward_reads_weights
         )
         self._block_names = names
 
-        self._tape, self._feed = Tape(returns_tuple=found.returns_tuple), Feed(returns_tuple=found.returns_tuple)
-        recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(found.layers)]
-        feeders = [Feeder(layer, self._feed) for layer in found.layers]
-        self._embedding_side, own = view_with_layers(self.model, found.path, recorders)
-        self._head_side, own_too = view_with_layers(self.model, found.path, feeders)
+        as_tuple = discovery.returns_tuple
+        self._tape, self._feed = Tape(returns_tuple=as_tuple), Feed(returns_tuple=as_tuple)
+        recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(self.layers)]
+        feeders = [Feeder(layer, self._feed) for layer in self.layers]
+        self._embedding_side, own = view_with_layers(self.model, self.path, recorders)
+        self._head_side, own_too = view_with_layers(self.model, self.path, feeders)
         self._views = [*own, *own_too]
-        self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
-        self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
-        self._collections: dict[int, _Collection] = {}
-        self.device, self.dtype = torch.device("meta"), torch.float32
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """Take the values out of the model: every parameter becomes a placeholder, every buffer moves to ``device``.
 
-        A placeholder has its parameter's shape, but one element of storage, which is NaN: whatever reads a parameter
-        outside of its visit shows in the loss. Buffers that are still on meta (rotary frequencies) are computed.
+        Buffers that are still on meta (rotary frequencies) are computed.
         """
-        self.device, self.dtype = torch.device(device), dtype
+        device = torch.device(device)
         if self._loss is not token_loss_sum:
-            check_loss(self._loss, self.config.get_text_config().vocab_size, self.device)
+            check_loss(self._loss, self.config.get_text_config().vocab_size, device)
         if strict := getattr(self.model, "_keep_in_fp32_modules_strict", None):
             logger.warning("%s asks to keep %s in fp32; they compute in %s", self.name, ", ".join(strict), dtype)
         if dtype == torch.float64 and self.model._can_set_experts_implementation():
             logger.info("%s: grouped matrix products have no fp64, so the experts run one by one", self.name)
             self.model.set_experts_implementation("eager")
-        materialize_buffers(self.model, self.device)
+        materialize_buffers(self.model, device)
+        self.empty(self.model, device, dtype)
 
-        nan = torch.full((1,), float("nan"), dtype=dtype, device=self.device)
-        fresh: dict[nn.Parameter, nn.Parameter] = {}
-        for module in self.model.modules():
-            for name, old in module._parameters.items():
-                if old is None:
-                    continue
-                if old not in fresh:
-                    fresh[old] = nn.Parameter(nan.expand(old.shape), requires_grad=old.requires_grad)
-                module._parameters[name] = fresh[old]
-
-        by_name: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
-        self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
-        self._collections = {}
-        for unit in self.units:
-            if unit.trainable:
-                for index, parameter in enumerate(self._parameters[unit.index]):
-                    parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
+    def hand_over(self) -> None:
+        """Let the model that was given say from now on where its weights are, instead of working without them."""
+        refuse_use(self.given, *modules_above(self.model, self.path))
 
     def compile_layers(self) -> None:
         """Compile the layers with ``torch.compile`` when they first run; those of one kind share the code.
@@ -207,88 +142,9 @@ class Chain:
         for module in self._in_evaluation:
             module.training = False
 
-    def check_frozen(self) -> None:
-        """Raise UserError if a parameter has been frozen, or is trained, only since the chain was made."""
-        for unit, parameters in zip(self.units, self._parameters, strict=True):
-            for slot, parameter in zip(unit.slots, parameters, strict=True):
-                if parameter.requires_grad != unit.trainable:
-                    now = "trained" if parameter.requires_grad else "frozen"
-                    raise UserError(
-                        f"{slot.name}.requires_grad",
-                        parameter.requires_grad,
-                        f"{now} before the Pipeline is made, not after",
-                    )
-
-    def hand_over(self) -> None:
-        """From now on the model as it was given says where its weights are, instead of working without them."""
-        inside = [self.model.get_submodule(self.path[:end]) for end in _ends(self.path)]
-        for model in {id(one): one for one in (self.given, *inside)}.values():
-            for method in NEED_WEIGHTS:
-                if hasattr(model, method):
-                    model.__dict__[method] = _Gone(type(model).__name__, method)
-
-    # Weights and gradients of a visit
-
-    def bind(self, unit: int, flat: Tensor) -> None:
-        """Make the unit's parameters views of ``flat`` ([numel] or longer, of the device and dtype of ``prepare``)."""
-        assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
-        assert flat.numel() >= self.units[unit].numel
-        for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
-            parameter.data = _view(flat, slot)
-
-    def release(self, unit: int) -> None:
-        """End a visit: the parameters are placeholders again and hold no buffer."""
-        for parameter, placeholder in zip(self._parameters[unit], self._placeholders[unit], strict=True):
-            parameter.data = placeholder
-
-    def collect(self, unit: int, flat: Tensor, accumulate: bool) -> None:
-        """From now on, gradients of the unit's parameters go into ``flat`` while autograd runs.
-
-        Args:
-            unit: a trainable unit.
-            flat: [numel] or longer; its dtype may be wider than the parameters'.
-            accumulate: add to what ``flat`` holds. Otherwise its content counts for nothing: a parameter's first
-                gradient is copied, later ones (the head's chunks) are added.
-        """
-        assert self.units[unit].trainable and unit not in self._collections
-        assert flat.numel() >= self.units[unit].numel
-        self._collections[unit] = _Collection(flat, accumulate)
-
-    def finish_collect(self, unit: int) -> None:
-        """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""
-        collection = self._collections.pop(unit)
-        if collection.accumulate:
-            return
-        slots = self.units[unit].slots
-        if not collection.arrived:
-            collection.flat.zero_()
-            return
-        for index, slot in enumerate(slots):
-            if index not in collection.arrived:
-                _view(collection.flat, slot).zero_()
-        collection.flat[self.units[unit].numel :].zero_()
-
-    def _collector(self, unit: int, index: int) -> Callable[[Tensor], None]:
-        slot = self.units[unit].slots[index]
-
-        def take(parameter: Tensor) -> None:
-            collection = self._collections.get(unit)
-            assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            target = _view(collection.flat, slot)
-            if collection.accumulate or index in collection.arrived:
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
-            collection.arrived.add(index)
-
-        return take
-
-    # Blocks
-
-    def embed(self, batch: MicroBatch) -> tuple[Tensor, Context]:
-        """Block 0: hidden states [b, S, H], and what the layers' calls need for this micro-batch.
+    def embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
+        """Block 0: hidden states [b, S, H], and the layers' calls with all that they need besides for this micro-batch:
+        position embeddings and masks.
 
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
@@ -307,7 +163,7 @@ class Chain:
         except LayersReached:
             hidden = self._tape.hidden
             assert hidden is not None
-            return hidden, Context(tuple(self._tape.calls))
+            return hidden, tuple(self._tape.calls)
         finally:
             self._tape.rewind()
 
@@ -322,9 +178,9 @@ class Chain:
         before = (total - counted).masked_fill(positions != 0, 0).cummax(1).values
         return (total - before) * counted + first - 1
 
-    def layer(self, block: int, hidden: Tensor, context: Context) -> Tensor:
+    def layer(self, block: int, hidden: Tensor, calls: tuple[LayerCall, ...]) -> Tensor:
         """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
-        call, layer = context.calls[block - 1], self.layers[block - 1]
+        call, layer = calls[block - 1], self.layers[block - 1]
         state = block, self.model.training
         if state not in self._writes_input:
             output, self._writes_input[state] = first_call(layer, call, hidden, f"layer {block - 1} of {self.name}")
@@ -360,7 +216,7 @@ class Chain:
 
     @torch.no_grad()
     def check_head(self, like: Tensor) -> None:
-        """See whether every position's logits depend on that position alone, because the head runs in chunks.
+        """Check that every position's logits depend on that position alone, because the head runs in chunks.
 
         Args:
             like: hidden states; their device, dtype and width count. The head's weights must be bound.
@@ -408,7 +264,3 @@ class Chain:
             if name not in own or own[name].shape != value.shape:
                 raise UserError(SETTING, name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
             own[name].copy_(value)
-
-
-def _view(flat: Tensor, slot: ParameterSlot) -> Tensor:
-    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

@@ -1,4 +1,5 @@
-"""A small copy of a model: its first layers, a part of its vocabulary, values of its own on the CPU.
+"""A small copy of a model, so that a model of any size can be compared with its own forward pass: its first layers, a
+part of its vocabulary, values of its own on the CPU.
 
 The values are the model's, each a little disturbed, because zeros (an adapter's) and ones (a norm's) would hide much of
 what the copy is compared for.
@@ -27,12 +28,12 @@ DISTURBANCE = 0.02
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a model a small copy has.
+    """Size of a small copy.
 
     Args:
-        layers: its first ones.
-        vocabulary, tokens: of the model and of the copy.
-        parameters: elements of the copy.
+        layers: how many first layers of the model it has.
+        vocabulary, tokens: sizes of the model's vocabulary and of the copy's.
+        parameters: elements of all its parameters.
     """
 
     layers: int
@@ -42,8 +43,8 @@ class Cut:
 
 
 def plan_cut(chain: Chain) -> Cut:
-    """The first layers of which there is one of every kind, at least two and at most ``MOST_LAYERS``, and tokens as the
-    size of the embedding allows.
+    """The smallest cut with a layer of every kind, of at least two and at most ``MOST_LAYERS`` layers, and with as many
+    tokens as the size of the embedding allows.
     """
     text = chain.config.get_text_config()
     types = getattr(text, "layer_types", None) or []

@@ -1,6 +1,7 @@
-"""Finds the chain in a model by following its forward pass once, with recorders in the place of the layers.
+"""The chain in a model, found by following its forward pass once, with recorders in the place of the layers: no list of
+known models could keep up with transformers.
 
-Imports torch and, through the model, transformers. Works on the meta device as on a real one.
+Works on the meta device as on a real one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tawpipe.model.attention import PackedMask, packing
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import SETTING, rope_settings
-from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, view_with_layers
+from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, view_with_layers
 from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
@@ -28,7 +29,7 @@ UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model uses the positions of tokens.
+    """A model's use of the positions of tokens.
 
     Args:
         first: the position of a document's first token where the caller gives none; 0 but for RoBERTa's kin, which
@@ -45,14 +46,14 @@ class Positions:
 
 @dataclass(frozen=True)
 class Discovery:
-    """Where the layers are, how the model calls them, and which parameters stand before and after them."""
+    """Place of the layers, the way the model calls them, and the parameters that stand before and after them."""
 
     path: str
     """Name of the layer list in the model."""
     layers: tuple[nn.Module, ...]
     """One per call; the same module several times if the model calls it several times."""
     returns_tuple: bool
-    """Whether the model expects a tuple from a layer."""
+    """True if the model expects a tuple from a layer."""
     uses: dict[str, tuple[int, ...]]
     """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
     embedding_backward_reads_weights: bool
@@ -98,7 +99,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
-    for module in (model, *(model.get_submodule(path[:end]) for end, letter in enumerate(path) if letter == ".")):
+    for module in modules_above(model, path):
         if "forward" in vars(module):
             raise UserError(
                 SETTING,
@@ -159,7 +160,7 @@ def _sample(model: nn.Module) -> tuple[dict[str, Tensor], Documents]:
 def _follow_embedding(
     model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, *, returns_tuple: bool
 ) -> tuple[Tape, bool]:
-    """Run up to the last layer: the layers' calls, and whether the embedding side's backward pass needs weights."""
+    """Run up to the last layer: the layers' calls, and True if the embedding side's backward pass needs weights."""
     tape = Tape(returns_tuple=returns_tuple)
     recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
@@ -172,7 +173,7 @@ def _follow_embedding(
             view(**inputs, use_cache=False)
         raise AssertionError("the model does not call all of its layers")
     except LayersReached:
-        return tape, saved.found
+        return tape, saved.weights_saved
     finally:
         watch.phase = None
 
@@ -234,12 +235,12 @@ def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[Lay
 
 
 def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:
-    """Within it, what the model draws takes nothing from the caller's generators."""
+    """Context in which what the model draws takes nothing from the caller's generators."""
     return torch.random.fork_rng(devices={p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
 def kind_of(layer: nn.Module, index: int) -> Hashable:
-    """What layers have in common that are built alike; one with methods or hooks of its own is its own kind."""
+    """A key that layers which are built alike have in common; one with methods or hooks of its own is its own kind."""
     modules = list(layer.named_modules())
     changed = any("forward" in m.__dict__ or m._forward_hooks or m._forward_pre_hooks for _, m in modules)
     return (index if changed else None, *((name, type(module)) for name, module in modules))
@@ -263,7 +264,7 @@ def _positions(model: nn.Module, watch: Watch) -> Positions:
 
 
 def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict[str, tuple[int, ...]]:
-    """Which blocks use each parameter. A frozen parameter that nothing uses stays with the head."""
+    """Blocks that use each parameter, by its name. A frozen parameter that nothing uses stays with the head."""
     blocks: dict[str, set[int]] = {name: set() for name in watch.names.values()}
     for name in watch.used.get("embedding", ()):
         blocks[name].add(0)
@@ -274,7 +275,7 @@ def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict
         blocks[name].add(len(layers) + 1)
 
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    unused = [name for name, found in blocks.items() if not found]
+    unused = [name for name, users in blocks.items() if not users]
     if wrong := [name for name in unused if name in trainable]:
         raise UserError(
             SETTING,
@@ -284,4 +285,4 @@ def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict
         )
     for name in unused:
         blocks[name].add(len(layers) + 1)
-    return {name: tuple(sorted(found)) for name, found in blocks.items()}
+    return {name: tuple(sorted(users)) for name, users in blocks.items()}

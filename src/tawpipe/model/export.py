@@ -1,6 +1,6 @@
 """A Hugging Face folder from parameters that live elsewhere: sharded safetensors, config and tokenizer.
 
-Imports torch, safetensors and transformers (peft for adapters). Parameters are asked for one after the other, in the
+Parameters are asked for one after the other, in the
 same order on every rank; only the writer keeps them, and at most one shard of them.
 """
 
@@ -40,7 +40,7 @@ def export_hugging_face(
     is_writer: bool,
     tokenizer: Any = None,
 ) -> Path:
-    """Write what ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model what ``PeftModel`` does.
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` opens, or for a ``peft`` model ``PeftModel``.
 
     A ``peft`` model is exported as an adapter folder (``adapter_model.safetensors``, ``adapter_config.json``) to be put
     on its base model; the frozen base weights are not written. Everything is written under ``<folder>.incomplete`` and
@@ -50,9 +50,9 @@ def export_hugging_face(
         chain: the model; its parameters may be placeholders.
         folder: the folder to make.
         get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
-        dtype: of the weights on disk.
+        dtype: the type of the weights on disk.
         max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor.
-        is_writer: whether this rank writes. The others only take part in ``get_parameter``.
+        is_writer: True on the rank that writes. The others only take part in ``get_parameter``.
         tokenizer: a transformers tokenizer to be saved beside the weights.
 
     Raises:
@@ -121,7 +121,7 @@ def _put(partial: Path, folder: Path) -> None:
 
 
 class _ShardWriter:
-    """Collects tensors and writes a safetensors file whenever the next one would make it too large."""
+    """Writer of safetensors files: of the tensors so far whenever the next one would make the file too large."""
 
     def __init__(self, folder: Path, stem: str, dtype: torch.dtype, max_shard_bytes: int) -> None:
         self._folder, self._stem, self._dtype, self._limit = folder, stem, dtype, max_shard_bytes

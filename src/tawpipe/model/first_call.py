@@ -58,7 +58,7 @@ class Held:
 
 
 def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> tuple[Tensor, bool]:
-    """The layer's output [b, S, H], and whether it changes the hidden states that it is given in place.
+    """The layer's output [b, S, H]; True beside it if it changes the hidden states that it is given in place.
 
     Args:
         name: the layer in words, for messages.

@@ -1,4 +1,4 @@
-"""FLOPs that a model needs, and what devices can do. Imports nothing; looks at chains."""
+"""FLOPs that a model needs and that devices can do, for the utilisation that a run reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 KNOWN_DEVICES = tuple(name for name, _ in _PEAKS)
-"""Names of which the peak is known."""
+"""Devices whose peak is known."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

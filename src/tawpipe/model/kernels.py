@@ -1,5 +1,5 @@
-"""How attention inside packed documents is computed: torch's varlen kernel, its fused kernels document by document, or
-slices of explicit scores. None of them ever holds a matrix of S x S. Imports torch only.
+"""Kernels for attention inside packed documents: torch's varlen kernel, its fused kernels document by document, or
+slices of explicit scores. None of them ever holds a matrix of S x S.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """How the b x S tokens of a micro-batch are cut into documents, on the host and, for CUDA, on the device."""
+    """The documents among the b x S tokens of a micro-batch, on the host and, for CUDA, on the device."""
 
     rows: int
     spans: tuple[tuple[int, int, int], ...]
@@ -29,7 +29,7 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], shape: tuple[int, int], device: torch.device) -> Documents:
-        """Args: document lengths over the flattened tokens, [b, S], where the attention will run."""
+        """The documents of lengths over the flattened tokens of rows [b, S], for attention on ``device``."""
         rows, row_length = shape
         starts = (0, *accumulate(lengths))
         assert starts[-1] == rows * row_length, "document lengths must add up to the tokens of the rows"
@@ -41,7 +41,7 @@ class Documents:
         return cls(rows, spans, max(lengths), cumulative)
 
     def regions(self) -> Iterator[tuple[slice, slice]]:
-        """(rows, tokens) of what is computed at once: every document, or all rows where each is one document."""
+        """Regions (rows, tokens) that are computed at once: every document, or all rows if each is one document."""
         if len(self.spans) == self.rows:
             yield slice(0, self.rows), slice(0, self.max_length)
         else:
@@ -62,7 +62,7 @@ def varlen_function() -> tuple[Callable[..., Any] | None, frozenset[str]]:
 def why_not_varlen(
     head_dim: int, value_dim: int, dropout: float, softcap: float | None, sinks: Tensor | None, window: int | None
 ) -> str | None:
-    """Why torch's varlen kernel cannot compute this, or None if it can."""
+    """The reason why torch's varlen kernel cannot compute this; None if it can."""
     function, arguments = varlen_function()
     if function is None or "scale" not in arguments:
         return f"torch {torch.__version__} has no varlen attention with a scale"
@@ -78,7 +78,7 @@ def why_not_varlen(
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None, scale: float) -> Tensor:
-    """All documents at once by torch's flash kernel; [b, heads, S, d] in, [b, S, heads, d] out."""
+    """Attention of all documents at once by torch's flash kernel; [b, heads, S, d] in, [b, S, heads, d] out."""
     function, arguments = varlen_function()
     assert function is not None and documents.cumulative is not None
     options: dict[str, object] = {"scale": scale}
@@ -106,7 +106,8 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
-    """One document per row by torch's fused kernels; with a window in slices of queries, each against the keys it sees.
+    """Attention of one document per row by torch's fused kernels; with a window in slices of queries, each against the
+    keys it sees.
 
     [b, heads, L, d] in and out.
     """

@@ -1,4 +1,6 @@
-"""The loss of some positions: cross-entropy, or the user's own function and what it must be. Imports torch."""
+"""The loss of some positions: cross-entropy, or the user's own function, which must be a sum over positions because the
+head runs in chunks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def sum_of_loss(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
-    """What a loss function gives, if that can be a sum over positions.
+    """Value of a loss function, if that can be a sum over positions.
 
     Raises:
         UserError: it is no single number, or one in a dtype that cannot hold a sum over thousands of tokens.

@@ -1,4 +1,4 @@
-"""First values from a Hugging Face folder with safetensors. Imports torch, safetensors and transformers."""
+"""First values from a Hugging Face folder with safetensors, one unit at a time: no process could hold all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
 _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
-"""What a trainer leaves beside a model and what is no model."""
+"""Files that a trainer leaves beside a model."""
 
 
 def base_name(name: str) -> str:
@@ -68,7 +68,7 @@ class SafetensorsSource:
             self._aliases[base_name(name)] = canonical[id(parameter)]
         state = {base_name(name): value for name, value in self._model.state_dict().items()}
         self._buffer_names = set(state) - set(self._aliases)
-        self._groups, self._found = self._plan(state)
+        self._groups, self._group_of = self._plan(state)
         self._check_names(adapters)
         self._check_shapes(state)
 
@@ -84,7 +84,7 @@ class SafetensorsSource:
         prefix = self._model.base_model_prefix
 
         groups: dict[str, _Group] = {}
-        found: dict[str, str] = {}
+        group_of: dict[str, str] = {}
         self._unexpected: list[str] = []
         for key in sorted(self._files, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -98,8 +98,8 @@ class SafetensorsSource:
             group.parts.append((key, key if pattern is None else pattern))
             for target_pattern in transform.target_patterns if pattern is not None else (target,):
                 name = target.replace(transform.target_patterns[0], target_pattern) if pattern is not None else target
-                found.setdefault(self._aliases.get(name, name), target)
-        return groups, found
+                group_of.setdefault(self._aliases.get(name, name), target)
+        return groups, group_of
 
     def _check_names(self, adapters: set[str]) -> None:
         ignored = [
@@ -108,7 +108,7 @@ class SafetensorsSource:
             r"(^|\.)position_ids$",
         ]
         unexpected = [key for key in self._unexpected if not any(re.search(pattern, key) for pattern in ignored)]
-        missing = [n for n, _ in self._model.named_parameters() if n not in self._found and n not in adapters]
+        missing = [n for n, _ in self._model.named_parameters() if n not in self._group_of and n not in adapters]
         if missing or unexpected:
             parts = [
                 f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
@@ -128,7 +128,7 @@ class SafetensorsSource:
                     yield self._init.parameter(slot.name)
                     continue
                 if slot.name not in pending:
-                    pending.update(self._read(self._found[slot.name]))
+                    pending.update(self._read(self._group_of[slot.name]))
                 value = pending.pop(slot.name)
                 self._check_shape(slot.name, slot.shape, tuple(value.shape))
                 yield value
@@ -150,17 +150,17 @@ class SafetensorsSource:
                 for key, target in pairs:
                     self._check_shape(target, tuple(state[target].shape), tuple(file.get_slice(key).get_shape()))
 
-    def _check_shape(self, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
-        if found != expected:
+    def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
+        if stored != expected:
             raise UserError(
                 SETTING,
                 str(self._folder),
-                f"{name} must have shape {list(expected)} as config.json says, not {list(found)}",
+                f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}",
             )
 
     def buffers(self) -> dict[str, Tensor]:
-        names = sorted(self._buffer_names & self._found.keys())
-        return {name: self._read(self._found[name])[name] for name in names}
+        names = sorted(self._buffer_names & self._group_of.keys())
+        return {name: self._read(self._group_of[name])[name] for name in names}
 
     def _read(self, target: str) -> dict[str, Tensor]:
         """Read and convert one group; values by canonical name."""
@@ -202,17 +202,17 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder brings weights of its own."""
+    """True if a model folder brings weights of its own."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
 def count_files(folder: Path) -> int:
-    """How many safetensors files hold a folder's weights."""
+    """Number of safetensors files that hold a folder's weights."""
     return len(set(_files_by_key(folder).values()))
 
 
 def check_weights(folder: Path) -> None:
-    """A folder without safetensors has no weights at all.
+    """Check that a folder without safetensors has no weights at all.
 
     Raises:
         UserError: it has some in another form, which would be passed over for random ones.
@@ -223,17 +223,17 @@ def check_weights(folder: Path) -> None:
     others = [name for name in others if not _TRAINING_STATE.match(name)]
     if not others:
         return
-    found, more = others[0], f" and {len(others) - 1} more files" if len(others) > 1 else ""
-    if found.startswith("pytorch_model"):
+    first, more = others[0], f" and {len(others) - 1} more files" if len(others) > 1 else ""
+    if first.startswith("pytorch_model"):
         way = f"convert them: {conversion(str(folder), str(folder))}"
-    elif found.endswith(".gguf"):
-        way = f"convert them: {conversion(str(folder), str(folder), gguf_file=found)}"
-    elif found.startswith(("tf_model", "flax_model")):
-        framework = {"from_tf" if found.startswith("tf") else "from_flax": True}
+    elif first.endswith(".gguf"):
+        way = f"convert them: {conversion(str(folder), str(folder), gguf_file=first)}"
+    elif first.startswith(("tf_model", "flax_model")):
+        framework = {"from_tf" if first.startswith("tf") else "from_flax": True}
         way = f"convert them with transformers before 5: {conversion(str(folder), str(folder), **framework)}"
     else:
         way = "convert them to what save_pretrained of transformers writes"
-    expected = f"weights as {SINGLE} or {INDEX}, not {found}{more}; {way}; or config.json alone for random weights"
+    expected = f"weights as {SINGLE} or {INDEX}, not {first}{more}; {way}; or config.json alone for random weights"
     raise UserError(SETTING, str(folder), expected)
 
 

@@ -1,4 +1,4 @@
-"""Models that the chain would compute wrongly, refused by name before anything is built. Imports transformers.
+"""Models that the chain would compute wrongly, refused by name before anything is built.
 
 What can only be seen by following a forward pass (masks, layers that hand something on besides hidden states) is
 refused by ``discovery``.

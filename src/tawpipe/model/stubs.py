@@ -1,4 +1,5 @@
-"""A model seen without its layers: what stands in their place, and views of the model that hold it. Imports torch only.
+"""A model seen without its layers, so that its own code runs before and after them: what stands in their place, and
+views of the model that hold it.
 
 A view shares every module, parameter and buffer with the model except the layer list and the modules above it, so the
 model itself is never changed, not even for the time of a call, and its parameters keep their names.
@@ -37,7 +38,7 @@ class LayerCall:
 
 
 class Stub(nn.Module):
-    """In the place of a layer; answers for it when the model reads an attribute."""
+    """Stand-in for a layer; answers for it when the model reads an attribute."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,25 +53,25 @@ class LayersReached(Exception):
 
 
 class Tape:
-    """What the recorders of one forward pass see."""
+    """Record of one forward pass: the layers' calls, and the hidden states."""
 
     def __init__(self, *, returns_tuple: bool) -> None:
         self.returns_tuple = returns_tuple
         self.calls: list[LayerCall] = []
         self.hidden: Tensor | None = None
         self.version = 0
-        """Of ``hidden``, which nobody may change in place."""
+        """Version of ``hidden``, which nobody may change in place."""
 
     def rewind(self) -> None:
         self.calls, self.hidden = [], None
 
     def take(self, hidden: Tensor) -> None:
-        """The hidden states that the next layer must be given."""
+        """Set the hidden states that the next layer must be given."""
         self.hidden, self.version = hidden, hidden._version
 
 
 class Recorder(Stub):
-    """Notes the arguments of its layer's call and returns the hidden states unchanged."""
+    """Stub that notes the arguments of its layer's call and returns the hidden states unchanged."""
 
     def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape) -> None:
         super().__init__(layer)
@@ -100,7 +101,7 @@ class Feed:
 
 
 class Feeder(Stub):
-    """Returns the hidden states of its feed, whatever it is called with."""
+    """Stub that returns the hidden states of its feed, whatever it is called with."""
 
     def __init__(self, layer: nn.Module, feed: Feed) -> None:
         super().__init__(layer)
@@ -109,6 +110,12 @@ class Feeder(Stub):
     def forward(self, *_: Any, **__: Any) -> Any:
         feed: Feed = self.__dict__["feed"]
         return (feed.hidden,) if feed.returns_tuple else feed.hidden
+
+
+def modules_above(model: nn.Module, path: str) -> list[nn.Module]:
+    """The model, and the modules between it and the layer list at ``path``."""
+    ends = (end for end, letter in enumerate(path) if letter == ".")
+    return [model, *(model.get_submodule(path[:end]) for end in ends)]
 
 
 def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:

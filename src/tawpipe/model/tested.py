@@ -1,4 +1,4 @@
-"""Which families were found to train as the plain model does; written by every_family.py."""
+"""Families that were found to train as the plain model does; written by every_family.py."""
 
 from __future__ import annotations
 

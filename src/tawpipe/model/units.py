@@ -1,4 +1,4 @@
-"""What travels as one: parameters grouped into units, and their places in a unit's flat layout."""
+"""Units: parameters that travel as one, and their places in a unit's flat layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is looked at while discovery follows a forward pass: parameters that are used, positions, what the head reads,
-and what autograd saves.
-"""
+"""Observers of a forward pass, for discovery: parameters used, positions, the head's reads, what autograd saves."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SAMPLE_TOKENS = 7
 
 
 class Watch(TorchFunctionMode):
-    """Notes what goes into the operations of a forward pass, in the phases that the caller sets."""
+    """Notes on what goes into the operations of a forward pass, in the phases that the caller sets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,11 +28,11 @@ class Watch(TorchFunctionMode):
         """Phase -> names of parameters."""
         self.phase: str | None = None
         self.read_by_head: set[str] = set()
-        """What the head reads besides parameters and the last layer's output, in words."""
+        """Tensors that the head reads besides parameters and the last layer's output, in words."""
         self.tables: list[tuple[int, int | None]] = []
         """(rows, padding row) of the tables that positions index."""
         self.counts_by_itself = False
-        """Whether the model makes positions of its own, which do not start anew in every document."""
+        """True if the model makes positions of its own, which do not start anew in every document."""
         self._before_head: dict[int, tuple[Tensor, str]] = {}
         self._positions: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor] = {}
@@ -47,7 +45,7 @@ class Watch(TorchFunctionMode):
         self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
 
     def note(self, tensor: Tensor, words: str) -> Tensor:
-        """The head must not read ``tensor``."""
+        """Note a tensor that the head must not read, and return it."""
         self._before_head[id(tensor)] = tensor, words
         return tensor
 
@@ -118,7 +116,7 @@ class WatchedFeeder(Feeder):
 
 
 class SavedWeights(TorchDispatchMode):
-    """Finds out whether autograd saves parameters, or what was computed from parameters alone.
+    """Watch for parameters that autograd saves, or what was computed from parameters alone.
 
     The latter, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
     """
@@ -127,7 +125,7 @@ class SavedWeights(TorchDispatchMode):
         super().__init__()
         self._weights = {_storage(parameter) for parameter in model.parameters()}
         self._alive: list[Tensor] = []  # or another tensor would get the same storage
-        self.found = False
+        self.weights_saved = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -139,8 +137,8 @@ class SavedWeights(TorchDispatchMode):
         return output
 
     def pack(self, saved: Tensor) -> Tensor:
-        """For ``saved_tensors_hooks``."""
-        self.found |= _storage(saved) in self._weights
+        """Hook for ``saved_tensors_hooks``."""
+        self.weights_saved |= _storage(saved) in self._weights
         return saved
 
 

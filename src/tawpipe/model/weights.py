@@ -1,5 +1,5 @@
-"""Where a unit's first values come from: the model's own initialisation, or a model that has them; ``pretrained`` adds
-folders of safetensors. Every source gives one unit at a time. Imports torch and transformers' models.
+"""Sources of first values: the model's own initialisation, or a model that has them; ``pretrained`` adds folders of
+safetensors. Every source gives one unit at a time, because the whole model may not fit into a process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tawpipe.model.units import Unit
 
 
 class WeightSource(Protocol):
-    """Gives initial values, the same on every rank."""
+    """Source of initial values, the same on every rank."""
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The unit's flat layout, [numel] on the CPU."""
@@ -41,7 +41,7 @@ def flatten(unit: Unit, values: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class ModuleSource:
-    """The values that the chain's model holds. Make it before ``Chain.prepare`` takes them away; they go with it."""
+    """Source of the values that the chain's model holds; made before ``Chain.prepare``, which takes them away."""
 
     def __init__(self, chain: Chain) -> None:
         self._values = {name: parameter.detach() for name, parameter in chain.model.named_parameters()}
@@ -56,7 +56,7 @@ class ModuleSource:
 
 
 class InitSource:
-    """Random values as the model itself initialises them, drawn per parameter from (seed, name).
+    """Source of random values as the model itself initialises them, drawn per parameter from (seed, name).
 
     So the values depend neither on the topology nor on what is frozen. The model's own ``_init_weights`` runs on a copy
     of the module tree in which everything but one parameter is on the meta device. Initialised in fp32 and then
@@ -99,7 +99,7 @@ class InitSource:
         return value
 
     def _own(self, name: str) -> Tensor:
-        """By ``_init_weights`` of the module that holds the parameter and of all modules above, innermost first."""
+        """Value by ``_init_weights`` of the module that holds the parameter and of those above, innermost first."""
         path, _, leaf = name.rpartition(".")
         holder = self._model.get_submodule(path)
         on_meta = holder._parameters[leaf]
@@ -149,7 +149,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def is_adapter(model: nn.Module, name: str) -> bool:
-    """Whether a parameter was added by ``peft`` and so is in no checkpoint of the model.
+    """True if a parameter was added by ``peft`` and so is in no checkpoint of the model.
 
     Raises:
         UserError: for adapters other than LoRA, whose values only a model that holds them can give.

@@ -110,11 +110,8 @@ class Deal:
         if not rows or not length:
             raise UserError("batch", f"{rows} rows of {length} tokens", "at least one row and one token")
         tensors: dict[str, Any] = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
-        self._checked(MicroBatch.from_rows(**tensors))  # all of it, so that no rank waits for one that refuses its part
-        parts = []
-        for share in self.shares(rows):
-            own = {name: tensor[share.rows.start : share.rows.stop] for name, tensor in tensors.items()}
-            parts.append(self._scaled_alike(MicroBatch.from_rows(**own, index=share.index)))
+        whole = self._checked(MicroBatch.from_rows(**tensors))  # so that no rank waits for one that refuses its part
+        parts = [self._scaled_alike(whole.part(share.rows)) for share in self.shares(rows)]
         digest = 0
         for name in sorted(tensors):
             digest = zlib.crc32(tensors[name].contiguous().numpy().data, digest)
@@ -127,11 +124,11 @@ class Deal:
                 tokens["labels"] = batch.labels[batch.labels != IGNORE]
             for name, numbers in tokens.items():
                 if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.vocabulary:
-                    found = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
+                    given = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
                     expected = f"numbers below {self.vocabulary}, the model's vocabulary" + (
                         f", or {IGNORE}" if name == "labels" else ""
                     )
-                    raise UserError("batch", found, expected)
+                    raise UserError("batch", given, expected)
         limit = self.positions.limit
         first = 0 if batch.positions_given else self.positions.first
         if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
@@ -156,14 +153,13 @@ class Deal:
                 )
         return batch
 
-    def numbered(self, local: LocalBatch) -> dict[int, MicroBatch]:
-        """The micro-batches of this rank's part by their global numbers.
+    def numbered(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, MicroBatch]:
+        """The micro-batches of this rank's part by the numbers that the schedule has for them.
 
         Raises:
-            UserError: there are more or fewer of them than shares.
+            UserError: there are more or fewer of them.
         """
-        numbers = [share.index for share in self.shares(local.rows)]
         if len(numbers) != len(local.micro_batches):
-            found = f"{len(local.micro_batches)} micro-batches"
-            raise UserError("batch", found, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
+            given = f"{len(local.micro_batches)} micro-batches"
+            raise UserError("batch", given, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
         return dict(zip(numbers, local.micro_batches, strict=True))

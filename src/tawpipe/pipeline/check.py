@@ -122,8 +122,8 @@ def run_watched(chain: Chain, step: Callable[[], None]) -> list[Tensor]:
     places: dict[int, Tensor] = {}
     layer = chain.layer
 
-    def watched(block: int, hidden: Tensor, context: Any) -> Tensor:
-        output = layer(block, hidden, context)
+    def watched(block: int, hidden: Tensor, calls: Any) -> Tensor:
+        output = layer(block, hidden, calls)
         for place, value in ((block - 1, hidden), (block, output)):  # recomputations give the same once more
             places.setdefault(place, value.detach().clone())
         return output

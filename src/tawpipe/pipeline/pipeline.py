@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tawpipe.checkpoint.load import load_state
-from tawpipe.checkpoint.memory import Copy, SecondCopies
+from tawpipe.checkpoint.format import state_pieces, step_name
+from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.save import Saved, Saving, stage
-from tawpipe.checkpoint.state import StatePiece, state_pieces
+from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
@@ -157,7 +157,7 @@ class Pipeline:
         if self._given is not None and (self._given.model, self._given.topology) != (self.spec, probe_step.topology):
             raise UserError("schedule", f"one for {self._given.topology}", f"one for this model on {self.world.nodes}")
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
-        self._saving: Saving | None = None
+        self._savings: list[Saving] = []
         self.step_number = 0
         self._training: bool | None = None
         self._whole = True
@@ -335,8 +335,8 @@ class Pipeline:
         try:
             self.drain()
         finally:
-            if self._saving is not None:
-                self._saving.join()
+            for saving in self._savings:
+                saving.join()
             self.executor.close()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
@@ -394,7 +394,7 @@ class Pipeline:
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
         schedule = self.schedule(local.rows, training=training)
         given = StepInput(
-            self._deal.numbered(local),
+            self._deal.numbered(local, schedule.step.micro_batches[self.world.rank]),
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,
@@ -405,110 +405,81 @@ class Pipeline:
 
     # state
 
-    def save(self, folder: str | Path, *, run: Mapping[str, Any] | None = None) -> Saved:
-        """Write weights, optimizer state and step number; call on all ranks, which must see the same folder.
+    def save(self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None) -> Saved:
+        """Write weights, optimizer state and step number; call on all ranks.
 
         Args:
-            folder: replaced when the new one is complete.
+            where: a folder, which all ranks must see, and which is replaced when the new one is complete; or a store,
+                in which the folder is named after the step.
             run: JSON values of the caller, which ``load`` returns.
 
         Raises:
             RunError: it could not be written; what was there before is untouched.
         """
-        saved = self.start_saving(folder, run=run).wait()
+        saved = self.start_saving(where, run=run).wait()
         if saved.problem:
-            raise RunError(f"{folder} could not be written: {saved.problem}")
+            raise RunError(f"{saved.folder} could not be written: {saved.problem}")
         return saved
 
-    def start_saving(
-        self,
-        folder: str | Path,
-        *,
-        run: Mapping[str, Any] | None = None,
-        after: Callable[[], str] | None = None,
-    ) -> Saving:
-        """Copy what ``save`` writes, and write it while training goes on; one at a time.
+    def start_saving(self, where: str | Path | Store, *, run: Mapping[str, Any] | None = None) -> Saving:
+        """Copy what ``save`` writes, and write it while training goes on; one at a time in every store.
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
-
-        Args:
-            after: is called in the thread of this rank when the folder is complete; returns what went wrong, if
-                anything, which ``Saved.left`` passes on to all. May be None on some ranks.
         """
         begin = time.perf_counter()
-        assert self._saving is None or self._saving.done, "one save at a time"
-        pieces, shapes = self._stage()
-        saving = Saving(
-            Path(folder),
-            pieces,
-            shapes=shapes,
-            record=self._record(run),
-            world=self._world_of_saves,
-            staged_s=time.perf_counter() - begin,
-            before_write=self.injector.before_save if self.injector else None,
-            spoil=self.injector.after_save if self.injector else None,
-            after=after,
-        )
-        self._saving = saving
-        return saving.start()
-
-    def start_copy(self, copies: SecondCopies, *, run: Mapping[str, Any] | None = None) -> None:
-        """Like ``start_saving``, into the memory of this node and the next one; one at a time."""
-        pieces, shapes = self._stage()
-        copies.start(pieces, shapes=shapes, record=self._record(run))
-
-    def load_copy(self, copies: SecondCopies, copy: Copy) -> dict[str, Any]:
-        """Like ``load``, from the memory of the nodes."""
-
-        def load() -> Mapping[str, Any]:
-            copies.load(copy, self.storage, self.optimizers)
-            return copy.record
-
-        return self._go_on_from(load)
-
-    def _stage(self) -> tuple[list[StatePiece], dict[str, list[int]]]:
-        """The state here, copied with nothing under way, and the shapes of all parameters."""
         self._require_whole()
         self.drain()
+        if isinstance(where, str | Path):
+            store, name = Disk(Path(where).parent, self.world, injector=self.injector), Path(where).name
+        else:
+            store, name = where, step_name(self.step_number)
+        world = store.group or self._world_of_saves
+        self._savings = [saving for saving in self._savings if not saving.done]
+        assert all(saving.world is not world for saving in self._savings), "one save at a time"
         pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
-        return pieces, {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots}
+        content = {
+            "parameters": {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots},
+            "step": self.step_number,
+            "run": dict(run or {}),
+            "optimizer": self.optimizers.name,
+            "history": store.history,
+        }
+        staged_s = time.perf_counter() - begin
+        self._savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s))
+        return self._savings[-1]
 
-    def _record(self, run: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a checkpoint says besides its tensors."""
-        return {"step": self.step_number, "run": dict(run or {}), "optimizer": self.optimizers.name}
-
-    def _go_on_from(self, load: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Replace the state by what ``load`` brings, which raises UserError if it has changed nothing."""
-        self.executor.drain()
-        whole, self._whole = self._whole, False
-        try:
-            record = load()
-        except UserError:
-            self._whole = whole
-            raise
-        finally:
-            self._generation += 1
-        self._whole = True
-        self._recent.clear()  # of the state that is replaced
-        self.skipped = 0
-        self.step_number = record["step"]
-        self.executor.forgive()
-        return record["run"]
-
-    def _require_whole(self) -> None:
-        """Raises RunError where a load broke off in the middle."""
-        if not self._whole:
-            raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
-
-    def load(self, folder: str | Path) -> dict[str, Any]:
+    def load(self, where: str | Path | Source) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
+
+        Args:
+            where: the folder, or what ``checkpoint.resume`` has found.
 
         Raises:
             UserError: no complete state, or one of another model or optimizer; nothing here has changed.
             RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
                 exports raise until a load succeeds.
         """
-        return self._go_on_from(lambda: load_state(Path(folder), self.storage, self.optimizers, self.world))
+        self.executor.drain()
+        whole, self._whole = self._whole, False
+        try:
+            source = where if isinstance(where, Source) else Path(where)
+            manifest = load_state(source, self.storage, self.optimizers, self.world)
+        except UserError:
+            self._whole = whole  # it has changed nothing
+            raise
+        finally:
+            self._generation += 1
+        self._whole = True
+        self._recent.clear()  # of the state that is replaced
+        self.skipped = 0
+        self.step_number = manifest["step"]
+        self.executor.forgive()
+        return manifest["run"]
+
+    def _require_whole(self) -> None:
+        """Raises RunError where a load broke off in the middle."""
+        if not self._whole:
+            raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
 
     def export(
         self,

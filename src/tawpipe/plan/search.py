@@ -195,7 +195,7 @@ def _best_elsewhere(request: PlanRequest, strategy: Strategy) -> Candidate:
     if not played:
         return replace(refused, why_not=why_not or "a pipeline needs several devices")
     over, _, made, layout = min(played, key=lambda one: one[:2])
-    reason = f"{layout.where()}; torch.distributed.pipelining and Megatron-LM run it"
+    reason = f"{layout.layout}; torch.distributed.pipelining and Megatron-LM run it"
     return Candidate(strategy.name, None, made, False, not over, reason)
 
 

@@ -8,17 +8,31 @@ of the machine's clock; ranks on several machines are as far apart as their cloc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action, Lane
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.simulate.timeline import Timeline
 
 FORMAT = 1
 TRACES = "traces"
 """The folder of recorded steps in a run's output folder."""
+
+
+KINDS = {
+    "forward": "#4c78a8",
+    "backward": "#1f4e79",
+    "update": "#7a5195",
+    "weights between nodes": "#e4572e",
+    "weights inside a node": "#f3a683",
+    "gradients between nodes": "#2e933c",
+    "gradients inside a node": "#9bc995",
+    "sums, norm": "#8d99ae",
+    "host": "#c9a227",
+}
+"""Kinds of action that are told apart, and their colours."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +122,22 @@ def first_of_nodes(bars: Iterable[Bar]) -> list[int]:
     for bar in bars:
         lowest[bar.node] = min(bar.rank, lowest.get(bar.node, bar.rank))
     return sorted(lowest.values())
+
+
+def kind_of(bar: Bar) -> str:
+    """The bar's kind, one of ``KINDS``."""
+    action = bar.action
+    if action.op in (Op.OFFLOAD, Op.RELOAD):
+        return "host"
+    if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
+        what = "weights" if (*action.reads, *action.writes)[0].is_weight else "gradients"
+        far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
+        return f"{what} {'between nodes' if far else 'inside a node'}"
+    known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}
+    return known.get(action.op, "sums, norm")
+
+
+def lanes_of(bars: Sequence[Bar], ranks: Iterable[int]) -> list[tuple[int, Lane]]:
+    """The rows of a timeline: for every rank the lanes that it uses, in the order of ``Lane``."""
+    used = {(bar.rank, bar.action.lane) for bar in bars}
+    return [(rank, lane) for rank in ranks for lane in Lane if (rank, lane) in used]

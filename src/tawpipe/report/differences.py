@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tawpipe.report.bars import Bar
+from tawpipe.report.bars import KINDS, Bar, kind_of
 from tawpipe.report.chrome import label
-from tawpipe.report.picture import KINDS, kind_of
 from tawpipe.schedule.actions import Lane
 
 NAMED = 4

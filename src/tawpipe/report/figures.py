@@ -9,10 +9,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tawpipe.report.bars import Bar
+from tawpipe.report.bars import KINDS, Bar, kind_of, lanes_of
 from tawpipe.report.chrome import label
-from tawpipe.report.picture import KINDS, kind_of
-from tawpipe.schedule.actions import Lane
 
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
 LABEL = 28
@@ -109,9 +107,7 @@ def lines(
 def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
     """Lanes of some ranks over seconds, to zoom into; the same colours as in pictures."""
     mine = [bar for bar in bars if bar.rank in chosen]
-    rows = [
-        (rank, lane) for rank in chosen for lane in Lane if any(b.rank == rank and b.action.lane is lane for b in mine)
-    ]
+    rows = lanes_of(mine, chosen)
     names = {row: f"rank {row[0]} {row[1]}" for row in rows}
     figure = _figure(70 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
     for kind, color in KINDS.items():

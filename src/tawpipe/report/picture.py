@@ -7,36 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.schedule.actions import Lane, Op
+from tawpipe.report.bars import KINDS, Bar, first_of_nodes, kind_of, lanes_of
 
-KINDS = {
-    "forward": "#4c78a8",
-    "backward": "#1f4e79",
-    "update": "#7a5195",
-    "weights between nodes": "#e4572e",
-    "weights inside a node": "#f3a683",
-    "gradients between nodes": "#2e933c",
-    "gradients inside a node": "#9bc995",
-    "sums, norm": "#8d99ae",
-    "host": "#c9a227",
-}
-"""Kinds of action that are told apart, and their colours."""
 WAITING = "#e8e8e8"
 SUFFIXES = (".svg", ".png", ".pdf")
-
-
-def kind_of(bar: Bar) -> str:
-    """The bar's kind, one of ``KINDS``."""
-    action = bar.action
-    if action.op in (Op.OFFLOAD, Op.RELOAD):
-        return "host"
-    if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
-        what = "weights" if (*action.reads, *action.writes)[0].is_weight else "gradients"
-        far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
-        return f"{what} {'between nodes' if far else 'inside a node'}"
-    known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}
-    return known.get(action.op, "sums, norm")
 
 
 def draw_timeline(
@@ -63,7 +37,11 @@ def draw_timeline(
     known = {bar.rank for _, bars in timelines for bar in bars}
     if missing := [rank for rank in ranks or () if rank not in known]:
         raise UserError("--ranks", missing[0], f"some of {', '.join(map(str, sorted(known)))}")
-    rows = [(name, bars, rank, lane) for name, bars in timelines for rank, lane in _rows(bars, ranks)]
+    rows = [
+        (name, bars, rank, lane)
+        for name, bars in timelines
+        for rank, lane in lanes_of(bars, first_of_nodes(bars) if ranks is None else ranks)
+    ]
     figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.26 * len(rows)))
     for number, (_, bars, rank, lane) in enumerate(rows):
         mine = [bar for bar in bars if bar.rank == rank and bar.action.lane is lane]
@@ -99,9 +77,3 @@ def draw_timeline(
     )
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
-
-
-def _rows(bars: Sequence[Bar], ranks: Sequence[int] | None) -> list[tuple[int, Lane]]:
-    used = {(bar.rank, bar.action.lane) for bar in bars}
-    chosen = first_of_nodes(bars) if ranks is None else list(ranks)
-    return [(rank, lane) for rank in chosen for lane in Lane if (rank, lane) in used]

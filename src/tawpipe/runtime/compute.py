@@ -17,7 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.chain import Chain, Context
+from tawpipe.model.chain import Chain
+from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.schedule.actions import Action
@@ -48,11 +49,11 @@ class StepInput:
 
 
 @dataclass
-class _Entry:
-    """What the layers of one micro-batch are called with."""
+class _OnDevice:
+    """A micro-batch on the device: its tensors and the calls of its layers."""
 
     batch: MicroBatch
-    context: Context
+    calls: tuple[LayerCall, ...]
     embedded: GradientEdge | None
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
     not kept alive by it.
@@ -89,28 +90,27 @@ class Compute:
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
-                hidden, called_with = self._drawing(action, given, lambda: self.chain.embed(batch))
+                hidden, calls = self._drawing(action, given, lambda: self.chain.embed(batch))
             self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
-            entry = _Entry(batch, called_with, get_gradient_edge(hidden) if keep else None)
-            self._held[context(m)] = entry
+            self._held[context(m)] = _OnDevice(batch, calls, get_gradient_edge(hidden) if keep else None)
             self._held[block_input(m, 1)] = hidden.detach()
         else:
-            hidden, entry = self._held[block_input(m, action.block)], self._held[context(m)]
+            hidden, held = self._held[block_input(m, action.block)], self._held[context(m)]
             if block.kind == "layer":
-                output = self._layer_forward(action, hidden, entry.context, given)
-                again = partial(self.chain.layer, action.block, hidden, entry.context)
+                output = self._layer_forward(action, hidden, held.calls, given)
+                again = partial(self.chain.layer, action.block, hidden, held.calls)
                 self._check_new(action, given, before, output, again)
                 self._held[block_input(m, action.block + 1)] = output
             else:
                 self._check_head(action, given, hidden)
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
-                    self._held[loss(m)] = self._loss(hidden, entry.batch, None, given.scale)
+                    self._held[loss(m)] = self._loss(hidden, held.batch, None, given.scale)
         self._release(action)
 
-    def _layer_forward(self, action: Action, hidden: Tensor, context: Context, given: StepInput) -> Tensor:
+    def _layer_forward(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
         """A layer's output; what the action writes besides is what its backward pass starts from."""
         b = action.block
-        layer = partial(self.chain.layer, b, context=context)
+        layer = partial(self.chain.layer, b, calls=calls)
         kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
         if kept is None:
             with torch.no_grad():
@@ -134,7 +134,7 @@ class Compute:
         units = self.spec.trainable_units(b)
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads)
-        entry: _Entry = self._held[context(m)]
+        held: _OnDevice = self._held[context(m)]
         wanted = input_gradient(m, b) in action.writes
         gradient = None
         if block.kind == "head":
@@ -142,7 +142,7 @@ class Compute:
             gradient = torch.empty_like(hidden) if wanted else None
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
-                self._held[loss(m)] = self._loss(hidden, entry.batch, gradient, given.scale)
+                self._held[loss(m)] = self._loss(hidden, held.batch, gradient, given.scale)
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
@@ -152,12 +152,12 @@ class Compute:
                 elif block.kind == "layer":
                     source = next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))
                     hidden = self._held[source].detach().requires_grad_(wanted)
-                    layer = partial(self.chain.layer, b, hidden, entry.context)
+                    layer = partial(self.chain.layer, b, hidden, held.calls)
                     output = self._drawing(action, given, layer)
-                elif entry.embedded is not None:
-                    output, entry.embedded = entry.embedded, None  # type: ignore[assignment]
+                elif held.embedded is not None:
+                    output, held.embedded = held.embedded, None  # type: ignore[assignment]
                 else:
-                    output, _ = self._drawing(action, given, lambda: self.chain.embed(entry.batch))
+                    output, _ = self._drawing(action, given, lambda: self.chain.embed(held.batch))
                 torch.autograd.backward(output, arriving)
             if hidden is not None:
                 gradient = hidden.grad

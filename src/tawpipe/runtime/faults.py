@@ -130,10 +130,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], rank: int, *, restart: int | None = None) -> None:
         restart = restart_count() if restart is None else restart
-        self._rank = rank
         self._waiting = [one for one in faults if one.rank == rank and one.restart == restart]
-        self.step = 0
-        """The step that is being saved, for faults at ``save``."""
 
     def check(self, schedule: Schedule, rank: int) -> None:
         """Refuse faults that cannot happen.
@@ -150,13 +147,13 @@ class Injector:
             raise UserError(SETTING, f"{fault.place}{number}", f"a place that rank {rank} has: {', '.join(there)}")
 
     def around(
-        self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[str, Any]
+        self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[Buffer, Any]
     ) -> Callable[[], None]:
         """``run``, or with a fault around it.
 
         Args:
             step: from 1.
-            buffers: what an action writes, by name, looked at after it has run.
+            buffers: what an action writes, looked at after it has run.
         """
         fault = next((one for one in self._waiting if one.step == step and _matches(one, action)), None)
         if fault is None:
@@ -176,24 +173,24 @@ class Injector:
 
         return faulty
 
-    def before_save(self) -> None:
-        """A checkpoint is about to be written by this rank."""
-        self._strike_at("save")
+    def before_save(self, step: int) -> None:
+        """A checkpoint of a step is about to be written by this rank."""
+        self._strike_at("save", step)
 
     def before_load(self) -> None:
         """A checkpoint is about to be read by this rank."""
-        self._strike_at("load", any_step=True)
+        self._strike_at("load", None)
 
-    def after_save(self, folder: Path) -> None:
-        """A checkpoint is complete."""
+    def after_save(self, step: int, path: Path) -> None:
+        """A checkpoint of a step is complete, with this rank's file at ``path``."""
         for fault in list(self._waiting):
-            if (fault.place, fault.kind, fault.step) == ("save", "bitflip", self.step):
+            if (fault.place, fault.kind, fault.step) == ("save", "bitflip", step):
                 self._waiting.remove(fault)
-                flip_a_bit(folder / f"state-{self._rank:05}.safetensors")
+                flip_a_bit(path)
 
-    def _strike_at(self, place: str, *, any_step: bool = False) -> None:
+    def _strike_at(self, place: str, step: int | None) -> None:
         for fault in list(self._waiting):
-            if fault.place == place and (any_step or fault.step == self.step) and fault.kind != "bitflip":
+            if fault.place == place and step in (None, fault.step) and fault.kind != "bitflip":
                 self._waiting.remove(fault)
                 strike(fault)
 

@@ -8,7 +8,6 @@ result.
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import time
 from collections import deque
@@ -264,9 +263,3 @@ def make_lane(
         computes = name == "COMPUTE"
         return CudaLane(device, delay=delay, high_priority=not computes, timed=computes)
     return CpuLane(name, failure, delay=delay)
-
-
-def random_delays(seed: int, most_s: float) -> Callable[[], float]:
-    """Delays drawn uniformly up to ``most_s`` seconds."""
-    generator = random.Random(seed)
-    return lambda: generator.uniform(0, most_s)

@@ -5,17 +5,20 @@ Everything comes from torchrun's variables; a process that nobody launched is a 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.flight import keep_record
 from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.topology import Topology
@@ -93,10 +96,34 @@ class World:
         longest = int(max(self.gather_numbers(float(len(data)))))
         if not longest:
             return [""] * self.size
-        mine = torch.tensor([*data, *[0] * (longest - len(data))], dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in everyone]
+        return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
+
+    def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
+        """What ``act`` returns on every rank (JSON values), in their order, on all ranks; call on all ranks.
+
+        Args:
+            acts: whether this rank does; if not, it returns None.
+            otherwise: how the words of an error that is no UserError are put.
+
+        Raises:
+            RunError: it has failed on some rank; on all ranks, with the words of the first.
+        """
+        value, problem, cause = None, "", None
+        try:
+            value = act() if acts else None
+        except UserError as error:
+            problem, cause = error.expected, error
+        except Exception as error:  # whatever it is, this rank goes on to tell the others
+            problem, cause = otherwise.format(in_words(error)), error
+        everyone = [json.loads(text) for text in self.gather_texts(json.dumps([problem, value]))]
+        failed = [rank for rank, (problem, _) in enumerate(everyone) if problem]
+        if failed:
+            where = f"rank {failed[0]}: " if len(failed) < self.size else ""
+            raise RunError(where + everyone[failed[0]][0]) from cause
+        return [value for _, value in everyone]
 
     def with_group(self, name: str, timeout: timedelta) -> World:
         """The same processes with a group of their own, for a thread of its own; call on all ranks."""
@@ -144,6 +171,13 @@ class World:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:
             dist.all_reduce(torch.zeros(1), group=self.group)
+
+
+def in_words(error: Exception) -> str:
+    """An error in one line that says where it happened, if the error knows."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

@@ -6,9 +6,8 @@ is its help. What a choice means for one model on one cluster is worked out in `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
@@ -133,17 +132,6 @@ def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
         wanted += [how] * (int(number) if colon else layers)
     wanted = [*wanted, *["full"] * layers][:layers]
     return ("full", *reversed(wanted), "full")
-
-
-def spell_recompute(layers: Iterable[str]) -> str:
-    """The setting for layers from the first to the last.
-
-    >>> spell_recompute(("full", "selective", "none", "none"))
-    'none:2,selective:1,full'
-    """
-    runs = [(how, len(list(same))) for how, same in groupby(reversed(list(layers)))]
-    words = [f"{how}:{count}" for how, count in runs[:-1]]
-    return ",".join((*words, *(how for how, _ in runs[-1:]))) or "full"
 
 
 def parse_homes(text: str) -> tuple[int, ...]:

@@ -118,9 +118,11 @@ class Strategy(ABC):
     the route of strategies whose blocks every rank visits in the same order.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    name: str
+    summary: str
     """A sentence for ``--help`` and the docs."""
+    layout: str = ""
+    """One of several ways to lay it out, in words, see ``layouts``."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Settings that it is made for, where the user has left them open (None)."""
     refusals: ClassVar[Mapping[str, str]] = {}

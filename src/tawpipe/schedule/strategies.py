@@ -271,13 +271,15 @@ class ActivationPipeline(Strategy):
     stages_per_rank: int = 2
 
     runs = False
-    refusals = dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _WEIGHTS_STAY) | (
-        dict.fromkeys(("recompute", "offloaded_layers"), "the clock knows pipelines with full recomputation only")
-    )
+    refusals = {
+        **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _WEIGHTS_STAY),
+        **dict.fromkeys(("recompute", "offloaded_layers"), "the clock knows pipelines with full recomputation only"),
+    }
 
     def __post_init__(self) -> None:
-        self.name = self.kind  # type: ignore[misc]
-        self.summary = "weights stay, activations travel; predicted, not run here"  # type: ignore[misc]
+        self.name = self.kind
+        self.summary = "weights stay, activations travel; predicted, not run here"
+        self.layout = {"world": "over all devices", "nodes": "over the nodes", "locals": "inside each node"}[self.axis]
 
     def stages(self, topology: Topology) -> Stages:
         per_rank = {"1f1b": 1, "interleaved-1f1b": self.stages_per_rank, "zero-bubble": 2}[self.kind]
@@ -310,10 +312,6 @@ class ActivationPipeline(Strategy):
         if each <= few:
             return cut(each), cut(each), 0.0
         return cut(few), cut(few + size), (each - few) / size
-
-    def where(self) -> str:
-        """The axis in words."""
-        return {"world": "over all devices", "nodes": "over the nodes", "locals": "inside each node"}[self.axis]
 
 
 STRATEGIES: dict[str, Strategy] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tawpipe.errors import UserError
 
@@ -35,11 +35,6 @@ class LinkModel:
             raise UserError("link bytes_per_s", self.bytes_per_s, "more than 0")
         if not 0 <= self.latency_s < math.inf:
             raise UserError("link latency_s", self.latency_s, "0 or more")
-
-    @classmethod
-    def from_bits(cls, bits_per_s: float, *, payload: float = 1.0, **settings: Any) -> LinkModel:
-        """From a rate as networks are sold; ``payload`` is the share of it that is left after packet headers."""
-        return cls(bits_per_s / 8 * payload, **settings)
 
 
 @dataclass(frozen=True)
@@ -143,39 +138,6 @@ class CostModel:
         layer = BlockCost(Seconds(forward_s), Seconds(backward_s))
         return cls((BlockCost(), *[layer] * layers, BlockCost()), between, inside, **settings)
 
-    @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> CostModel:
-        """From nested mappings with the names of the fields, as in a YAML file or in ``dataclasses.asdict``.
-
-        A number stands for ``Seconds`` with that fixed part. Keys of ``between_of``, ``sizes`` and ``compute_factor``
-        may be text.
-
-        Raises:
-            UserError: a name that is unknown or missing, or a value of the wrong kind.
-        """
-        if not isinstance(table, Mapping):
-            raise UserError("costs", table, "a mapping with blocks, between and inside")
-        values = dict(table)
-        names = ("between", "inside", *(("host",) if "host" in values else ()))
-        links = {name: _part(LinkModel, values.pop(name, None), f"costs.{name}") for name in names}
-        blocks = values.pop("blocks", None)
-        if not isinstance(blocks, list | tuple):
-            raise UserError("costs.blocks", blocks, "a list with forward and backward seconds of every block")
-        made = []
-        for i, block in enumerate(blocks):
-            where = f"costs.blocks[{i}]"
-            if not isinstance(block, Mapping):
-                raise UserError(where, block, "a mapping with forward and backward")
-            made.append(_part(BlockCost, {k: _seconds(v, f"{where}.{k}") for k, v in block.items()}, where))
-        for name, kind in (("between_of", LinkModel), ("sizes", MicroBatchSize)):
-            if name in values:
-                values[name] = {k: _part(kind, v, f"costs.{name}") for k, v in _keys(values[name], name).items()}
-        if "compute_factor" in values:
-            values["compute_factor"] = _keys(values["compute_factor"], "compute_factor")
-        if "size" in values:
-            values["size"] = _part(MicroBatchSize, values["size"], "costs.size")
-        return _part(cls, {**values, **links, "blocks": tuple(made)}, "costs")
-
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)
 
@@ -222,34 +184,3 @@ class CostModel:
 
     def _size(self, micro_batch: int) -> MicroBatchSize:
         return self.sizes.get(micro_batch, self.size)
-
-
-Kind = TypeVar("Kind")
-
-
-def _part(kind: type[Kind], values: Any, where: str) -> Kind:
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    if isinstance(values, kind):
-        return values
-    if not isinstance(values, Mapping) or set(values) - set(names):
-        raise UserError(where, values, f"a mapping with {', '.join(names)}")
-    numbers = (v for k, v in values.items() if k.endswith(("_s", "_bytes")) or k in ("fixed", "tokens", "pairs"))
-    if wrong := [v for v in numbers if isinstance(v, bool) or not isinstance(v, int | float)]:
-        raise UserError(where, wrong[0], "a number")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise UserError(where, values, f"a mapping with {', '.join(names)} ({error})") from error
-
-
-def _seconds(value: Any, where: str) -> Seconds:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Seconds(float(value))
-    return _part(Seconds, value, where)
-
-
-def _keys(values: Any, name: str) -> dict[int, Any]:
-    try:
-        return {int(key): value for key, value in values.items()}
-    except (AttributeError, ValueError) as error:
-        raise UserError(f"costs.{name}", values, "a mapping from whole numbers") from error

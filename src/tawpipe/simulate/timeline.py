@@ -171,14 +171,6 @@ class Timeline:
 
     # what held COMPUTE up
 
-    def lane_seconds(self, rank: int, lane: Lane, step: int | None = None) -> tuple[float, float]:
-        """(busy, waiting): seconds in which actions were under way, and in which they held the lane for their peers."""
-        busy = waiting = 0.0
-        for span in self.spans(rank, lane=lane, step=self.steady_step if step is None else step):
-            busy += span.end - span.begin
-            waiting += span.begin - span.start
-        return busy, waiting
-
     def idle(self, rank: int, step: int | None = None) -> Idle:
         """Idle time of COMPUTE before the actions of one step, with its cause.
 
@@ -219,29 +211,4 @@ class Timeline:
         ranks = self.schedule.played
         return sum(self.idle(rank).total_s for rank in ranks) / len(ranks)
 
-    @cached_property
-    def fill_s(self) -> float:
-        """From zero to the first FORWARD with weights, on the rank that gets there last."""
-        return max(
-            next((s.start for s in self.spans(r, step=0) if s.action.op is Op.FORWARD and s.action.weights), 0.0)
-            for r in self.schedule.played
-        )
-
-    @cached_property
-    def drain_s(self) -> float:
-        """From the last forward or backward pass of all ranks to the end of the play."""
-        passes = (Op.FORWARD, Op.BACKWARD)
-        last = max(
-            (s.end for r in self.schedule.played for s in self.spans(r, step=self.steps - 1) if s.action.op in passes),
-            default=self.makespan,
-        )
-        return self.makespan - last
-
     # links
-
-    def link_utilisation(self, node: int) -> tuple[float, float]:
-        """(outward, inward) share of its rate that a node's link carries in the steady step."""
-        moved = self.node_bytes[self.steady_step][node]
-        link = self.costs.node_link(node)
-        rate = link.bytes_per_s * (1 if link.shared else self.physical.local_size)
-        return moved.sent / rate / self.step_seconds, moved.received / rate / self.step_seconds

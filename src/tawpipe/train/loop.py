@@ -16,14 +16,15 @@ from importlib.metadata import version
 
 import torch
 
-from tawpipe.checkpoint.memory import SecondCopies
-from tawpipe.checkpoint.store import Checkpoints, RunState
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.checkpoint.save import Saving
+from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console
-from tawpipe.data.collate import collate
-from tawpipe.data.prefetch import prefetch
+from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
+from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.batches import LocalBatch
@@ -58,7 +59,8 @@ class Training:
     Args:
         state: what the checkpoint says that the run goes on from; None for a new run.
         plan: that the run follows, for its checkpoints.
-        copies: in the memory of the nodes, if there are to be any.
+        disk: for checkpoints.
+        memory: for copies in the memory of the nodes, if there are to be any.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
     last one that was measured, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is
@@ -72,19 +74,21 @@ class Training:
         console: Console,
         pipeline: Pipeline,
         data: PreparedData,
-        checkpoints: Checkpoints,
+        disk: Disk,
         state: RunState | None,
         *,
         plan: str = "",
-        copies: SecondCopies | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        self.plan, self.copies = plan, copies
+        self.plan, self.disk, self.memory = plan, disk, memory
         self.config, self.world, self.console = config, world, console
-        self.pipeline, self.data, self.checkpoints = pipeline, data, checkpoints
+        self.pipeline, self.data = pipeline, data
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
         self.unsaved = ""
         self._stalls: list[float] = []
+        self._saving: Saving | None = None
+        self._copying: Saving | None = None
         self._spikes = Spikes(config.log.spike)
         self._stragglers = Stragglers(config.log.straggler)
         self.samples = state.samples if state else 0
@@ -108,7 +112,7 @@ class Training:
             )
         try:
             with StopRequest(self.world) as stop:
-                with prefetch(self._batches(self.first, config.steps)) as batches:
+                with Prefetcher(self._batches(self.first, config.steps)) as batches:
                     for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                         self._step(step, batch)
                         self.last = step + 1
@@ -121,8 +125,8 @@ class Training:
                     if self._saved_step != self.last:
                         self._save(self.last)
                 self._end_save()
-                if self.copies is not None:
-                    self.copies.wait(config.timeouts.save_s)
+                if self._copying is not None:
+                    self._copying.wait(config.timeouts.save_s)
             # What follows, an export above all, is no step.
             self.world.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
             if self.last > self.first:
@@ -166,34 +170,27 @@ class Training:
             pipeline.check_copies()
         if save:
             self._save(step + 1)
-        if self.copies is not None and (step + 1) % config.checkpoint.memory_every == 0:
-            self._copy(step + 1)
-        if not save and self.checkpoints.under_way and (step + 1) % LOOK_AT_SAVES == 0:
+        if self.memory is not None and (step + 1) % config.checkpoint.memory_every == 0:
+            self._copy(self.memory, step + 1)
+        if not save and self._saving is not None and (step + 1) % LOOK_AT_SAVES == 0:
             self._end_save(only_if_ended=True)
 
     def _save(self, step: int) -> None:
         """Begin to save, when the save before has ended."""
         begin = time.perf_counter()
         self._end_save(now=step)
-        injector = self.pipeline.injector
-        if injector is not None:
-            injector.step = step
         self._saved_step = step
-        self.checkpoints.start(self.pipeline, self._state(step))
+        self._saving = self.pipeline.start_saving(self.disk, run=asdict(self._state(step)))
         if not self.config.checkpoint.background:
             self._end_save()
         self._last += time.perf_counter() - begin  # no part of the next step
 
-    def _copy(self, step: int) -> None:
+    def _copy(self, memory: Memory, step: int) -> None:
         """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
-        assert self.copies is not None
         begin = time.perf_counter()
-        self.copies.wait(self.config.timeouts.save_s)
-        if self.copies.problem:
-            self.console.notice(
-                f"no copy in memory before step {step}, training goes on without: {self.copies.problem}"
-            )
-        self.pipeline.start_copy(self.copies, run=asdict(self._state(step)))
+        if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
+            self.console.notice(f"no copy in memory before step {step}, training goes on without: {problem}")
+        self._copying = self.pipeline.start_saving(memory, run=asdict(self._state(step)))
         self._last += time.perf_counter() - begin
 
     def _end_save(self, *, only_if_ended: bool = False, now: int = 0) -> None:
@@ -203,14 +200,12 @@ class Training:
             only_if_ended: on all ranks, and go on otherwise.
             now: the step whose save waits for it.
         """
-        checkpoints = self.checkpoints
-        if not checkpoints.under_way:
+        if self._saving is None:
             return
-        if only_if_ended and not all(self.world.gather_numbers(float(checkpoints.ended))):
+        if only_if_ended and not all(self.world.gather_numbers(float(self._saving.done))):
             return
         begin = time.perf_counter()
-        saved = checkpoints.wait()
-        assert saved is not None
+        saved, self._saving = self._saving.wait(self.config.timeouts.save_s), None
         waited = time.perf_counter() - begin
         if now and waited > 1:
             self.console.notice(
@@ -316,7 +311,7 @@ class Training:
     def _batch(self, source: RowSource, begin: int, rows: int) -> LocalBatch:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
         shares = self.pipeline.shares(rows)
-        parts = [collate([source.sample(begin + row) for row in share.rows], share.index) for share in shares]
+        parts = [MicroBatch.cat([source.sample(begin + row) for row in share.rows]) for share in shares]
         if self.data.report.streamed:  # what else there is was looked at before the run
             longest = max((length for part in parts for length in part.lengths), default=0)
             check_longest(self.config.model, self.pipeline.chain.config, self.config.sequence_length, longest)

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tawpipe.files import replace_text
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -115,19 +117,6 @@ def cut_after(path: Path, step: int) -> None:
         if row["step"] <= step:
             kept.append(line + "\n")
     replace_text(path, "".join(kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """A crash, or a disk that is full, leaves the old file or the new one."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def last_step(output: Path) -> int:

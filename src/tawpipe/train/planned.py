@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from tawpipe.checkpoint.store import RunState
+from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import planned_settings

@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
 import shutil
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.memory import Copy, SecondCopies
-from tawpipe.checkpoint.store import Checkpoints, RunState, read_run, run_state
+from tawpipe.checkpoint.resume import Start, choose
+from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
+from tawpipe.files import replace_text
 from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector, parse_faults
@@ -31,23 +29,12 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig, config_text
 from tawpipe.train.generate import generate
-from tawpipe.train.history import Mark, launch_name, read_mark, write_mark
 from tawpipe.train.loop import Training
-from tawpipe.train.metrics import last_step, peak_memory_bytes, replace_text
+from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 
 ROWS_LOOKED_AT = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state that a run goes on from: a checkpoint, a copy in memory, or nothing; and the mark of that choice."""
-
-    path: Path | None
-    copy: Copy | None
-    state: RunState | None
-    mark: Mark
 
 
 def run(config: TrainConfig) -> int:
@@ -64,21 +51,14 @@ def run(config: TrainConfig) -> int:
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
     data = _prepare_data(config, world, console)
-    checkpoints = Checkpoints(
-        config.output_path / "checkpoints",
-        world,
-        keep=config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
-        limit_s=config.timeouts.save_s,
-    )
     # Agents of torchrun count by themselves: a node that joins later has seen no restart.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
     faults = parse_faults(config.inject)
     if beyond := [fault for fault in faults if fault.rank >= world.size]:
         raise UserError("--inject", f"rank={beyond[0].rank}", f"one of the {world.size} ranks, from 0")
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
-    copies = _second_copies(config, world)
-    start = _find_state(config, world, console, checkpoints, copies, injector, restarts)
+    disk, memory = open_stores(config, world, injector)
+    start = _choose_start(config, console, disk, memory, injector, restarts)
     earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
     followed = follow_plan(
@@ -105,20 +85,20 @@ def run(config: TrainConfig) -> int:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
     if earlier is not None:
-        _resume(config, console, pipeline, start, copies, data)
+        _resume(config, console, pipeline, start, data)
     else:
         if config.resume == "auto" or restarts:
-            console.notice(f"no sound checkpoint in {checkpoints.folder}; starting anew")
+            console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
         console.line(f"weights: {built.origin(seed=config.seed)}")
     if world.rank == 0:
-        write_mark(config.output_path, start.mark)
+        start.mark.write(config.output_path)
         _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     before = _plan_rows(config, pipeline)
     console.plan(before)
 
-    training = Training(config, world, console, pipeline, data, checkpoints, earlier, plan=plan, copies=copies)
+    training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
     seconds = training.run()
 
     done = training.last - training.first
@@ -127,8 +107,8 @@ def run(config: TrainConfig) -> int:
         results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
-    memory = world.gather_numbers(peak_memory_bytes(world.device.type))
-    results.append(("peak memory per process", ", ".join(f"{gib(m)}" for m in memory)))
+    peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
+    results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.last < config.steps
     if config.sample.tokens and not stopped:
         results.append(("sample", _sample(config, pipeline, data)))
@@ -152,8 +132,8 @@ def run(config: TrainConfig) -> int:
         then = "" if training.unsaved else "; --resume auto goes on from there"
         console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
     pipeline.close()
-    if copies is not None and not training.unsaved:
-        copies.remove()
+    if memory is not None and not training.unsaved:
+        memory.remove()
     world.leave()
     if training.unsaved:
         raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
@@ -173,55 +153,30 @@ def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
         console.notice(f"{error.filename} could not be written: {error.strerror}")
 
 
-def _second_copies(config: TrainConfig, world: World) -> SecondCopies | None:
-    """The copies in memory that this run keeps; if it keeps none, those of runs before it in this folder go."""
-    key = hashlib.sha256(str(config.output_path.absolute()).encode()).hexdigest()[:12]
-    folder = Path(config.checkpoint.memory_dir) / f"tawpipe-{os.getuid()}-{key}"
-    if config.checkpoint.memory_every:
-        return SecondCopies(folder, world, world.with_group("copies", timedelta(days=7)))
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
+def open_stores(config: TrainConfig, world: World, injector: Injector | None = None) -> tuple[Disk, Memory | None]:
+    """Where this run keeps its states; if not in memory, those of runs before it in this folder go there."""
+    settings = config.checkpoint
+    folder = config.output_path / "checkpoints"
+    disk = Disk(folder, world, keep=settings.keep, keep_every=settings.keep_every, injector=injector)
+    root = memory_root(Path(settings.memory_dir), config.output_path)
+    if settings.memory_every:
+        return disk, Memory(root, world, world.with_group("copies", timedelta(days=7)))
+    shutil.rmtree(root, ignore_errors=True)
+    return disk, None
 
 
-def _find_state(
-    config: TrainConfig,
-    world: World,
-    console: Console,
-    checkpoints: Checkpoints,
-    copies: SecondCopies | None,
-    injector: Injector | None,
-    restarts: int,
+def _choose_start(
+    config: TrainConfig, console: Console, disk: Disk, memory: Memory | None, injector: Injector | None, restarts: int
 ) -> Start:
-    """The state to go on from; after a restart what this run has left, on the disk or, if that is newer, in memory."""
     if injector is not None:
         injector.before_load()
-    before = Mark.of(world.broadcast_text(read_mark(config.output_path).text if world.rank == 0 else ""))
-    launch = world.broadcast_text(launch_name())
-    # A start that died before it had chosen what to go on from leaves that choice to the next one.
-    chosen = restarts > 0 and (before.resume, before.launch) == (config.resume, launch)
-    goes_on = chosen or config.resume == "auto"
-    copy = None
-    if copies is not None and goes_on and before.history:
-        copies.history = before.history
-        copy = copies.find()
-    checkpoint = checkpoints.find("auto" if goes_on else config.resume, needed=copy is None)
-    if checkpoint.path is None and copy is None and chosen and config.resume not in ("none", "auto"):
-        checkpoint = checkpoints.find(config.resume)
-    for words in checkpoint.passed_over:
+    start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
+    for words in start.passed_over:
         console.notice(f"passed over {words}")
-    earlier = None if checkpoint.path is None else read_run(checkpoint.path)
-    if copy is not None and (earlier is None or copy.step > earlier.step):
-        earlier = run_state(copy.record, "the copy in memory")
-    else:
-        copy = None
-    same = goes_on and before.history and (copy or checkpoint.path)
-    history = before.history if same else world.broadcast_text(secrets.token_hex(8))
-    if copies is not None:
-        copies.history = history
-    if restarts and world.rank == 0:
-        reached, first = last_step(config.output_path), earlier.step if earlier else 0
+    if restarts and disk.leads:
+        reached, first = last_step(config.output_path), start.state.step if start.state else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
-    return Start(None if copy else checkpoint.path, copy, earlier, Mark(history, config.resume, launch))
+    return start
 
 
 def gib(number: float) -> str:
@@ -294,23 +249,12 @@ def _make_pipeline(
     return pipeline
 
 
-def _resume(
-    config: TrainConfig,
-    console: Console,
-    pipeline: Pipeline,
-    start: Start,
-    copies: SecondCopies | None,
-    data: PreparedData,
-) -> None:
-    state, place = start.state, start.path or "memory"
-    assert state is not None
+def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: Start, data: PreparedData) -> None:
+    state, place = start.state, start.place
+    assert state is not None and start.source is not None
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
-    if start.path is not None:
-        pipeline.load(start.path)
-    else:
-        assert copies is not None and start.copy is not None
-        pipeline.load_copy(copies, start.copy)
+    pipeline.load(start.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")

@@ -1,0 +1,246 @@
+"""The format of a state: a folder of flat tensors with one manifest. Imports files, runtime and torch.
+
+A stripe of a matrix is no rectangle of it, so every parameter and every optimizer state of it is kept as
+one-dimensional chunks; shapes stand beside them. A folder ``step-00000120`` holds
+
+* ``state-00003.safetensors``: the chunks of rank 3, called ``NAME@START``. Nothing in it can run code.
+* ``tawpipe.json``, the manifest: shapes, which chunk is in which file, size and SHA-256 of every file, what the caller
+  adds, and the SHA-256 of all that. It is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.files import checksum
+from tawpipe.runtime.optimizer import States, UnitOptimizers
+from tawpipe.runtime.storage import Storage
+
+FORMAT = 2
+MARKER = "tawpipe.json"
+PARTIAL, REPLACED, ABANDONED = ".incomplete", ".replaced", ".abandoned"
+"""Behind the name of a folder that is being written or removed; that a new one replaces; of another history."""
+STATE = "optimizer."
+"""Before the names of the optimizer's state: ``optimizer.KEY.PARAMETER``."""
+SEAL = "sha256"
+"""Name of a manifest's own checksum in it."""
+
+Manifest = Mapping[str, Any]
+
+
+# names
+
+
+def file_name(number: int) -> str:
+    """The file with the chunks of rank ``number`` of those that saved."""
+    return f"state-{number:05}.safetensors"
+
+
+def step_name(step: int) -> str:
+    """The folder of the state after a step."""
+    return f"step-{step:08}"
+
+
+def step_of(folder: Path) -> int:
+    """The step after which a state was saved, by the name of its folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(folder.name + suffix)
+
+
+def is_complete(folder: Path) -> bool:
+    """True if a folder holds a state that was written to its end."""
+    return folder.suffix != PARTIAL and (folder / MARKER).is_file()
+
+
+def complete_states(folder: Path) -> list[Path]:
+    """The complete states in a folder, oldest first."""
+    complete = (path for path in folder.glob("step-*") if is_complete(path))
+    return sorted((path for path in complete if path.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def remove(folder: Path) -> None:
+    """Remove a state under the name of what is not complete, by which a start finds what a crash leaves of it.
+
+    Raises:
+        OSError: it may not be removed; it is as it was then.
+    """
+    going = folder if folder.suffix == PARTIAL else beside(folder, PARTIAL)
+    shutil.rmtree(going, ignore_errors=True)
+    if going != folder:
+        folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+# pieces
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A part of one saved tensor that lives on this rank: elements ``start`` and on of ``numel``."""
+
+    name: str
+    numel: int
+    start: int
+    value: Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in the rank's file."""
+        return f"{self.name}@{self.start}"
+
+
+def state_pieces(
+    storage: Storage, optimizers: UnitOptimizers, *, saving: bool, states: States | None = None
+) -> Iterator[StatePiece]:
+    """Everything on this rank that a state holds, as views.
+
+    Args:
+        saving: leave out what another rank saves: further copies of a home, and the one-element states (the step count)
+            of a parameter but where its first element lives.
+        states: instead of those that the optimizers hold.
+    """
+    if states is None:
+        states = optimizers.states()
+    for unit, pieces in storage.pieces.items():
+        if saving and not storage.is_first_copy(unit):
+            continue
+        for piece, state in zip(pieces, states.get(unit) or [{}] * len(pieces), strict=True):
+            yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
+            for key, value in state.items():
+                name = f"{STATE}{key}.{piece.name}"
+                if not isinstance(value, Tensor):
+                    raise RunError(
+                        f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved"
+                    )
+                if value.numel() == piece.value.numel() and value.ndim == 1:
+                    yield StatePiece(name, piece.numel, piece.start, value)
+                elif value.numel() == 1:
+                    if not saving or piece.start == 0:
+                        yield StatePiece(name, 1, 0, value.view(1))
+                else:
+                    raise RunError(f"the optimizer's state {key!r} of {piece.name} has the shape {tuple(value.shape)}")
+
+
+# the manifest
+
+
+def note_of(path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
+    """What a rank tells of the file that it has written."""
+    chunks = [[one.name, one.numel, str(one.value.dtype), one.start, one.value.numel()] for one in pieces]
+    return {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks}
+
+
+def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a state.
+
+    Args:
+        notes: of all ranks, in their order.
+        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``history``.
+    """
+    tensors: dict[str, Any] = {}
+    for number, note in enumerate(notes):
+        for name, numel, dtype, start, count in note["chunks"]:
+            tensor = tensors.setdefault(name, {"numel": numel, "dtype": dtype, "chunks": []})
+            tensor["chunks"].append([start, count, number])
+    files = [{"bytes": note["bytes"], "sha256": note["sha256"]} for note in notes]
+    return sealed({"format": FORMAT, **content, "tensors": tensors, "files": files})
+
+
+def sealed(manifest: Manifest) -> dict[str, Any]:
+    """A manifest with its own checksum, so that a digit that turns over on the disk is no other manifest."""
+    return {**manifest, SEAL: _seal(manifest)}
+
+
+def _seal(manifest: Manifest) -> str:
+    rest = {name: value for name, value in manifest.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What ``tawpipe.json`` holds.
+
+    Raises:
+        UserError: there is none, it is damaged or of another format.
+    """
+    if not is_complete(folder):
+        raise UserError("--resume", str(folder), f"the folder of a complete checkpoint, which holds a {MARKER}")
+    try:
+        manifest = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError("--resume", str(folder), f"a readable {MARKER} ({error!r})") from error
+    if version != FORMAT:
+        raise UserError("--resume", str(folder), f"format {FORMAT}, not {version!r}")
+    if manifest.get(SEAL) != _seal(manifest):
+        raise UserError("--resume", str(folder), f"a sound {MARKER} (its checksum is another one)")
+    if problem := _malformed(manifest):
+        raise UserError("--resume", str(folder), f"a sound {MARKER} ({problem})")
+    return manifest
+
+
+def _malformed(manifest: Manifest) -> str:
+    """What is wrong with a manifest of the right format, or nothing."""
+    for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
+        if not isinstance(manifest.get(name), kind):
+            return f"{name} is not there"
+    if not _whole(manifest.get("step")):
+        return f"step is {manifest.get('step')!r}"
+    files = manifest["files"]
+    for entry in files:
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or not _whole(entry.get("bytes")):
+            return f"{entry!r} among the files"
+    for name, shape in manifest["parameters"].items():
+        if not isinstance(shape, list) or not all(map(_whole, shape)):
+            return f"the shape of {name}"
+    for name, tensor in manifest["tensors"].items():
+        if (
+            not isinstance(tensor, dict)
+            or not _whole(tensor.get("numel"))
+            or not isinstance(tensor.get("chunks"), list)
+        ):
+            return f"the tensor {name}"
+        for chunk in tensor["chunks"]:
+            if not isinstance(chunk, list) or len(chunk) != 3 or not all(map(_whole, chunk)) or chunk[2] >= len(files):
+                return f"the chunks of {name}"
+    return ""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
+    """What is wrong with some of a folder's files, or nothing.
+
+    Args:
+        numbers: of the files that are read.
+    """
+    for number in numbers:
+        path, expected = folder / file_name(number), manifest["files"][number]
+        try:
+            if (size := path.stat().st_size) != expected["bytes"]:
+                return f"{path.name} has {size} bytes instead of {expected['bytes']}"
+            if checksum(path) != expected["sha256"]:
+                return f"the checksum of {path.name} is another one"
+        except OSError as error:
+            return f"{path.name}: {error.strerror or error}"
+    return ""
+
+
+def saved_dtype(manifest: Manifest, name: str, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor; ``otherwise`` in a manifest of an earlier version, which did not say."""
+    dtype = getattr(torch, str(manifest["tensors"][name].get("dtype")).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else otherwise

@@ -1,0 +1,307 @@
+"""Which state a run goes on from. Imports format, store, load, launch and runtime (world).
+
+The newest sound state of the run's own history is chosen. A run that starts anew, or goes back to an earlier state,
+begins another history in its output folder; one that is resumed goes on with that of before. ``history.json`` there
+names the history, so that what is left of another one is never gone on with, and which start has chosen what to go on
+from: one that died before leaves that to the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest, step_name
+from tawpipe.checkpoint.load import Source
+from tawpipe.checkpoint.store import Disk, Memory, Store
+from tawpipe.environment import LAUNCH
+from tawpipe.errors import RunError, UserError
+from tawpipe.files import replace_text
+
+HISTORY = "history.json"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run's state holds besides the pipeline's.
+
+    Args:
+        step: steps done.
+        samples: rows consumed, counted over epochs: the position in the data.
+        fingerprint: of the data, so that a changed corpus can be named.
+        data_state: what the dataset needs besides the position.
+        plan: that the run followed, empty for none; it is followed again on the same topology.
+        topology, versions: for the reader.
+    """
+
+    step: int
+    samples: int
+    seed: int
+    fingerprint: str = ""
+    data_state: dict[str, Any] = field(default_factory=dict)
+    topology: str = ""
+    plan: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest, where: str) -> RunState:
+        """The run's part of a manifest that was read at ``where``.
+
+        Raises:
+            UserError: it was not saved by a run, or is damaged.
+        """
+        try:
+            state = cls(**manifest["run"])
+            kinds = {"step": int, "samples": int, "seed": int, "fingerprint": str, "data_state": dict, "plan": str}
+            for name, kind in kinds.items():
+                if not isinstance(getattr(state, name), kind):
+                    raise TypeError(f"{name} is {getattr(state, name)!r}")
+        except (KeyError, TypeError) as error:
+            raise UserError("--resume", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
+        return state
+
+
+def read_run(folder: Path) -> RunState:
+    """What the state in a folder says of its run.
+
+    Raises:
+        UserError: it was not saved by a run, or is damaged.
+    """
+    return RunState.of(read_manifest(folder), str(folder))
+
+
+# finding
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state to go on from.
+
+    Args:
+        source: None to start anew.
+        passed_over: newer ones that were not taken, and why, in sentences.
+    """
+
+    source: Source | None
+    passed_over: tuple[str, ...] = ()
+
+
+def newest(store: Store) -> Found:
+    """The newest state in a store that is sound; call on all ranks."""
+    own: dict[int, list[Path]] = {}
+    steps = {step for seen in store.world.together(lambda: own.update(store.states()) or list(own)) for step in seen}
+    passed_over: list[str] = []
+    for step in sorted(steps, reverse=True):
+        name = step_name(step)
+        try:
+            return Found(examine(store, own.get(step, [store.folder / name])), tuple(passed_over))
+        except RunError as problem:
+            passed_over.append(f"{name}: {problem}")
+    return Found(None, tuple(passed_over))
+
+
+def examine(store: Store, folders: Sequence[Path]) -> Source:
+    """The state in folders that this rank may see, if every file of it is sound; call on all ranks.
+
+    Raises:
+        RunError: some file is nowhere sound, or, in a store that is shared, not so everywhere; on all ranks.
+    """
+    manifests: dict[str, Manifest] = {}
+
+    def look() -> dict[str, str]:
+        """The folders that can be read here, each with the seal of its manifest."""
+        seals = {}
+        for folder in folders:
+            try:
+                manifest = read_manifest(folder)
+                RunState.of(manifest, str(folder))
+                manifests[manifest[SEAL]], seals[str(folder)] = manifest, manifest[SEAL]
+            except UserError:
+                if store.shared:
+                    raise
+        return seals
+
+    everyone = store.world.together(look)
+    seals = sorted({seal for seen in everyone for seal in seen.values()})
+    if store.shared and len(seals) > 1:
+        raise RunError("not the same checkpoint on all machines")
+    where = folders[0] if store.shared else store.folder.parent
+    for seal in seals:
+        places: dict[tuple[int, str], list[int]] = {}
+        for rank, seen in enumerate(everyone):
+            machine = 0 if store.shared else store.world.hosts.node_of(rank)  # one name, but another folder on each
+            for folder in (folder for folder in seen if seen[folder] == seal):
+                places.setdefault((machine, folder), []).append(rank)
+        seers = [(folder, ranks) for (_, folder), ranks in places.items()]
+        if source := _if_sound(store, where, seers, manifests.get(seal)):
+            return source
+    raise RunError("some of its files are nowhere sound")
+
+
+def _if_sound(
+    store: Store, where: Path, seers: Sequence[tuple[str, list[int]]], manifest: Manifest | None
+) -> Source | None:
+    """The state with this manifest if it is whole.
+
+    Args:
+        seers: of each folder that has this manifest the ranks that see it.
+        manifest: None where this rank sees none of them.
+    """
+    world = store.world
+    ranks_of_all = {rank for _, ranks in seers for rank in ranks}
+    if len(ranks_of_all) < world.size:
+        teller = min(ranks_of_all)
+        manifest = world.together(lambda: manifest, acts=world.rank == teller)[teller]
+    known: Manifest = manifest or {}
+
+    def check() -> list[tuple[int, int]]:
+        """The sound ones of the files that are this rank's turn, each with the index of its folder."""
+        sound = []
+        for index, (folder, ranks) in enumerate(seers):
+            for number in range(len(known["files"])):
+                if ranks[number % len(ranks)] == world.rank:
+                    problem = damage(Path(folder), known, [number])
+                    if problem and store.shared:
+                        raise RunError(problem)
+                    sound += [] if problem else [(number, index)]
+        return sound
+
+    folders: list[dict[int, str]] = [{} for _ in known["files"]]
+    for own in world.together(check):
+        for number, index in own:
+            folder, ranks = seers[index]
+            for rank in ranks:
+                folders[number].setdefault(rank, folder)
+    return Source(where, known, tuple(folders)) if all(folders) else None
+
+
+def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
+    """The state that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
+
+    Call on all ranks; all of them must see what is chosen. If a path in the disk's folder is, those in it that are
+    newer are set aside.
+
+    Args:
+        needed: whether it is an error if there are states and none of them is sound.
+
+    Raises:
+        UserError: the path holds no sound state, or not all machines see it; or see ``needed``.
+    """
+    world, disk.resumed_step = disk.world, 0
+    if resume == "none":
+        return Found(None)
+    world.together(disk.clear, acts=disk.leads)
+    if resume == "auto":
+        found = newest(disk)
+        if found.source is None and found.passed_over and needed:
+            raise UserError("--resume", str(disk.folder), f"a sound checkpoint; {'; '.join(found.passed_over)}")
+    else:
+        try:
+            found = Found(examine(disk, [Path(resume)]))
+        except RunError as problem:
+            expected = f"a sound checkpoint that every process can read ({problem})"
+            raise UserError("--resume", resume, expected) from problem
+    disk.resumed_step = found.source.step if found.source else 0
+    if resume != "auto" and Path(resume).parent.resolve() == disk.folder.resolve():
+        world.together(disk.set_aside_newer, acts=disk.leads)
+    return found
+
+
+# histories
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What ``history.json`` holds; empty where there is none.
+
+    Args:
+        history: a random name.
+        resume: what ``--resume`` said.
+        launch: the same for all starts of one launch.
+    """
+
+    history: str = ""
+    resume: str = ""
+    launch: str = ""
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Mark:
+        """The mark in a file's text; of one that is damaged nothing is known."""
+        try:
+            values = json.loads(text)
+            return cls(*(str(values[one.name]) for one in fields(cls)))
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+    def write(self, output: Path) -> None:
+        """Call when everything is found that is gone on from, and what must not be is set aside.
+
+        Raises:
+            RunError: it cannot be written, and without it a restart would not know what this start has chosen.
+        """
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            replace_text(output / HISTORY, self.text)
+        except OSError as error:
+            raise RunError(f"{output / HISTORY} could not be written: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from, and the mark of that choice.
+
+    Args:
+        source, state: None to start anew.
+        place: the folder, or memory.
+        passed_over: newer states that were not taken, and why, in sentences.
+    """
+
+    source: Source | None
+    state: RunState | None
+    place: str
+    mark: Mark
+    passed_over: tuple[str, ...]
+
+
+def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> Start:
+    """What a run with this output folder goes on from; after a restart what it has left, on the disk or, if that is
+    newer, in memory. Call on all ranks.
+
+    Args:
+        resume: what ``--resume`` says.
+        restarts: how often the run has been started again.
+
+    Raises:
+        UserError: see ``find``.
+    """
+    world, path = disk.world, output / HISTORY
+    readable = world.rank == 0 and path.is_file()
+    before = Mark.of(world.broadcast_text(path.read_text(encoding="utf-8") if readable else ""))
+    launch = world.broadcast_text(os.environ.get(LAUNCH) or os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    # A start that died before it had chosen what to go on from leaves that choice to the next one.
+    chosen = restarts > 0 and (before.resume, before.launch) == (resume, launch)
+    goes_on = chosen or resume == "auto"
+    source, place = None, ""
+    if memory is not None and goes_on and before.history:
+        memory.history = before.history
+        source, place = newest(memory).source, "memory"
+    found = find(disk, "auto" if goes_on else resume, needed=source is None)
+    if found.source is None and source is None and chosen and resume not in ("none", "auto"):
+        found = find(disk, resume)
+    if found.source is not None and (source is None or source.step <= found.source.step):
+        source, place = found.source, str(found.source.where)
+    state = RunState.of(source.manifest, place) if source else None
+    history = before.history if source and goes_on and before.history else world.broadcast_text(secrets.token_hex(8))
+    disk.history = history
+    if memory is not None:
+        memory.history = history
+    return Start(source, state, place, Mark(history, resume, launch), found.passed_over)

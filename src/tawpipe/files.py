@@ -1,0 +1,38 @@
+"""Files that a crash leaves whole. Imports the standard library alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a crash, or a disk that is full, leaves the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file or folder onto the disk. A file system that cannot sync folders is not asked again."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

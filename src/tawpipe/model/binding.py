@@ -1,0 +1,171 @@
+"""The parameters of a model as units that come and go, so that a device holds the weights of a visit and no others.
+
+Outside of its visit a parameter is a placeholder of its own shape, but with one element of storage, which is NaN:
+whatever reads it then shows in the loss. Gradients go into a buffer as autograd makes them, and no parameter keeps one.
+Calls come from one thread; only the gradient hooks may run on autograd's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.units import ParameterSlot, Unit
+
+NEED_WEIGHTS = (
+    *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
+    *("merge_and_unload", "merge_adapter", "unload"),  # of peft
+)
+
+
+@dataclass(eq=False)
+class _Collection:
+    """The buffer that a unit's gradients go into, and the parameters whose gradient has come."""
+
+    flat: Tensor
+    accumulate: bool
+    arrived: set[int] = field(default_factory=set)
+
+
+class _Gone:
+    """Stand-in for a model's method that needs its weights; it refuses."""
+
+    def __init__(self, model: str, method: str) -> None:
+        self._model, self._method = model, method
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise UserError(
+            f"{self._model}.{self._method}",
+            "a model whose weights a Pipeline has taken",
+            "use pipeline.step, evaluate, parameter(name), save and load; pipeline.export(folder) writes a folder for "
+            "AutoModelForCausalLM.from_pretrained",
+        )
+
+
+def refuse_emptied(model: nn.Module) -> None:
+    """Raise UserError if another pipeline has taken the model's weights."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, _Gone):
+        forward()
+
+
+def refuse_use(*models: nn.Module) -> None:
+    """Replace the methods of emptied models that would work without weights by ones that refuse."""
+    for model in {id(one): one for one in models}.values():
+        for method in NEED_WEIGHTS:
+            if hasattr(model, method):
+                model.__dict__[method] = _Gone(type(model).__name__, method)
+
+
+class UnitBinding:
+    """The units of a model, whose parameters are bound to a buffer for a visit.
+
+    Args:
+        units: all of the model's.
+    """
+
+    def __init__(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
+        self.device, self.dtype = torch.device("meta"), torch.float32
+        self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
+        self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
+        self._collections: dict[int, _Collection] = {}
+
+    def empty(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Make every parameter of ``model`` a placeholder on ``device``; values that it has go with the old ones."""
+        self.device, self.dtype = device, dtype
+        nan = torch.full((1,), float("nan"), dtype=dtype, device=self.device)
+        fresh: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for name, old in module._parameters.items():
+                if old is None:
+                    continue
+                if old not in fresh:
+                    fresh[old] = nn.Parameter(nan.expand(old.shape), requires_grad=old.requires_grad)
+                module._parameters[name] = fresh[old]
+
+        by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
+        self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
+        self._collections = {}
+        for unit in self.units:
+            if unit.trainable:
+                for index, parameter in enumerate(self._parameters[unit.index]):
+                    parameter.register_post_accumulate_grad_hook(self._collector(unit.index, index))
+
+    def check_frozen(self) -> None:
+        """Raise UserError if a parameter has been frozen, or is trained, only since the chain was made."""
+        for unit, parameters in zip(self.units, self._parameters, strict=True):
+            for slot, parameter in zip(unit.slots, parameters, strict=True):
+                if parameter.requires_grad != unit.trainable:
+                    now = "trained" if parameter.requires_grad else "frozen"
+                    raise UserError(
+                        f"{slot.name}.requires_grad",
+                        parameter.requires_grad,
+                        f"{now} before the Pipeline is made, not after",
+                    )
+
+    def bind(self, unit: int, flat: Tensor) -> None:
+        """Make the unit's parameters views of ``flat`` ([numel] or longer, of the device and dtype of ``empty``)."""
+        assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
+        assert flat.numel() >= self.units[unit].numel
+        for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
+            parameter.data = _view(flat, slot)
+
+    def release(self, unit: int) -> None:
+        """End a visit: the parameters are placeholders again and hold no buffer."""
+        for parameter, placeholder in zip(self._parameters[unit], self._placeholders[unit], strict=True):
+            parameter.data = placeholder
+
+    def collect(self, unit: int, flat: Tensor, accumulate: bool) -> None:
+        """Let gradients of the unit's parameters go into ``flat`` from now on, while autograd runs.
+
+        Args:
+            unit: a trainable unit.
+            flat: [numel] or longer; its dtype may be wider than the parameters'.
+            accumulate: add to what ``flat`` holds. Otherwise its content counts for nothing: a parameter's first
+                gradient is copied, later ones (the head's chunks) are added.
+        """
+        assert self.units[unit].trainable and unit not in self._collections
+        assert flat.numel() >= self.units[unit].numel
+        self._collections[unit] = _Collection(flat, accumulate)
+
+    def finish_collect(self, unit: int) -> None:
+        """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""
+        collection = self._collections.pop(unit)
+        if collection.accumulate:
+            return
+        slots = self.units[unit].slots
+        if not collection.arrived:
+            collection.flat.zero_()
+            return
+        for index, slot in enumerate(slots):
+            if index not in collection.arrived:
+                _view(collection.flat, slot).zero_()
+        collection.flat[self.units[unit].numel :].zero_()
+
+    def _collector(self, unit: int, index: int) -> Callable[[Tensor], None]:
+        slot = self.units[unit].slots[index]
+
+        def take(parameter: Tensor) -> None:
+            collection = self._collections.get(unit)
+            assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            target = _view(collection.flat, slot)
+            if collection.accumulate or index in collection.arrived:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+            collection.arrived.add(index)
+
+        return take
+
+
+def _view(flat: Tensor, slot: ParameterSlot) -> Tensor:
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

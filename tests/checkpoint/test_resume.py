@@ -1,0 +1,222 @@
+"""Going on: with the same numbers, on any topology, from the newest sound state of the run's own history."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import batches
+from states import ALONE, memory_of, resumable, run_of
+from tawpipe.checkpoint.format import MARKER, file_name, read_manifest, sealed
+from tawpipe.checkpoint.resume import Mark, Start, choose, find, newest
+from tawpipe.checkpoint.store import Disk
+from tawpipe.errors import UserError
+from tawpipe.runtime.faults import flip_a_bit
+from tawpipe.runtime.world import World
+from tawpipe.train.config import TrainConfig, load_config
+from tawpipe.train.run import open_stores
+
+TOTAL = 5
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """A checkpoint after 3 steps on 2 x 2 (dropout on), and the losses of the steps after it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    losses = pool.run(
+        "test_resume:save_after", 2, 2, folder=str(folder), steps=3, total=TOTAL, strategy="tawpipe-spread"
+    )[0]
+    return folder, losses
+
+
+def test_resume_goes_on_with_the_identical_curve(pool, saved):
+    folder, losses = saved
+    assert pool.run("test_resume:go_on", 2, 2, folder=str(folder), total=TOTAL, strategy="tawpipe-spread")[0] == losses
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "strategy"),
+    [(1, 4, "tawpipe-spread"), (4, 1, "tawpipe-striped"), (1, 1, "tawpipe-spread"), (3, 2, "tawpipe-whole")],
+)
+def test_resume_on_another_topology(pool, saved, nodes, local, strategy):
+    folder, losses = saved
+    again = pool.run("test_resume:go_on", nodes, local, folder=str(folder), total=TOTAL, strategy=strategy)[0]
+    assert again == pytest.approx(losses, rel=1e-10)
+
+
+def save_after(world: World, *, folder: str, steps: int, total: int, **knobs: Any) -> list[float]:
+    """Train, save after ``steps``, train on; the losses after the save."""
+    pipeline = resumable(world, **knobs)
+    given = batches(5, total)
+    for batch in given[:steps]:
+        pipeline.step(batch)
+    pipeline.drain()
+    pipeline.save(Disk(Path(folder), world, keep=2), run=run_of(steps))
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[steps:]]]
+    pipeline.close()
+    return losses
+
+
+def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]:
+    """Resume from the newest checkpoint in a fresh pipeline with other initial weights."""
+    pipeline = resumable(world, seed=99, **knobs)
+    source = find(Disk(Path(folder), world), "auto").source
+    assert source is not None
+    pipeline.load(source)
+    pipeline.seed = 0  # random numbers go on from the run's seed
+    losses = [result.loss for result in [pipeline.step(batch) for batch in batches(5, total)[source.step :]]]
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize(("nodes", "local", "lost"), [(2, 2, 1), (3, 1, 0), (1, 2, None), (2, 1, None)])
+def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
+    found = pool.run(
+        "test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, strategy="tawpipe-spread"
+    )
+    assert all(one[:2] == (True, True) for one in found)
+    assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
+
+
+def test_a_copy_without_a_neighbour_is_lost_with_its_node(pool, tmp_path):
+    results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, strategy="tawpipe-spread")
+    assert results[0][0] is False
+
+
+def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) -> tuple[bool, bool, str]:
+    """Copy the state into the memory of the nodes, lose what one of them holds, go on in a fresh pipeline.
+
+    Returns:
+        whether a copy was found, whether the losses are those of a run that went on, and what is left of the folder.
+    """
+    pipeline = resumable(world, **knobs)
+    given = batches(5, 6)
+    memory = memory_of(world, folder)
+    memory.history = "this one"
+    for step, batch in enumerate(given[:4]):
+        pipeline.step(batch)
+        if step in (1, 3):
+            pipeline.save(memory, run=run_of(step + 1))
+    losses = [result.loss for result in [pipeline.step(batch) for batch in given[4:]]]
+    pipeline.close()
+    world.barrier()
+    if lost is not None and world.rank == 0:
+        shutil.rmtree(Path(folder) / f"machine-{lost}")
+    world.barrier()
+    other = resumable(world, seed=99, **knobs)
+    memory.history = "another"
+    assert newest(memory).source is None
+    memory.history = "this one"
+    if lost is None and world.rank == 0 and world.topology.num_nodes > 1:  # a file whose twin is sound
+        flip_a_bit(Path(folder) / "machine-0" / "node-0" / "step-00000004" / file_name(0))
+    world.barrier()
+    source = newest(memory).source
+    if source is not None:
+        assert other.load(source)["step"] == 4
+        other.seed = 0
+    again = [result.loss for result in [other.step(batch) for batch in given[4:]]]
+    other.close()
+    names = sorted(path.name for path in Path(folder).glob("machine-*/node-*/*"))
+    return source is not None, again == losses, " ".join(names)
+
+
+def test_machines_that_see_different_states_go_on_from_none(pool, history, tmp_path):
+    for rank in range(2):
+        folder = tmp_path / f"machine-{rank}" / "step-00000030"
+        shutil.copytree(history / "checkpoints" / folder.name, folder)
+        manifest = read_manifest(folder)
+        (folder / MARKER).write_text(json.dumps(sealed({**manifest, "run": {**manifest["run"], "samples": rank}})))
+    messages = pool.run("test_resume:find_apart", 2, 1, folder=str(tmp_path))
+    assert all("step-00000030: not the same checkpoint on all machines" in message for message in messages)
+    shutil.rmtree(tmp_path / "machine-1")
+    messages = pool.run("test_resume:find_apart", 2, 1, folder=str(tmp_path))
+    assert all("rank 1: the folder of a complete checkpoint" in message for message in messages)
+
+
+def find_apart(world: World, *, folder: str) -> str:
+    """What is said of a folder that is another one on every machine."""
+    try:
+        find(Disk(Path(folder) / f"machine-{world.rank}", world), "auto")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def where(folder: Path, resume: str = "auto") -> Path | None:
+    """The folder that ``--resume`` means."""
+    source = find(Disk(folder, ALONE), resume).source
+    return source and source.where
+
+
+def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
+    good = tmp_path / "step-00000003"
+    shutil.copytree(saved[0] / "step-00000003", good)
+    (tmp_path / "step-00000004").mkdir()  # no marker
+    half = tmp_path / "step-00000005.incomplete"
+    shutil.copytree(good, half)  # all there but for its name
+    assert list(Disk(tmp_path, ALONE).states()) == [3]
+    assert where(tmp_path) == good
+    with pytest.raises(UserError, match="sound checkpoint"):
+        where(tmp_path, str(tmp_path / "step-00000004"))
+
+
+def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
+    assert where(tmp_path / "none") is None
+    with pytest.raises(UserError, match="--resume"):
+        where(tmp_path, str(tmp_path / "missing"))
+
+
+def test_resume_walks_back_to_what_is_sound_and_says_so(history):
+    folder = history / "checkpoints"
+    flip_a_bit(folder / "step-00000030" / file_name(0))
+    with (folder / "step-00000020" / file_name(0)).open("r+b") as file:
+        file.truncate(100)
+    found = find(Disk(folder, ALONE), "auto")
+    assert found.source is not None and found.source.where == folder / "step-00000010"
+    assert "step-00000030: the checksum of state-00000.safetensors" in found.passed_over[0]
+    assert "step-00000020: state-00000.safetensors has 100 bytes instead of" in found.passed_over[1]
+    with pytest.raises(UserError, match="checksum"):
+        where(folder, str(folder / "step-00000030"))
+
+
+def test_a_digit_that_turns_over_in_the_record_is_found(history):
+    marker = history / "checkpoints" / "step-00000030" / MARKER
+    marker.write_text(marker.read_text().replace('"samples": 30', '"samples": 31'))
+    found = find(Disk(history / "checkpoints", ALONE), "auto")
+    assert found.source is not None and found.source.step == 20
+    assert "its checksum is another one" in found.passed_over[0]
+
+
+def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
+    words = ["--output", str(tmp_path / "run"), "--checkpoint.memory-every", "1"]
+    words += ["--checkpoint.memory-dir", str(tmp_path)]
+    auto, anew = load_config([*words, "--resume", "auto"]), load_config(words)
+
+    def start(config: TrainConfig, restarts: int = 0) -> Start:
+        disk, memory = open_stores(config, ALONE)
+        chosen = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
+        chosen.mark.write(config.output_path)
+        if chosen.state is None and memory is not None:
+            pipeline.save(memory, run=run_of(1))
+        return chosen
+
+    assert start(auto).source is None
+    assert start(auto).place == start(auto, restarts=1).place == "memory"
+    assert start(anew, restarts=1).source is None  # the start before it died before it had chosen
+    assert start(anew, restarts=1).place == "memory"
+    assert start(anew).source is None
+    shutil.rmtree(tmp_path / "run")
+    assert start(auto).source is None  # of a run that is not there any more
+    off = replace(auto, checkpoint=replace(auto.checkpoint, memory_every=0))
+    assert start(off).source is None and not list(tmp_path.glob("tawpipe-*"))
+
+
+def test_a_mark_that_is_damaged_says_nothing():
+    for text in ("", "{", "[]", "{}", '{"history": 1}', "null"):
+        assert Mark.of(text) == Mark()
+    assert Mark.of(Mark("a", "auto", "b").text) == Mark("a", "auto", "b")

@@ -1,0 +1,79 @@
+"""Writing a state: what was there when it began is saved whole, or not at all and by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from tawpipe import Pipeline
+from tawpipe.checkpoint.format import MARKER
+from tawpipe.errors import RunError
+from tawpipe.runtime.faults import Fault, Injector
+
+
+def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    return {name: pipeline.parameter(name).clone() for name in pipeline.parameter_names}  # type: ignore[union-attr]
+
+
+def test_what_is_saved_is_what_was_there_when_it_began(pipeline, tmp_path):
+    before, gate = weights(pipeline), threading.Event()
+    injector = Injector([], 0, restart=0)
+    injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
+    pipeline.injector = injector
+    saving = pipeline.start_saving(tmp_path / "one")
+    with torch.no_grad():
+        for master in pipeline.storage.master.values():
+            master.mul_(2)
+    assert not saving.done
+    gate.set()
+    saved = saving.wait()
+    assert not saved.problem and saved.staged_s < 1
+    pipeline.load(tmp_path / "one")
+    assert all(torch.equal(before[name], value) for name, value in weights(pipeline).items())
+
+
+def test_a_full_disk_is_named_and_takes_nothing_with_it(pipeline, tmp_path):
+    pipeline.save(tmp_path / "step-00000001", run={"step": 1})
+    before = (tmp_path / "step-00000001" / MARKER).read_text()
+    pipeline.injector = Injector([Fault(0, 2, "save", "disk-full")], 0, restart=0)
+    pipeline.step_number = 2
+    with pytest.raises(RunError, match="No space left on device"):
+        pipeline.save(tmp_path / "step-00000001", run={"step": 2})
+    assert (tmp_path / "step-00000001" / MARKER).read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    pipeline.save(tmp_path / "step-00000002")  # and the next one is written
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(pipeline, tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunError, match="Permission denied"):
+        pipeline.save(tmp_path / "one")
+
+
+def test_a_file_in_the_way_is_named(pipeline, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="file"):
+        pipeline.save(tmp_path / "file" / "one")
+
+
+def test_numbers_that_are_none_are_not_saved(pipeline, tmp_path):
+    next(iter(pipeline.storage.master.values()))[3] = float("nan")
+    with pytest.raises(RunError, match="not finite; it is not saved"):
+        pipeline.save(tmp_path / "one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_never_ends_is_given_up(pipeline, tmp_path):
+    injector = Injector([], 0, restart=0)
+    gate = threading.Event()
+    injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
+    pipeline.injector = injector
+    saving = pipeline.start_saving(tmp_path / "one")
+    with pytest.raises(RunError, match="longer than 0 s"):
+        saving.wait(0.1)
+    gate.set()
+    saving.wait()

@@ -1,0 +1,89 @@
+"""The launcher when workers fail or a signal comes: restarts, what is passed on, and how long it waits."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tawpipe.launch.launcher import Shape, launch
+
+
+def launched(code: str, **settings) -> tuple[int, str]:
+    errors = io.StringIO()
+    head = "import os, sys, time, signal\nrank = int(os.environ['RANK'])\n"
+    head += "restart = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+    return launch([sys.executable, "-c", head + code], Shape(1, 2), errors=errors, **settings), errors.getvalue()
+
+
+def test_dead_workers_are_started_again(tmp_path):
+    code = f"open('{tmp_path}/' + restart + '-' + str(rank), 'w')\nsys.exit(3 if restart == '0' and rank == 1 else 0)"
+    status, said = launched(code, max_restarts=2)
+    assert status == 0 and "restart 1 of at most 2" in said and "rank 1" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_restarts_end(tmp_path):
+    status, said = launched("sys.exit(3)", max_restarts=1)
+    assert status == 3 and said.count("ended with exit code 3") == 2
+
+
+def test_a_wrong_setting_is_not_tried_again():
+    status, said = launched("print('tawpipe: error: no', file=sys.stderr); sys.exit(2)", max_restarts=3)
+    assert status == 2 and "restart" not in said
+
+
+READY = "open(os.path.join(READY, str(rank)), 'w').close()\n"
+
+
+def launched_and_told(folder: Path, numbers: list[int], code: str, **settings) -> tuple[int, str, float]:
+    """Signals to the launcher when all workers are ready; the seconds from then on."""
+    told: list[float] = []
+
+    def tell() -> None:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.02)
+        told.append(time.monotonic())
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    threading.Thread(target=tell).start()
+    status, said = launched(f"READY = {str(folder)!r}\n" + code, **settings)
+    return status, said, time.monotonic() - told[0]
+
+
+NOTES = "done = []\nfor s in (15, 10): signal.signal(s, lambda *_: done.append(1))\n" + READY
+
+
+WAITS = "while not done: time.sleep(0.02)\n"
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM]])
+def test_a_signal_is_passed_on_and_waited_for(tmp_path, numbers):
+    code = NOTES + WAITS + "time.sleep(0.5)\nsys.exit(0)"
+    status, _, seconds = launched_and_told(tmp_path, numbers, code, patience_s=20)
+    assert status == 0 and seconds < 15  # two within a second are one
+
+
+def test_what_fails_after_a_signal_is_reported(tmp_path):
+    code = NOTES + WAITS + "raise SystemExit('no space left' if rank else 0)"
+    status, said, _ = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=20)
+    assert status == 1 and "rank 1" in said and "no space left" in said
+
+
+def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
+    status, said, _ = launched_and_told(tmp_path, [signal.SIGTERM], READY + "time.sleep(60)", patience_s=20)
+    assert status == 128 + signal.SIGTERM and "rank" not in said
+
+
+def test_patience_ends(tmp_path):
+    code = NOTES + "time.sleep(60)"
+    status, said, seconds = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=0.5, grace_s=0.5)
+    assert status == 128 + signal.SIGTERM and seconds < 15 and "SIGTERM" in said

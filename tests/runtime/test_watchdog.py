@@ -1,0 +1,78 @@
+"""The watchdog: a step that takes too long is reported by every rank, and the process ends."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+
+import pytest
+
+from tawpipe.runtime.flight import write_record
+from tawpipe.runtime.lanes import Doing
+from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.schedule.actions import Lane
+
+
+class Never:
+    done = False
+
+    def wait(self) -> None:
+        raise AssertionError
+
+
+def test_a_step_that_takes_too_long_is_reported():
+    said, ended = io.StringIO(), threading.Event()
+    doing = {Lane.COMPUTE: Doing("FORWARD b3", 4.0, True), Lane.INTER_W: Doing("EXCHANGE <1:u7", 31.0, False)}
+    dog = Watchdog(lambda: doing, "rank 3 (node 1)", limit_s=0.1, stream=said, end=ended.set)
+    dog.watch("step 7", Never())
+    assert ended.wait(10)
+    text = said.getvalue()
+    assert "tawpipe: stuck: rank 3 (node 1): step 7 has taken" in text
+    assert "INTER_W is in EXCHANGE <1:u7, 31 s" in text and "COMPUTE waits to begin FORWARD b3" in text
+    assert "waits for nobody" not in text
+
+
+def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
+    """That may hang as well, which must not keep the process. There is no NCCL here: what torch gives is made up."""
+    c10d, asked = sys.modules["torch._C._distributed_c10d"], []
+    dump = lambda **how: asked.append(how) or b"record"  # noqa: E731
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
+    monkeypatch.setattr("tawpipe.runtime.watchdog.LAST_WORDS_S", 3.0)
+    said, ended = io.StringIO(), threading.Event()
+    dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
+    dog.last_words = lambda step: write_record(tmp_path / "flight", 3)
+    dog.watch("step 7", Never())
+    assert ended.wait(10)
+    assert (tmp_path / "flight" / "rank_3").read_bytes() == b"record" and asked[0]["includeStackTraces"] is False
+    assert f"rank 3: the flight record is in {tmp_path}" in said.getvalue()
+    (tmp_path / "file").touch()
+    assert "could not be written" in write_record(tmp_path / "file", 3)
+    monkeypatch.delattr(c10d, "_dump_nccl_trace")
+    assert write_record(tmp_path / "other", 3) == "" and not (tmp_path / "other").exists()
+
+    ended.clear()
+    dog = Watchdog(dict, "rank 3", limit_s=0.1, stream=said, end=ended.set)
+    dog.last_words = lambda step: str(threading.Event().wait(60))
+    dog.watch("step 7", Never())
+    assert ended.wait(10)
+
+
+@pytest.mark.parametrize("doing", [{}, {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False)}])
+def test_the_rank_that_others_wait_for_says_so(doing):
+    dog = Watchdog(lambda: doing, "rank 0")
+    assert any("waits for nobody" in line for line in dog.report("step 1", 9))
+
+
+def test_a_step_that_ends_in_time_is_not_reported():
+    class Now(Never):
+        done = True
+
+    said = io.StringIO()
+    dog = Watchdog(dict, "rank 0", limit_s=0.3, stream=said, end=lambda: None)
+    for _ in range(4):
+        dog.watch("step", Now())
+        time.sleep(0.2)
+    dog.close()
+    assert not said.getvalue()
