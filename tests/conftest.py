@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# How long an example takes says nothing on a machine that is shared.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 from pool import WorkerPool
+from states import save_history, stepped
+from tawpipe import Pipeline
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +25,17 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    """A pipeline that has made one step."""
+    made = stepped()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def history(pipeline: Pipeline, tmp_path: Path) -> Path:
+    """The output folder of a run with checkpoints of steps 10, 20 and 30."""
+    return save_history(pipeline, tmp_path)

@@ -139,9 +139,9 @@ def test_a_model_that_is_nowhere_is_the_models_fault(home):
 
 def test_under_torchrun(trained):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(trained, "torchrun", "--steps", "2", "--schedule.kept-units", "2", program=torchrun)
+    done = run(trained, "torchrun", "--steps", "2", "--schedule.step-cache", "2", program=torchrun)
     assert done.returncode == 0, done.stderr
-    assert "--schedule.kept-units has no effect on one node" in done.stdout
+    assert "--schedule.step-cache has no effect on one node" in done.stdout
     assert "2 processes = 1 node x 2" in done.stdout
 
 
@@ -393,7 +393,7 @@ def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
         (("--inject", "rank=1,step=9,at=push,kind=kill"), "at most|up to --steps"),
         (("--inject", "rank=1,step=3,at=save,kind=kill"), "a step that is saved"),
         (("--inject", "nonsense"), "--inject"),
-        (("--optimizer.nonfinite", "skip", "--optimizer.finite-check", "false", "--optimizer.clip-norm", "0"), "skip"),
+        (("--optimizer.nonfinite", "skip", "--schedule.early-updates", "true", "--optimizer.clip-norm", "0"), "skip"),
         (("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", "/nowhere"), "--checkpoint.memory-dir"),
     ],
 )
