@@ -28,7 +28,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.strategies import ActivationPipeline, strategies
+from tawpipe.schedule.strategies import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 HIDDEN = (1024, 2048, 4096, 8192)
@@ -82,12 +82,11 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
             offer(family, predict(asked, step).step_seconds, f"{strategy}, {per_visit} per visit", per_visit)
     for pipeline in strategies(runs=False).values():
         for layout in pipeline.layouts(asked.topology):
-            assert isinstance(layout, ActivationPipeline)
             try:
                 seconds = predict(asked, asked.step(DEFAULT, layout)).step_seconds
             except UserError:
                 continue
-            offer("a pipeline", seconds, f"{layout.name} {layout.where()}")
+            offer("a pipeline", seconds, f"{layout.name} {layout.layout}")
     order = sorted(best, key=lambda family: best[family][0])
     return {
         "hidden": hidden,
