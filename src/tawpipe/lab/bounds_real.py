@@ -1,5 +1,4 @@
-"""What of a bound is known for a real workload: its bytes, and so what its links need at least. Imports topology,
-schedule, simulate and lab.
+"""What of a bound is known for a real workload: its bytes, and so what its links need at least.
 
 How long a device computes does not follow from the setting. So there is no bound by dependencies, and the physical one
 is that of the node's link that is busy longest.

@@ -1,4 +1,4 @@
-"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds. Imports lab and simulate.
+"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds.
 
 ``compare`` writes ``results.json`` (the contract that others read), a Markdown table and a chart.
 """

@@ -1,4 +1,4 @@
-"""What the lab measures: something that runs complete training steps. Imports workloads, topology and errors.
+"""What the lab measures: something that runs complete training steps.
 
 Every worker process of a launch makes its own contender of every strategy, after the ranks have joined, and the harness
 alternates single steps of them.

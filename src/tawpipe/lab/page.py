@@ -1,4 +1,4 @@
-"""Rows of a comparison as a page. Imports report and the table of the same rows."""
+"""Rows of a comparison as a page."""
 
 from __future__ import annotations
 

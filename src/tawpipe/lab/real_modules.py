@@ -1,5 +1,4 @@
-"""The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer. Imports torch,
-transformers, model, sizes and lab.
+"""The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer.
 
 The modules are transformers' own and are called as its model calls them, so the parts together compute what the
 whole model does. `tawpipe.lab.rivals.task` says what `RealTask` is for.

@@ -1,4 +1,4 @@
-"""The device that computes by sleeping, at a pace that may be disturbed. Imports errors and lab.busy.
+"""The device that computes by sleeping, at a pace that may be disturbed.
 
 A disturbance slows every node for spells, each node by itself: a neighbour's job on the same machine, a hot device, a
 page cache that fills. It is a function of seed, node, step and time since the step began, so that every strategy meets
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,26 @@ class Pace:
             mean = self._slowdown.spell_s if slow else self._slowdown.spell_s * (1 - share) / share
             self._borders.append((self._borders[-1] if self._borders else 0.0) + self._random.expovariate(1 / mean))
         return self._borders[piece]
+
+
+class BusyTime:
+    """Seconds that lanes were busy. Each lane is written by one thread."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, lane: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """What has gathered since the last call. Only between steps, when no lane runs."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
 
 class Sleeper:

@@ -1,4 +1,4 @@
-"""Suites: which strategies are measured in which settings, as small YAML files. Imports lab and errors.
+"""Suites: which strategies are measured in which settings, as small YAML files.
 
 name: smoke
 samples: 5

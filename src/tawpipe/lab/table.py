@@ -1,6 +1,4 @@
-"""Rows of a comparison as a Markdown table and as a chart. Imports matplotlib when a chart is drawn, nothing of the
-project.
-"""
+"""Rows of a comparison as a Markdown table and as a chart."""
 
 from __future__ import annotations
 

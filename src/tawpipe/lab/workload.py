@@ -1,4 +1,4 @@
-"""The workloads of the lab, as settings. Imports errors.
+"""The workloads of the lab, as settings.
 
 * timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
   measured then, and many ranks run on few cores.

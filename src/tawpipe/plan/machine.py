@@ -1,4 +1,4 @@
-"""The machines that a plan is for: nodes, links, devices; as a file. Imports topology, errors and simulate.
+"""The machines that a plan is for: nodes, links, devices; as a file.
 
 ``tawpipe doctor`` measures one and writes it; a user may write or change one by hand:
 

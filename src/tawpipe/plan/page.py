@@ -13,7 +13,6 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
-from tawpipe.report.memory import memory_over_time
 from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.simulate import MicroBatchSize
 
@@ -83,8 +82,8 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
-    over = memory_over_time(timeline, rank, request.activation_bytes, fixed)
-    yield Section("Memory in the course of the step", figures=[memory_figure({chosen.strategy: over})])
+    figure = memory_figure(chosen.strategy, timeline, rank, request.activation_bytes, fixed)
+    yield Section("Memory in the course of the step", figures=[figure])
 
 
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:

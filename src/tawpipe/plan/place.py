@@ -1,5 +1,4 @@
-"""Where units live under ``striped`` and ``whole`` when units or links are uneven. Imports schedule and plan, and
-OR-tools when it is needed.
+"""Where units live under ``striped`` and ``whole`` when units or links are uneven.
 
 Units live on the nodes in turn by default. Weights come in exchanges, in which every node receives one visit's units,
 each node a different visit (schedule/routes/staggered.py); gradients leave likewise. An exchange is over when its

@@ -11,14 +11,10 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
-from tawpipe.plan.plan_file import record_of, settings_of
+from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate
-
-FORMAT = 2
-FORMATS = (1, 2)
-"""Those that are read: in 1 a schedule has the names of settings of before."""
+from tawpipe.plan.search import GAIN, Candidate, settle
 
 
 @dataclass(frozen=True)
@@ -219,23 +215,6 @@ def fingerprint(request: PlanRequest) -> dict[str, int]:
     return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units)}
 
 
-def load_plan(path: Path) -> dict[str, Any]:
-    """A saved plan.
-
-    Raises:
-        UserError: no such file, or not a plan of this format.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
-    needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
-    good = isinstance(content, dict) and content.get("format") in FORMATS and all(name in content for name in needed)
-    if not good or not isinstance(content["schedule"], dict):
-        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
-    return content
-
-
 def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     """At which rate of the links ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
@@ -250,3 +229,30 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
 
 def json_text(plan: Plan) -> str:
     return json.dumps(plan.as_json(), indent=1, allow_nan=False)
+
+
+def explain(plan: Plan, strategy: str) -> Iterator[str]:
+    """Lines that say where time and memory of one candidate go."""
+    candidate = next(one for one in plan.candidates if one.strategy == strategy)
+    yield f"{strategy}:"
+    if candidate.prediction is None:
+        yield f"  {candidate.why_not}"
+        return
+    for name, value in plan.row(candidate)["knobs"].items():
+        if value not in ("", None):
+            yield f"  {name}: {value}"
+    made = candidate.prediction
+    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
+    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
+    if plan.request.topology.num_nodes > 1:
+        share = plan.link_share(candidate)
+        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
+    if candidate.step is not None:
+        settled = candidate if candidate.homes is not None else settle(plan.request, candidate)
+        if settled.homes is not None:
+            yield f"  {settled.homes}"
+        if settled.step != candidate.step:
+            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
+    for name, size in made.memory.items():
+        yield f"  {name}: {size / 2**30:.3f} GiB"
+    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"

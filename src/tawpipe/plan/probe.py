@@ -1,4 +1,4 @@
-"""Measures the links of the processes that are there. Imports topology, plan.machine, runtime.world and torch.
+"""Measures the links of the processes that are there.
 
 Messages go between pairs of ranks, every rank in at most one pair at a time, so that pairs do not disturb each other
 unless that is the request. What is asked, in a few seconds altogether:

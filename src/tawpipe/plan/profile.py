@@ -1,5 +1,4 @@
-"""How long the blocks of a model take, and what they hold: measured on a device, or estimated from its peak. Imports
-model, runtime.recompute, simulate and torch.
+"""How long the blocks of a model take, and what they hold: measured on a device, or estimated from its peak.
 
 Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``, where pairs is the sum over a micro-batch's
 documents of the squared length: attention grows with it, everything else with the tokens.

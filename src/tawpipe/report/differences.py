@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tawpipe.report.bars import KINDS, Bar, kind_of
-from tawpipe.report.chrome import label
+from tawpipe.report.bars import KINDS, Bar, kind_of, label
 from tawpipe.schedule.actions import Lane
 
 NAMED = 4

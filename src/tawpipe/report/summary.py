@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tawpipe.report.bars import Bar
-from tawpipe.report.chrome import label
+from tawpipe.report.bars import Bar, label
 from tawpipe.schedule.actions import Lane
 
 GAPS = 3

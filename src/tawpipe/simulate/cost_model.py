@@ -1,4 +1,4 @@
-"""What actions cost: seconds of compute; latency, bandwidth and sharing of links. Imports errors only."""
+"""What actions cost: seconds of compute; latency, bandwidth and sharing of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers in flight share ports fairly: a fluid model. Imports simulate only.
+"""Transfers in flight share ports fairly: a fluid model.
 
 Every port gives equal bandwidth to the transfers that pass it; what one of them cannot use, because another port holds
 it back, goes to the others (max-min fairness, as long-lived TCP streams and switches approach it).

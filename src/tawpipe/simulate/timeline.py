@@ -1,4 +1,4 @@
-"""What a play found: when everything started and ended, and what follows from it. Imports schedule and simulate."""
+"""What a play found: when everything started and ended, and what follows from it."""
 
 from __future__ import annotations
 

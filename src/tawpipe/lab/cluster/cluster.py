@@ -1,7 +1,6 @@
 """A cluster with fast links inside its nodes and slow ones between them, out of one Linux machine.
 
-Imports launch and the other cluster modules; never torch. See ``network`` for what a cluster consists of.
-"""
+See ``network`` for what a cluster consists of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a lab cluster from being left behind or taken away: its name claimed, signals heard. Imports errors."""
+"""What keeps a lab cluster from being left behind or taken away: its name claimed, signals heard."""
 
 from __future__ import annotations
 

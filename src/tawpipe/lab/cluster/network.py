@@ -1,4 +1,4 @@
-"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2. Imports errors only.
+"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2.
 
 A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1`` and ``NAME-switch``, and nothing else:
 

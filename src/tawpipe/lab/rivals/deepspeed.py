@@ -1,7 +1,5 @@
 """Rivals that shard, as DeepSpeed ships them: ZeRO-3, and ZeRO++'s hpZ, through its public interface.
 
-Imports the timed modules, topology and torch; DeepSpeed only when one of them is made.
-
 What DeepSpeed does on the CPU with gloo, which has no streams:
 
 * All-gathers are asynchronous there too (``async_op=True``, run by gloo's threads) and overlap with computing where
@@ -30,10 +28,9 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe.lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
-from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
 from tawpipe.topology import Topology
 

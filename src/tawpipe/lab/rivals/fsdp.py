@@ -1,7 +1,5 @@
 """Rivals that shard, as torch ships them: FSDP2 in its settings, called through its public interface only.
 
-Imports tasks, the collectives for FSDP2's hooks, topology and torch.
-
 What they do on the CPU with gloo, which has no streams:
 
 * A gather that FSDP2 issues by itself blocks until the weights are there, and so does its own prefetch, implicit or set
@@ -26,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
 from tawpipe.lab.rivals.fsdp_collectives import (
     BackgroundReduction,
@@ -36,6 +33,7 @@ from tawpipe.lab.rivals.fsdp_collectives import (
     TransferLanes,
 )
 from tawpipe.lab.rivals.task import task_of
+from tawpipe.lab.sleeper import BusyTime
 from tawpipe.lab.workload import Workload
 from tawpipe.topology import Topology
 

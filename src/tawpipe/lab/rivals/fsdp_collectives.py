@@ -1,6 +1,6 @@
 """Collectives of ours for FSDP2, for its public hooks ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
 
-Imports lanes, topology and torch. The hooks want an object with ``allocate`` and ``__call__``; what they need beyond
+The hooks want an object with ``allocate`` and ``__call__``; what they need beyond
 it:
 
 * An all-gather may return a handle, and FSDP2 waits for it before it copies the weights out. So a gather can run in the
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.sleeper import BusyTime
 from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
 from tawpipe.topology import Topology
 

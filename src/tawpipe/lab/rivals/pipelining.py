@@ -1,6 +1,6 @@
 """Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
 
-Imports tasks, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
+Every rank is a pipeline rank, in rank order, so the ranks of a node are
 neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
 are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
 take them as arguments, and then refuses middle stages whose example needs no gradient.
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.rivals.task import task_of
+from tawpipe.lab.sleeper import BusyTime
 from tawpipe.lab.workload import Workload
 from tawpipe.topology import Topology
 

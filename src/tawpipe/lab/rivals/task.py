@@ -1,4 +1,4 @@
-"""A workload as rivals train it: modules, batches, a loss and an optimizer. Imports torch and lab.
+"""A workload as rivals train it: modules, batches, a loss and an optimizer.
 
 It is all that timed and real contenders differ in. How modules are sharded or put in stages, and when what is
 computed, is the contenders' own.
@@ -12,8 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.workload import RealWorkload, Workload
 
 

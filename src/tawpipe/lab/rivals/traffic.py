@@ -1,4 +1,4 @@
-"""What the rivals as shipped pass between nodes. Imports topology.
+"""What the rivals as shipped pass between nodes.
 
 W is the bytes of all weights, P the devices, R the rounds of gathers in a step.
 """
