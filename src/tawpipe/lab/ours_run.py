@@ -190,12 +190,12 @@ class _MeasuredTransport(Transport):
 
 
 def _row(action: Action) -> str:
-    """Where a transfer's time counts: on its lane, and apart from computing where both have the same one."""
+    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
     return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
 
 
 class _NoOptimizer:
-    """For workloads that leave the optimizer's arithmetic out."""
+    """An optimizer for workloads that leave the optimizer's arithmetic out."""
 
     def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
         pass

@@ -33,7 +33,7 @@ def write_compare_page(
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """Of all cells, where there are several: how far every strategy is from the physical bound."""
+    """A section for all cells, where there are several: how far every strategy is from the physical bound."""
     cells = list(cells_of(rows))
     if len(cells) < 2:
         return

@@ -27,7 +27,7 @@ ATTENTION: dict[str, Any] = {"attn_implementation": "sdpa"}
 """The one that is causal where it is given no mask."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.1
-"""Of matrices; vectors have none."""
+"""Weight decay of matrices; vectors have none."""
 
 
 def make_model(workload: RealWorkload) -> LlamaForCausalLM:

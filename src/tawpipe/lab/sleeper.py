@@ -19,7 +19,7 @@ from tawpipe.errors import UserError
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How nodes are disturbed.
+    """A disturbance of the nodes.
 
     Args:
         factor: computing takes so many times as long in a spell.
@@ -46,7 +46,7 @@ class Slowdown:
 
 
 class Pace:
-    """How fast one node computes in the course of a step.
+    """The speed at which one node computes in the course of a step.
 
     Args:
         slowdown: None for always at full speed.
@@ -68,7 +68,7 @@ class Pace:
             self._slow_first = self._random.random() < self._slowdown.share
 
     def seconds(self, work: float, since: float | None = None) -> float:
-        """How long ``work`` seconds at full speed take.
+        """Seconds that ``work`` seconds at full speed take.
 
         Args:
             since: seconds after the begin of the step; None for now.
@@ -93,7 +93,7 @@ class Pace:
         return (piece % 2 == 0) == self._slow_first
 
     def _border(self, piece: int) -> float:
-        """Where piece ``piece`` of the step's time ends."""
+        """The end of piece ``piece`` of the step's time."""
         assert self._slowdown is not None
         while len(self._borders) <= piece:
             slow = self._is_slow(len(self._borders))
@@ -118,7 +118,7 @@ class BusyTime:
             self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
 
     def take(self) -> dict[str, float]:
-        """What has gathered since the last call. Only between steps, when no lane runs."""
+        """Seconds by lane since the last call. Only between steps, when no lane runs."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -139,7 +139,7 @@ class Sleeper:
         self.forget()
 
     def forget(self) -> None:
-        """What is computed from now on is the first."""
+        """Begin anew: the next computation is the first."""
         self.first_s = self.last_s = math.nan
 
     def compute(self, seconds: float) -> None:

@@ -36,11 +36,11 @@ STEP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass
 class Readings:
-    """Of one contender, on one rank or gathered."""
+    """Measurements of one contender, on one rank or gathered."""
 
     seconds: list[float] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)
-    """For every step, of every node."""
+    """Bytes of every step and node."""
     received: list[list[float]] = field(default_factory=list)
     cpu_busy: list[float] = field(default_factory=list)
     """Share of the machine's processors that were busy, in every step."""
@@ -51,13 +51,13 @@ class Readings:
     idle_end: list[float] = field(default_factory=list)
     """Seconds of every step after a device had computed, likewise."""
     loss: list[float] = field(default_factory=list)
-    """Of every step; nothing for a timed workload."""
+    """Loss of every step; nothing for a timed workload."""
     delays: list[list[float]] = field(default_factory=list)
     """Seconds of every step by which every node's computing was slowed down, mean over its ranks."""
     lanes: dict[str, float] = field(default_factory=dict)
     """Seconds per step that a lane was busy, mean over the ranks."""
     peak_bytes: list[float] = field(default_factory=list)
-    """Of every rank during the steps, above what it held before the contender was made."""
+    """Peak memory of every rank during the steps, above what it held before the contender was made."""
     knobs: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -232,7 +232,7 @@ def _resident_bytes() -> int:
 
 
 def _forget_peak() -> None:
-    """From now on the kernel's peak of resident memory counts anew: what making a contender took is not its step's."""
+    """Let the kernel count its peak of resident memory anew: what making a contender took is not its step's."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

@@ -14,6 +14,18 @@ from typing import Any, ClassVar
 from tawpipe.errors import UserError
 
 
+def check_whole(settings: object, **least: int) -> None:
+    """Refuse settings that are no whole numbers of at least so much.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, number in least.items():
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < number:
+            raise UserError(name, value, f"a whole number of at least {number}")
+
+
 @dataclass(frozen=True)
 class TimedWorkload:
     """A model as sizes and seconds.
@@ -63,7 +75,7 @@ class TimedWorkload:
 
     @property
     def compute_s(self) -> float:
-        """Of all layers and micro-batches together; divided by the devices it bounds a step from below."""
+        """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
         return self.layers * self.micro_batches * (self.forward_s + self.backward_input_s + self.backward_weight_s)
 
 
@@ -98,10 +110,7 @@ class RealWorkload:
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary", "micro_batches")
-        for name, least in (*((size, 1) for size in sizes), ("sequence_length", 2), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise UserError(name, value, f"a whole number of at least {least}")
+        check_whole(self, **dict.fromkeys(sizes, 1), sequence_length=2, seed=0)
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -121,12 +130,12 @@ class RealWorkload:
 
     @property
     def tokens(self) -> int:
-        """Of one step, that a prediction is made for: all but the first of every sequence."""
+        """Tokens of one step that a prediction is made for: all but the first of every sequence."""
         return self.micro_batches * (self.sequence_length - 1)
 
     @property
     def activation_bytes(self) -> int:
-        """Of the boundary between two layers, for one micro-batch."""
+        """Bytes of the boundary between two layers, for one micro-batch."""
         return 4 * self.sequence_length * self.hidden_size
 
 
@@ -140,5 +149,5 @@ def spell_out(workload: Workload) -> dict[str, Any]:
 
 
 def from_spelled_out(values: Mapping[str, Any]) -> Workload:
-    """What was spelled out."""
+    """The workload that was spelled out."""
     return KINDS[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})

@@ -87,7 +87,7 @@ def _chosen(plan: Plan) -> Iterator[Section]:
 
 
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
-    """How the plan moves; the settings stay as they are."""
+    """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
     ours = [one for one in shown if one.step is not None]
     if request.topology.num_nodes > 1:

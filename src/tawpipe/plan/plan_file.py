@@ -27,7 +27,7 @@ from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
 
 FORMAT = 2
 FORMATS = (1, 2)
-"""Those that are read: in 1 a schedule has the names of settings of before."""
+"""Formats that are read: in 1 a schedule has the names of settings of before."""
 MOST_ALIKE = 100_000
 """Blocks or units in a row, beyond which a plan is damaged."""
 NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops")
@@ -70,7 +70,7 @@ def replay(path: Path) -> tuple[Timeline, str]:
 
 
 def record_of(request: PlanRequest) -> dict[str, Any]:
-    """What ``request_from`` makes the request of again."""
+    """Plain data of which ``request_from`` makes the request again."""
     profile, model = request.profile, request.model
     return {
         "machine": spell_machine(request.machine),
@@ -80,14 +80,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         ),
         "block_units": [list(block.units) for block in model.blocks],
         "units": _packed([unit.numel, unit.trainable] for unit in model.units),
-        "profile": {
-            "update_s": profile.update_s,
-            "kept": dict(profile.kept),
-            "boundary": profile.boundary,
-            "working": profile.working,
-            "fixed_working": profile.fixed_working,
-            "source": profile.source,
-        },
+        "profile": {name: value for name, value in vars(profile).items() if name != "blocks"},
         "size": asdict(request.size),
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},

@@ -21,14 +21,14 @@ from tawpipe.simulate import CostModel, Timeline, play
 MOST_VISITS = 20_000
 """Micro-batches of a step, times blocks, up to which a timeline has all of them."""
 PLAYED_STEPS = 3
-"""One before and one after the step that is looked at."""
+"""Steps that are played: one before and one after the step that is looked at."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a strategy takes.
+    """Time, traffic and memory of a strategy.
 
     Args:
         step_seconds: of a step in the middle of training.
@@ -77,8 +77,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     if topology.num_nodes == 1 or traffic is None:
         return compute
     far = far_widths(step.settings, request.widths)
-    links = [request.costs.node_link(node) for node in range(len(request.machine.nodes))]
-    rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
+    rates = request.link_rates
     moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in traffic]
     if topology == request.machine.topology:
         link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))

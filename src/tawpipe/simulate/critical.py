@@ -29,11 +29,11 @@ from tawpipe.topology import Topology
 
 NEVER = float("-inf")
 Edges = list[list[tuple[int, float]]]
-"""For every event: (event, seconds between the two at least)."""
+"""Edges of every event: (event, seconds between the two at least)."""
 
 
 def dependency_bound(
-    schedule: Schedule, costs: CostModel, *, steady: bool = False, physical: Topology | None = None
+    schedule: Schedule, cost_model: CostModel, *, steady: bool = False, physical: Topology | None = None
 ) -> float:
     """Seconds that a schedule's own order needs at least; see the module's head.
 
@@ -43,7 +43,7 @@ def dependency_bound(
             that next to nothing of two steps overlaps and the two bounds are nearly equal.
         physical: the nodes that the ranks really are on, as for ``play``.
     """
-    relaxed, free = unlimited_buffers(schedule), costs.without_overheads()
+    relaxed, free = unlimited_buffers(schedule), cost_model.without_overheads()
     if not steady:
         return _Events(relaxed, free, physical, steps=1).longest()
     events = _Events(relaxed, free, physical, steps=2)
@@ -53,9 +53,9 @@ def dependency_bound(
 class _Events:
     """The starts and ends of a play's instances and the transits between, in an order that keeps all dependencies."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel, physical: Topology | None, *, steps: int) -> None:
+    def __init__(self, schedule: Schedule, cost_model: CostModel, physical: Topology | None, *, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
-        self.player = Player(schedule, costs, steps, physical)
+        self.player = Player(schedule, cost_model, steps, physical)
         self.player.run()
         self.record, self.log = self.player.record, self.player.log
         self.starts = {event.number: i for i, event in enumerate(self.log) if isinstance(event, Start)}
@@ -162,7 +162,7 @@ class _Events:
         return paths
 
     def _weighs(self, i: int) -> bool:
-        """Whether to look at the bytes before an event: every chain of transfers leads to compute or to NORM."""
+        """True if the bytes before an event are looked at: every chain of transfers leads to compute or to NORM."""
         event = self.log[i]
         if isinstance(event, Transit):
             return False
@@ -196,12 +196,12 @@ class _Events:
 
 def _reached(order: Iterable[int], edges: Edges, sources: list[int]) -> np.ndarray:
     """Events on a path from ``sources``, themselves included."""
-    found = np.zeros(len(edges), dtype=bool)
-    found[sources] = True
+    reached = np.zeros(len(edges), dtype=bool)
+    reached[sources] = True
     for i in order:
-        if not found[i]:
-            found[i] = any(found[other] for other, _ in edges[i])
-    return found
+        if not reached[i]:
+            reached[i] = any(reached[other] for other, _ in edges[i])
+    return reached
 
 
 def unlimited_buffers(schedule: Schedule) -> Schedule:

@@ -135,7 +135,7 @@ class Cluster:
         return INTERFACE
 
     def environment(self, node: int) -> dict[str, str]:
-        """What a program in a node must know to find its link, and node 0."""
+        """Variables by which a program in a node finds its link, and node 0."""
         return {"GLOO_SOCKET_IFNAME": self.interface(node), "MASTER_ADDR": self.addresses[0]}
 
     def counters(self, node: int) -> Traffic:

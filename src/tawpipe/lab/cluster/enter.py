@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """What all ranks are told, as one word of their command line.
+    """The orders of all ranks, as one word of their command line.
 
     Args:
         ip: the program.

@@ -34,7 +34,7 @@ from tawpipe.lab.rivals.fsdp_collectives import (
 )
 from tawpipe.lab.rivals.task import task_of
 from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import Workload
+from tawpipe.lab.workload import Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical")
@@ -70,10 +70,7 @@ class ShardedSettings:
     clip: bool = True
 
     def __post_init__(self) -> None:
-        for knob, least in (("micro_batches_per_gather", 1), ("prefetch", 0), ("in_flight", 1)):
-            value = getattr(self, knob)
-            if not isinstance(value, int) or value < least:
-                raise UserError(knob, value, f"a whole number of at least {least}")
+        check_whole(self, micro_batches_per_gather=1, prefetch=0, in_flight=1)
         if self.reduction not in ("gloo", "ring", "hierarchical"):
             raise UserError("reduction", self.reduction, "one of gloo, ring, hierarchical")
 
