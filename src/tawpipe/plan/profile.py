@@ -25,7 +25,7 @@ from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
 UPDATE_BYTES = 28
-"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three of them and a copy written."""
+"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three and a copy written."""
 ESTIMATED_BYTES_PER_S = 1e12
 """Rate of a device's memory where nothing was measured."""
 REPEATS = 3
