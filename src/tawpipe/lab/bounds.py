@@ -21,13 +21,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
-from tawpipe.lab.rivals.traffic import (
-    ShardedTraffic,
-    nodes_of_stages,
-    pipeline_bytes,
-    sharded_traffic,
-    stages_per_rank,
-)
+from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.footprint import Widths, far_widths

@@ -78,14 +78,7 @@ class OurContender:
     origin = "ours"
     loss_share: float | None = None
 
-    def __init__(
-        self,
-        name: str,
-        workload: TimedWorkload,
-        topology: Topology,
-        rank: int,
-        **knobs: Any,
-    ) -> None:
+    def __init__(self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
         settings = settings_of(name, knobs)
         self.name, self.knobs = name, settings.spelled_out()
         self._rule = UpdateRule(clip_norm=settings.clip_norm)

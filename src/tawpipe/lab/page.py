@@ -60,10 +60,7 @@ def _cell(cell: str, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     names = [row["label"] for row in good]
     medians = [row["seconds_per_step"]["median"] for row in good]
     waits = [min(row["exposed_communication_s"] or 0.0, median) for row, median in zip(good, medians, strict=True)]
-    parts = {
-        "computing": [median - wait for median, wait in zip(medians, waits, strict=True)],
-        "not computing": waits,
-    }
+    parts = {"computing": [median - wait for median, wait in zip(medians, waits, strict=True)], "not computing": waits}
     bounds = [row["physical_bound_s"] for row in good]
     figures = [stacked_bars(names, parts, unit="s per step", marks=bounds, marks_name="physical bound")]
     moved = {"sent by the busiest node": [max(row["link_bytes_sent"]) / 1e6 for row in good]}

@@ -113,11 +113,7 @@ class Timeline:
     """The result of ``play``. Times are seconds from its start, steps count from 0."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        physical: Topology,
-        record: Record,
-        node_bytes: tuple[tuple[NodeBytes, ...], ...],
+        self, schedule: Schedule, physical: Topology, record: Record, node_bytes: tuple[tuple[NodeBytes, ...], ...]
     ) -> None:
         self.schedule, self.physical, self._record = schedule, physical, record
         self.steps = record.steps
