@@ -20,8 +20,8 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, repla
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
-from tawpipe.report.differences import differences, matched
 from tawpipe.report.page import check_page, timeline_section
+from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.report.bars import Bar, label
-from tawpipe.report.differences import differences
 from tawpipe.report.page import timeline_page
 from tawpipe.report.picture import draw_timeline
-from tawpipe.report.summary import summary
+from tawpipe.report.summary import differences, summary
 from tawpipe.schedule.actions import Lane
 
 Timelines = list[tuple[str, list[Bar]]]
