@@ -13,7 +13,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
-from tawpipe.report.page import Section, Table, timeline_section, write_page
+from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
 from tawpipe.simulate import MicroBatchSize
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -30,8 +30,7 @@ def write_plan_page(plan: Plan, path: Path) -> None:
     Raises:
         UserError: the folder is not there.
     """
-    if not path.parent.is_dir():
-        raise UserError("--report", str(path), "a file in a folder that exists")
+    check_page(str(path))
     request = plan.request
     subtitle = (
         f"{sum(unit.numel for unit in request.model.units) / 1e9:.3g} B parameters, rows of "
