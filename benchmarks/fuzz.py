@@ -33,8 +33,7 @@ from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.suite import load_suite
 from tawpipe.plan.machine import Device, machine_from
 from tawpipe.plan.measure import machine_of
-from tawpipe.plan.plan import load_plan
-from tawpipe.plan.plan_file import planned_settings, request_from
+from tawpipe.plan.plan_file import load_plan, planned_settings, request_from
 from tawpipe.report.bars import executed_bars
 from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.actions import Action

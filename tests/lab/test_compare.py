@@ -14,8 +14,8 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.compare import bounds_of, compare
-from tawpipe.lab.registry import make
 from tawpipe.lab.suite import load_suite, read_suite, shipped_suites
+from tawpipe.lab.worker import make
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.proof.verify import verify

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from pool import WorkerPool
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import shipped_bounds
-from tawpipe.lab.registry import make
 from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe.lab.worker import make
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel

@@ -17,10 +17,10 @@ from tawpipe.lab import ours
 from tawpipe.lab.bounds_real import real_bounds
 from tawpipe.lab.compare import check_losses
 from tawpipe.lab.real_modules import make_model, random_tokens, real_model_spec
-from tawpipe.lab.registry import make
 from tawpipe.lab.rivals import fsdp, pipelining
 from tawpipe.lab.suite import load_suite, read_suite
 from tawpipe.lab.table import write_chart, write_table
+from tawpipe.lab.worker import make
 from tawpipe.lab.workload import RealWorkload
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel

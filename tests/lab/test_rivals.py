@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from pool import WorkerPool
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
-from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.registry import make, makers
 from tawpipe.lab.rivals import deepspeed
 from tawpipe.lab.rivals.fsdp_collectives import (
     HierarchicalGather,
@@ -26,7 +24,8 @@ from tawpipe.lab.rivals.fsdp_collectives import (
 )
 from tawpipe.lab.rivals.pipelining import ZBV_NEEDS
 from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
-from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.sleeper import BusyTime, Sleeper
+from tawpipe.lab.worker import make, makers
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.compare import disturbance
-from tawpipe.lab.sleeper import Pace, Sleeper, Slowdown
+from tawpipe.lab.sleeper import BusyTime, Pace, Sleeper, Slowdown
 from tawpipe.lab.suite import load_suite, read_suite
 from tawpipe.lab.workload import TimedWorkload
 

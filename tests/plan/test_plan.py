@@ -19,11 +19,10 @@ from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.plan import Plan, load_plan
-from tawpipe.plan.plan_file import planned_settings, record_of, request_from, settings_of
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
-from tawpipe.plan.replay import replay
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks

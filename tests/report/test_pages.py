@@ -15,14 +15,13 @@ from tawpipe.errors import UserError
 from tawpipe.lab.page import write_compare_page
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.page import write_plan_page
-from tawpipe.plan.plan import Plan, load_plan
-from tawpipe.plan.plan_file import planned_settings, record_of, request_from, settings_of
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import timeline_of
-from tawpipe.plan.replay import replay
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
-from tawpipe.report.differences import differences, matched
 from tawpipe.report.page import check_page, timeline_section
+from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig

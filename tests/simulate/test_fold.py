@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import llama, step_for
+from tawpipe.plan.predict import build_folded, foldable
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, LinkModel, play
-from tawpipe.simulate.fold import build_folded, foldable
 from tawpipe.topology import Topology
 
 

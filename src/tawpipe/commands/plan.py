@@ -21,11 +21,10 @@ def run(argv: Sequence[str]) -> int:
 
     from tawpipe.model.flops import KNOWN_DEVICES
     from tawpipe.plan.doctor import probe_machine
-    from tawpipe.plan.explain import explain
     from tawpipe.plan.machine import Device
     from tawpipe.plan.measure import device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
-    from tawpipe.plan.plan import Plan, crossing, json_text
+    from tawpipe.plan.plan import Plan, crossing, explain, json_text
     from tawpipe.plan.search import search
     from tawpipe.runtime.world import pick_device
     from tawpipe.schedule.settings import ScheduleSettings

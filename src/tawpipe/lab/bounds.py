@@ -1,4 +1,4 @@
-"""How fast a setting could be at best, for the timed workload.
+"""Bounds on the speed of a setting, for the timed workload.
 
 Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
 and ends with nothing under way:
@@ -21,10 +21,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
-from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic
+from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, compressed_width
+from tawpipe.schedule.footprint import Widths, far_widths
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import CostModel, LinkModel, dependency_bound
@@ -38,7 +39,7 @@ PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of one strategy in one setting.
+    """Bounds of one strategy in one setting.
 
     Args:
         compute_s: of the device that computes most.
@@ -82,7 +83,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
 
 
 def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology | None = None) -> Bounds:
-    """Of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
+    """Bounds of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
 
     Reductions count as rings, which send least, whatever the cost model says.
 
@@ -90,19 +91,20 @@ def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology 
         physical: the nodes that the ranks really are on, where the schedule was built for others.
     """
     topology = physical or schedule.topology
-    traffic = link_elements(schedule, physical=topology)
-    settings = schedule.step.settings
-    far = (
-        compressed_width(settings.weights_compression, costs.weight_bytes),
-        compressed_width(settings.gradients_compression, costs.gradient_bytes),
-    )
-    sent = [link.bytes_sent(*far) for link in traffic]
-    received = [link.bytes_received(*far) for link in traffic]
+    sent, received = schedule_bytes(schedule, topology, Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0))
     compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
     pairs = enumerate(zip(sent, received, strict=True))
-    links = [link_seconds(costs.node_link(node), topology, out, back) for node, (out, back) in pairs]
+    links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
     needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
-    return Bounds(compute, max(links), needed, tuple(sent), tuple(received))
+    return Bounds(compute, max(links), needed, sent, received)
+
+
+def schedule_bytes(
+    schedule: Schedule, topology: Topology, widths: Widths
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``."""
+    traffic, far = link_elements(schedule, physical=topology), far_widths(schedule.step.settings, widths)
+    return tuple(one.bytes_sent(*far) for one in traffic), tuple(one.bytes_received(*far) for one in traffic)
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
@@ -116,12 +118,6 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
     return total
-
-
-def link_seconds(link: LinkModel, topology: Topology, sent: float, received: float) -> float:
-    """For which a node's link is busy with so many bytes out and in."""
-    rate = link.bytes_per_s * (1 if link.shared else topology.local_size)
-    return max(sent, received) / rate if link.full_duplex else (sent + received) / rate
 
 
 def scope_bounds(
@@ -165,7 +161,7 @@ def scope_bounds(
 def shipped_bounds(
     name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
 ) -> Bounds:
-    """Of a rival as shipped by torch or DeepSpeed, with the knobs of its contender.
+    """Bounds of a rival as shipped by torch or DeepSpeed, with the knobs of its contender.
 
     Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): they gather and reduce over all
     ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
@@ -187,8 +183,7 @@ def shipped_bounds(
     """
     knobs = dict(knobs or {})
     if name in PIPELINES:
-        usual = 1 if name == "1f1b" else 2
-        return _pipeline_bounds(name, workload, topology, between, int(knobs.get("stages_per_rank", usual)))
+        return _pipeline_bounds(name, workload, topology, between, stages_per_rank(name, knobs))
     if name not in SHARDED:
         raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
     if name == "hsdp":
@@ -220,18 +215,16 @@ def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkMo
     first = min(size, per_device)
     last = per_device - (kind.rounds - 1) * size
     moved = weight * kind.total
-    rate = between.bytes_per_s * (1 if between.shared else topology.local_size)
+    rate = between.node_rate(topology.local_size)
     weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
     before = max(weights_in / layers, weights_in - (layers - 1) * first * workload.forward_s)
     after = max(gradients_out / layers, gradients_out - (layers - 1) * last * backward_s)
-    link = link_seconds(between, topology, moved, moved)
+    link = between.busy_s(topology.local_size, moved, moved)
     each = (moved,) * topology.num_nodes
     return Bounds(compute, link, max(link, before + compute + after), each, each)
 
 
-def _pipeline_bounds(
-    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, stages_per_rank: int
-) -> Bounds:
+def _pipeline_bounds(name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, stages: int) -> Bounds:
     """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank, all equally long.
 
     Physical: every device does 1/P of the computing. Where stage s and s + 1 are on different nodes, M activations
@@ -244,8 +237,8 @@ def _pipeline_bounds(
     gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them.
     """
     devices = topology.world_size
-    node = nodes_of_stages(name, topology, stages_per_rank)
-    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, stages_per_rank)
+    node = nodes_of_stages(name, topology, stages)
+    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, stages)
     layers_per_stage = workload.layers / len(node)
     backward_s = workload.backward_input_s + workload.backward_weight_s
     compute = workload.compute_s / devices
@@ -254,5 +247,5 @@ def _pipeline_bounds(
     needed = (devices - 1) * layers_per_stage * workload.forward_s + crossing + compute
     if name != "zbv":
         needed += (devices - 1) * layers_per_stage * backward_s + crossing
-    link = max(link_seconds(between, topology, one, one) for one in moved)
+    link = max(between.busy_s(topology.local_size, one, one) for one in moved)
     return Bounds(compute, link, max(compute, link, needed), moved, moved)

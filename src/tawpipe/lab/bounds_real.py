@@ -1,5 +1,4 @@
-"""What of a bound is known for a real workload: its bytes, and so what its links need at least. Imports topology,
-schedule, simulate and lab.
+"""The part of a bound that is known for a real workload: its bytes, and so what its links need at least.
 
 How long a device computes does not follow from the setting. So there is no bound by dependencies, and the physical one
 is that of the node's link that is busy longest.
@@ -13,13 +12,12 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
-from tawpipe.lab.bounds import PIPELINES, link_seconds
+from tawpipe.lab.bounds import PIPELINES, schedule_bytes
 from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.rivals import fsdp
-from tawpipe.lab.rivals.traffic import pipeline_bytes, sharded_traffic
+from tawpipe.lab.rivals.traffic import pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe.lab.workload import RealWorkload
-from tawpipe.schedule.spec import compressed_width
-from tawpipe.schedule.traffic import link_elements
+from tawpipe.schedule.footprint import Widths
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -29,7 +27,7 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class LinkBounds:
-    """Of one strategy in one setting; what ``Bounds`` has as well means the same.
+    """Bounds of one strategy in one setting; what ``Bounds`` has as well means the same.
 
     Args:
         sent_bytes, received_bytes: least bytes of every node's link.
@@ -44,34 +42,28 @@ class LinkBounds:
 def real_bounds(
     name: str, workload: RealWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
 ) -> LinkBounds:
-    """Of any strategy, shipped or ours.
+    """Bounds of any strategy, shipped or ours.
 
     Raises:
         UserError: no such strategy or knob, or it cannot run there.
     """
     if name in ours.rows():
         schedule = ours.schedule_of(name, workload, topology, knobs)
-        traffic = link_elements(schedule, physical=topology)
-        settings = schedule.step.settings
-        chosen = settings.weights_compression, settings.gradients_compression
-        far = [compressed_width(compression, WIDTH) for compression in chosen]
-        sent = [link.bytes_sent(*far) for link in traffic]
-        received = [link.bytes_received(*far) for link in traffic]
+        sent, received = schedule_bytes(schedule, topology, Widths(WIDTH, WIDTH, WIDTH, 0))
     else:
         sent = received = _shipped_bytes(name, workload, topology, knobs)
-    links = [link_seconds(between, topology, s, r) for s, r in zip(sent, received, strict=True)]
+    links = [between.busy_s(topology.local_size, *both) for both in zip(sent, received, strict=True)]
     return LinkBounds(max(links), tuple(sent), tuple(received))
 
 
 def _shipped_bytes(name: str, workload: RealWorkload, topology: Topology, knobs: Mapping[str, Any]) -> Sequence[float]:
-    """Of every node's link in each direction, as ``bounds.shipped_bounds`` counts them, for parts of unequal size.
+    """Bytes of every node's link each way, as ``bounds.shipped_bounds`` counts them, for parts of unequal size.
 
     Of FSDP2 the head is kept from the forward to the backward pass, and the embedding from one round to the next.
     """
     if name in PIPELINES:
-        usual = 1 if name == "1f1b" else 2
         amount = workload.micro_batches * workload.activation_bytes
-        return pipeline_bytes(name, amount, topology, int(knobs.get("stages_per_rank", usual)))
+        return pipeline_bytes(name, amount, topology, stages_per_rank(name, knobs))
     if name not in fsdp.NAMES:
         raise UserError("strategy", name, f"one of {', '.join((*ours.rows(), *fsdp.NAMES, *PIPELINES))}")
     model = real_model_spec(workload)

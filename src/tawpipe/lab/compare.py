@@ -1,4 +1,4 @@
-"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds. Imports lab and simulate.
+"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds.
 
 ``compare`` writes ``results.json`` (the contract that others read), a Markdown table and a chart.
 """
@@ -42,7 +42,7 @@ TRACES = "traces"
 BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
 LARGEST_DIFFERENCE = 1e-4
-"""Of two strategies' losses, relative, beyond which they have not trained the same thing."""
+"""Relative difference of two strategies' losses, beyond which they have not trained the same thing."""
 INSIDE = LinkModel(2e9)
 """A node's loopback, for the bounds; what is lost on it is nearly nothing."""
 FRAMES = 1448 / 1514
@@ -125,7 +125,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
     """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
-    found: dict[int, dict[str, Any]] = {}
+    readings: dict[int, dict[str, Any]] = {}
     with (
         Cluster.create(cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, name=CLUSTER) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
@@ -137,7 +137,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
             samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": pictures is not None}
             ended = _launch(cluster, Path(folder), suite, cell, tried, **samples)
             if isinstance(ended, list):
-                found |= dict(zip(tried, ended, strict=True))
+                readings |= dict(zip(tried, ended, strict=True))
                 done.update(tried)
                 if pictures is not None:
                     for number, i in enumerate(tried):
@@ -146,12 +146,12 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
             number, reason = ended
             tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
             failed[number] = reason
-    running = [i for i, reading in found.items() if not reading["failed"]]
+    running = [i for i, reading in readings.items() if not reading["failed"]]
     for i, peak in _measure_memory(suite, cell, running).items() if suite.memory and not suite.alone else ():
-        found[i]["peak_bytes"] = peak
+        readings[i]["peak_bytes"] = peak
     rows = []
     for i, entry in enumerate(suite.strategies):
-        reading = found.get(i, {"failed": failed.get(i, "not run")})
+        reading = readings.get(i, {"failed": failed.get(i, "not run")})
         rows.append(_row(suite, cell, topology, entry, reading))
     check_losses(rows)
     return rows
@@ -164,13 +164,8 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
     """
     fast = cell.workload
     if not isinstance(fast, RealWorkload):
-        fast = replace(
-            fast,
-            forward_s=fast.forward_s / 20,
-            backward_input_s=fast.backward_input_s / 20,
-            backward_weight_s=fast.backward_weight_s / 20,
-        )
-    found: dict[int, list[float]] = {}
+        fast = fast.faster(20)
+    peaks: dict[int, list[float]] = {}
     with (
         Cluster.create(cell.nodes, rate="none", name=CLUSTER) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
@@ -181,8 +176,8 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
                 alone = _launch(cluster, Path(folder), suite, quick, [i], warmup=0, samples=2)
             except RunError:  # what was timed stays
                 alone = None
-            found[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
-    return found
+            peaks[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
+    return peaks
 
 
 def _launch(
@@ -337,7 +332,7 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
 
 
 def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
-    """What slow spells of the nodes have cost, where an earlier row is the same without them; else nothing.
+    """The cost of slow spells of the nodes, where an earlier row is the same without them; else nothing.
 
     ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than without them;
     ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most: what a step loses at

@@ -1,4 +1,4 @@
-"""What the lab measures: something that runs complete training steps. Imports workloads, topology and errors.
+"""The subject of a measurement: something that runs complete training steps.
 
 Every worker process of a launch makes its own contender of every strategy, after the ranks have joined, and the harness
 alternates single steps of them.
@@ -38,11 +38,9 @@ class Contender(Protocol):
     @property
     def sleeper(self) -> Sleeper | None:
         """Computes for it, at a pace that the harness sets; None where it really computes."""
-        ...
 
     def step(self) -> None:
         """One complete training step on this rank. None of its communication is under way when it returns."""
-        ...
 
     def busy(self) -> dict[str, float]:
         """Seconds since the last call that a lane was busy, for the lanes of which that is known.
@@ -50,11 +48,9 @@ class Contender(Protocol):
         COMPUTE is the sleeping that stands for computation, of which a real workload has none. A lane of transfers is
         also busy while it waits for the other side.
         """
-        ...
 
     def close(self) -> None:
         """Give back threads, groups and memory. No step may follow."""
-        ...
 
 
 class Maker(Protocol):
@@ -93,7 +89,7 @@ def check_clipping(name: str, workload: Workload, knobs: Mapping[str, object]) -
 
 
 def check_sharding(name: str, workload: Workload, topology: Topology, per_gather: int) -> None:
-    """Whether a rival that shards can share out the micro-batches, ``per_gather`` of them at a time.
+    """Refuse a rival that shards where it cannot share out the micro-batches, ``per_gather`` at a time.
 
     Raises:
         UserError: their number does not divide, or the ranks of a node are not consecutive.
@@ -107,7 +103,7 @@ def check_sharding(name: str, workload: Workload, topology: Topology, per_gather
 
 
 def check_grid(name: str, topology: Topology) -> None:
-    """Whether there is a node to keep something in, and another one.
+    """Refuse a topology without a node to keep something in, and another one.
 
     Raises:
         UserError: there is not.

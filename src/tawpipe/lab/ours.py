@@ -1,6 +1,6 @@
 """This project's rows in the lab: every strategy of the table, and what becomes of TawPipe without one of its ideas.
 
-A row is a strategy and settings, nothing else; ``ours_timed`` and ``ours_real`` run it on the two kinds of workload.
+A row is a strategy and settings, nothing else; ``ours_run`` runs it on both kinds of workload.
 ``no-grouping`` and ``no-overlap`` are to be read against ``tawpipe-spread`` with ``reuse: false``, or what buffers hold
 would count as grouping or overlap.
 """

@@ -1,4 +1,4 @@
-"""Rows of a comparison as a page. Imports report and the table of the same rows."""
+"""Rows of a comparison as a page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_compare_page(
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """Of all cells, where there are several: how far every strategy is from the physical bound."""
+    """A section for all cells, where there are several: how far every strategy is from the physical bound."""
     cells = list(cells_of(rows))
     if len(cells) < 2:
         return
@@ -60,10 +60,7 @@ def _cell(cell: str, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     names = [row["label"] for row in good]
     medians = [row["seconds_per_step"]["median"] for row in good]
     waits = [min(row["exposed_communication_s"] or 0.0, median) for row, median in zip(good, medians, strict=True)]
-    parts = {
-        "computing": [median - wait for median, wait in zip(medians, waits, strict=True)],
-        "not computing": waits,
-    }
+    parts = {"computing": [median - wait for median, wait in zip(medians, waits, strict=True)], "not computing": waits}
     bounds = [row["physical_bound_s"] for row in good]
     figures = [stacked_bars(names, parts, unit="s per step", marks=bounds, marks_name="physical bound")]
     moved = {"sent by the busiest node": [max(row["link_bytes_sent"]) / 1e6 for row in good]}

@@ -1,5 +1,4 @@
-"""The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer. Imports torch,
-transformers, model, sizes and lab.
+"""The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer.
 
 The modules are transformers' own and are called as its model calls them, so the parts together compute what the
 whole model does. `tawpipe.lab.rivals.task` says what `RealTask` is for.
@@ -28,7 +27,7 @@ ATTENTION: dict[str, Any] = {"attn_implementation": "sdpa"}
 """The one that is causal where it is given no mask."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.1
-"""Of matrices; vectors have none."""
+"""Weight decay of matrices; vectors have none."""
 
 
 def make_model(workload: RealWorkload) -> LlamaForCausalLM:

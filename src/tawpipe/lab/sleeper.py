@@ -1,4 +1,4 @@
-"""The device that computes by sleeping, at a pace that may be disturbed. Imports errors and lab.busy.
+"""The device that computes by sleeping, at a pace that may be disturbed.
 
 A disturbance slows every node for spells, each node by itself: a neighbour's job on the same machine, a hot device, a
 page cache that fills. It is a function of seed, node, step and time since the step began, so that every strategy meets
@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How nodes are disturbed.
+    """A disturbance of the nodes.
 
     Args:
         factor: computing takes so many times as long in a spell.
@@ -45,7 +46,7 @@ class Slowdown:
 
 
 class Pace:
-    """How fast one node computes in the course of a step.
+    """The speed at which one node computes in the course of a step.
 
     Args:
         slowdown: None for always at full speed.
@@ -67,7 +68,7 @@ class Pace:
             self._slow_first = self._random.random() < self._slowdown.share
 
     def seconds(self, work: float, since: float | None = None) -> float:
-        """How long ``work`` seconds at full speed take.
+        """Seconds that ``work`` seconds at full speed take.
 
         Args:
             since: seconds after the begin of the step; None for now.
@@ -92,7 +93,7 @@ class Pace:
         return (piece % 2 == 0) == self._slow_first
 
     def _border(self, piece: int) -> float:
-        """Where piece ``piece`` of the step's time ends."""
+        """The end of piece ``piece`` of the step's time."""
         assert self._slowdown is not None
         while len(self._borders) <= piece:
             slow = self._is_slow(len(self._borders))
@@ -100,6 +101,26 @@ class Pace:
             mean = self._slowdown.spell_s if slow else self._slowdown.spell_s * (1 - share) / share
             self._borders.append((self._borders[-1] if self._borders else 0.0) + self._random.expovariate(1 / mean))
         return self._borders[piece]
+
+
+class BusyTime:
+    """Seconds that lanes were busy. Each lane is written by one thread."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, lane: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
+
+    def take(self) -> dict[str, float]:
+        """Seconds by lane since the last call. Only between steps, when no lane runs."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
 
 class Sleeper:
@@ -118,7 +139,7 @@ class Sleeper:
         self.forget()
 
     def forget(self) -> None:
-        """What is computed from now on is the first."""
+        """Begin anew: the next computation is the first."""
         self.first_s = self.last_s = math.nan
 
     def compute(self, seconds: float) -> None:

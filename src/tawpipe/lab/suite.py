@@ -1,4 +1,4 @@
-"""Suites: which strategies are measured in which settings, as small YAML files. Imports lab and errors.
+"""Suites: which strategies are measured in which settings, as small YAML files.
 
 name: smoke
 samples: 5
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Suite:
-    """What ``tawpipe lab compare`` runs.
+    """The job of ``tawpipe lab compare``.
 
     Args:
         samples: measured steps of every strategy in every cell.
@@ -124,7 +124,7 @@ def load_suite(name: str) -> Suite:
 
 
 def read_suite(values: Any) -> Suite:
-    """From what the YAML holds."""
+    """The suite that the content of a YAML file describes."""
     given = _known(Suite, values, "a suite")
     for name in ("cells", "strategies"):
         if not isinstance(given.get(name), list):

@@ -1,6 +1,4 @@
-"""Rows of a comparison as a Markdown table and as a chart. Imports matplotlib when a chart is drawn, nothing of the
-project.
-"""
+"""Rows of a comparison as a Markdown table and as a chart."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ LOSS = "loss of the last step"
 
 def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows by the name of their cell, in their order."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    cells: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["cell"]["name"], []).append(row)
-    return found
+        cells.setdefault(row["cell"]["name"], []).append(row)
+    return cells
 
 
 def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
@@ -74,7 +72,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
-    """What slow spells of the nodes have added, where they were measured."""
+    """A table of what slow spells of the nodes have added, where they were measured."""
     disturbed = sorted((row for row in rows if "disturbance" in row), key=lambda row: row["disturbance"]["added_s"])
     if not disturbed:
         return []

@@ -1,4 +1,4 @@
-"""One rank of a measurement: makes all contenders of a cell and alternates single steps of them. Imports lab and torch.
+"""One rank of a measurement: makes all contenders of a cell and alternates single steps of them.
 
 Started by ``compare`` inside a node of a cluster: ``python -m tawpipe.lab.worker JOB RESULT``. Single steps alternate,
 A B C A B C, so that drift of the machine hits all alike. Rank 0 writes what it measured; a contender that fails in a
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.errors import UserError
+from tawpipe.lab import ours
 from tawpipe.lab.cluster.cluster import own_traffic
-from tawpipe.lab.contender import Contender
-from tawpipe.lab.ours_timed import OurContender
-from tawpipe.lab.registry import make, makers
-from tawpipe.lab.rivals import deepspeed
+from tawpipe.lab.contender import Contender, Maker
+from tawpipe.lab.ours_run import OurContender, PipelineContender
+from tawpipe.lab.rivals import deepspeed, fsdp, pipelining
 from tawpipe.lab.sleeper import Pace, Slowdown
-from tawpipe.lab.workload import Workload, from_spelled_out
+from tawpipe.lab.workload import RealWorkload, Workload, from_spelled_out
 from tawpipe.topology import Topology
 from tawpipe.train.metrics import peak_memory_bytes
 
@@ -36,11 +36,11 @@ STEP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass
 class Readings:
-    """Of one contender, on one rank or gathered."""
+    """Measurements of one contender, on one rank or gathered."""
 
     seconds: list[float] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)
-    """For every step, of every node."""
+    """Bytes of every step and node."""
     received: list[list[float]] = field(default_factory=list)
     cpu_busy: list[float] = field(default_factory=list)
     """Share of the machine's processors that were busy, in every step."""
@@ -51,13 +51,13 @@ class Readings:
     idle_end: list[float] = field(default_factory=list)
     """Seconds of every step after a device had computed, likewise."""
     loss: list[float] = field(default_factory=list)
-    """Of every step; nothing for a timed workload."""
+    """Loss of every step; nothing for a timed workload."""
     delays: list[list[float]] = field(default_factory=list)
     """Seconds of every step by which every node's computing was slowed down, mean over its ranks."""
     lanes: dict[str, float] = field(default_factory=dict)
     """Seconds per step that a lane was busy, mean over the ranks."""
     peak_bytes: list[float] = field(default_factory=list)
-    """Of every rank during the steps, above what it held before the contender was made."""
+    """Peak memory of every rank during the steps, above what it held before the contender was made."""
     knobs: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -98,6 +98,34 @@ def main(job_path: str, result_path: str) -> int:
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # lanes and groups of many contenders need not be taken apart
+
+
+def _make_ours(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    if isinstance(workload, RealWorkload):
+        return PipelineContender(name, workload, topology, rank, **knobs)
+    return OurContender(name, workload, topology, rank, **knobs)
+
+
+def makers() -> dict[str, Maker]:
+    """Row -> what makes its contender."""
+    return {
+        **dict.fromkeys(fsdp.NAMES, fsdp.make),
+        **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
+        **dict.fromkeys(pipelining.NAMES, pipelining.make),
+        **dict.fromkeys(ours.rows(), _make_ours),
+    }
+
+
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """The contender called ``name`` on this rank; see `Maker`.
+
+    Raises:
+        UserError: there is no such row.
+    """
+    known = makers()
+    if name not in known:
+        raise UserError("strategy", name, f"one of {', '.join(known)}")
+    return known[name](name, workload, topology, rank, **knobs)
 
 
 def _make(
@@ -204,7 +232,7 @@ def _resident_bytes() -> int:
 
 
 def _forget_peak() -> None:
-    """From now on the kernel's peak of resident memory counts anew: what making a contender took is not its step's."""
+    """Let the kernel count its peak of resident memory anew: what making a contender took is not its step's."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

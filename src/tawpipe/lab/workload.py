@@ -1,4 +1,4 @@
-"""The workloads of the lab, as settings. Imports errors.
+"""The workloads of the lab, as settings.
 
 * timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
   measured then, and many ranks run on few cores.
@@ -12,6 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
+
+
+def check_whole(settings: object, **least: int) -> None:
+    """Refuse settings that are no whole numbers of at least so much.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, number in least.items():
+        value = getattr(settings, name)
+        if not isinstance(value, int) or value < number:
+            raise UserError(name, value, f"a whole number of at least {number}")
 
 
 @dataclass(frozen=True)
@@ -48,14 +60,12 @@ class TimedWorkload:
         """
         if parts < 1 or self.layer_elements % parts:
             raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
-        return replace(
-            self,
-            layers=self.layers * parts,
-            layer_bytes=self.layer_bytes // parts,
-            forward_s=self.forward_s / parts,
-            backward_input_s=self.backward_input_s / parts,
-            backward_weight_s=self.backward_weight_s / parts,
-        )
+        return replace(self.faster(parts), layers=self.layers * parts, layer_bytes=self.layer_bytes // parts)
+
+    def faster(self, times: int) -> TimedWorkload:
+        """The same bytes with computing that is so many times as fast."""
+        seconds = ("forward_s", "backward_input_s", "backward_weight_s")
+        return replace(self, **{name: getattr(self, name) / times for name in seconds})
 
     @property
     def layer_elements(self) -> int:
@@ -63,7 +73,7 @@ class TimedWorkload:
 
     @property
     def compute_s(self) -> float:
-        """Of all layers and micro-batches together; divided by the devices it bounds a step from below."""
+        """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
         return self.layers * self.micro_batches * (self.forward_s + self.backward_input_s + self.backward_weight_s)
 
 
@@ -98,10 +108,7 @@ class RealWorkload:
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary", "micro_batches")
-        for name, least in (*((size, 1) for size in sizes), ("sequence_length", 2), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise UserError(name, value, f"a whole number of at least {least}")
+        check_whole(self, **dict.fromkeys(sizes, 1), sequence_length=2, seed=0)
         for name in ("learning_rate", "clip_norm"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -121,12 +128,12 @@ class RealWorkload:
 
     @property
     def tokens(self) -> int:
-        """Of one step, that a prediction is made for: all but the first of every sequence."""
+        """Tokens of one step that a prediction is made for: all but the first of every sequence."""
         return self.micro_batches * (self.sequence_length - 1)
 
     @property
     def activation_bytes(self) -> int:
-        """Of the boundary between two layers, for one micro-batch."""
+        """Bytes of the boundary between two layers, for one micro-batch."""
         return 4 * self.sequence_length * self.hidden_size
 
 
@@ -140,5 +147,5 @@ def spell_out(workload: Workload) -> dict[str, Any]:
 
 
 def from_spelled_out(values: Mapping[str, Any]) -> Workload:
-    """What was spelled out."""
+    """The workload that was spelled out."""
     return KINDS[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})

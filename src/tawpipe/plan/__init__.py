@@ -1,1 +1,1 @@
-"""Before the run: machines, costs, candidates and the choice among them. Imports model, runtime.world, simulate."""
+"""Before the run: machines, costs, candidates and the choice among them."""

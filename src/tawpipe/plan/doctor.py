@@ -1,4 +1,4 @@
-"""What is here, and how fast its links are: for a terminal, and as the topology file that plans and runs read."""
+"""The machine and the rates of its links: for a terminal, and as the topology file that plans and runs read."""
 
 from __future__ import annotations
 

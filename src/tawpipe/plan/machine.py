@@ -1,4 +1,4 @@
-"""The machines that a plan is for: nodes, links, devices; as a file. Imports topology, errors and simulate.
+"""The machines that a plan is for: nodes, links, devices; as a file.
 
 ``tawpipe doctor`` measures one and writes it; a user may write or change one by hand:
 
@@ -31,7 +31,7 @@ SETTING = "--topology"
 
 @dataclass(frozen=True)
 class Device:
-    """What every process computes with.
+    """The device of every process.
 
     Args:
         name: as the driver calls it; ``CPU`` for none; empty where a file does not say it.
@@ -64,7 +64,7 @@ class Machine:
 
     @property
     def topology(self) -> Topology:
-        """With ranks that count up through node after node."""
+        """The topology, with ranks that count up through node after node."""
         starts = [sum(self.nodes[:n]) for n in range(len(self.nodes))]
         return Topology(tuple(tuple(range(a, a + size)) for a, size in zip(starts, self.nodes, strict=True)))
 
@@ -120,7 +120,7 @@ def load_machine(path: Path) -> Machine:
 
 
 def machine_from(content: Any, *, where: str = "topology") -> Machine:
-    """From the nested mappings of a file.
+    """The machine that the nested mappings of a file describe.
 
     Raises:
         UserError: something is missing, unknown, of the wrong kind, or contradicts something else.

@@ -1,4 +1,4 @@
-"""From what a user names to a request for a plan: model, machines, data."""
+"""A request for a plan, from what a user names: model, machines, data."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine
     """
     short = _SHORT.fullmatch(text.strip().lower())
     if short is None:
-        found = load_machine(Path(text))
-        return replace(found, device=replace(found.device, name=name)) if name else found
+        machine = load_machine(Path(text))
+        return replace(machine, device=replace(machine.device, name=name)) if name else machine
     nodes, local = int(short[1]), int(short[2])
     if nodes < 1 or local < 1 or (nodes > 1 and short[3] is None):
         raise UserError(SETTING, text, "for example 3x8@10gbit: nodes, devices of each, rate of their links")
@@ -143,7 +143,7 @@ def request_of(
 
 
 def device_name(here: torch.device) -> str:
-    """As topology files call it."""
+    """The device's name as topology files spell it."""
     return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
 
 

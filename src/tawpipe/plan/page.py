@@ -13,8 +13,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
-from tawpipe.report.memory import memory_over_time
-from tawpipe.report.page import Section, Table, timeline_section, write_page
+from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
 from tawpipe.simulate import MicroBatchSize
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -31,8 +30,7 @@ def write_plan_page(plan: Plan, path: Path) -> None:
     Raises:
         UserError: the folder is not there.
     """
-    if not path.parent.is_dir():
-        raise UserError("--report", str(path), "a file in a folder that exists")
+    check_page(str(path))
     request = plan.request
     subtitle = (
         f"{sum(unit.numel for unit in request.model.units) / 1e9:.3g} B parameters, rows of "
@@ -83,12 +81,12 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
-    over = memory_over_time(timeline, rank, request.activation_bytes, fixed)
-    yield Section("Memory in the course of the step", figures=[memory_figure({chosen.strategy: over})])
+    figure = memory_figure(chosen.strategy, timeline, rank, request.activation_bytes, fixed)
+    yield Section("Memory in the course of the step", figures=[figure])
 
 
 def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
-    """How the plan moves; the settings stay as they are."""
+    """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
     ours = [one for one in shown if one.step is not None]
     if request.topology.num_nodes > 1:

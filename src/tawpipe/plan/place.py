@@ -1,5 +1,4 @@
-"""Where units live under ``striped`` and ``whole`` when units or links are uneven. Imports schedule and plan, and
-OR-tools when it is needed.
+"""Homes of units under ``striped`` and ``whole`` when units or links are uneven.
 
 Units live on the nodes in turn by default. Weights come in exchanges, in which every node receives one visit's units,
 each node a different visit (schedule/routes/staggered.py); gradients leave likewise. An exchange is over when its
@@ -34,20 +33,20 @@ MOST_WORK = 10_000_000
 """Loads that one look at all moves of all units adds up, beyond which none is looked at: it would take minutes."""
 SWEEPS = 5
 MOST_TERMS = 500_000
-"""Of the solver's model, beyond which it is not asked: it would take minutes."""
+"""Terms of the solver's model, beyond which it is not asked: it would take minutes."""
 EFFORT = 5.0
-"""Of the solver for each of two questions, in a unit that is the same on every machine, so that a plan repeats: about a
-second of a usual one.
+"""The solver's effort for each of two questions, in a unit that is the same on every machine, so that a plan repeats:
+about a second of a usual one.
 """
 PRECISION = 0.002
-"""To which the solver proves its answer."""
+"""Relative precision to which the solver proves its answer."""
 PARTS = 10_000
 """The solver counts in whole numbers: parts of what the largest unit needs on the slowest link, and of all bytes."""
 
 
 @dataclass(frozen=True)
 class Homes:
-    """What was found.
+    """Homes, and what each way to find them leads to.
 
     Args:
         of_unit: of every unit the node (``striped``) or the rank (``whole``); empty for homes in turn.
@@ -86,15 +85,15 @@ def find_homes(request: PlanRequest, step: StepSpec, *, although_even: bool = Fa
         return Homes((), usual, note="no link between nodes takes time")
     if task.work > MOST_WORK:
         return Homes((), usual, note=f"others are not looked for on {request.topology.num_nodes} nodes")
-    found = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
-    if not task.fits(found[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
-        del found[ONE_BY_ONE]
-    solved, bound, note = _solve(task, min(found.values(), key=task.seconds))
+    ways = {IN_TURN: task.in_turn, ONE_BY_ONE: task.one_by_one()}
+    if not task.fits(ways[ONE_BY_ONE]):  # under ``whole``, where not every device has what its node has on average
+        del ways[ONE_BY_ONE]
+    solved, bound, note = _solve(task, min(ways.values(), key=task.seconds))
     if solved and task.fits(solved):
-        found[SOLVER] = solved
-    seconds = {name: task.seconds(homes) for name, homes in found.items()}
-    best = min(reversed(found), key=lambda name: seconds[name])  # of equals the solver's, which loads memory least
-    return Homes(task.spelled(found[best]) if best != IN_TURN else (), seconds, bound, note)
+        ways[SOLVER] = solved
+    seconds = {name: task.seconds(homes) for name, homes in ways.items()}
+    best = min(reversed(ways), key=lambda name: seconds[name])  # of equals the solver's, which loads memory least
+    return Homes(task.spelled(ways[best]) if best != IN_TURN else (), seconds, bound, note)
 
 
 def _is_even(request: PlanRequest) -> bool:
@@ -107,7 +106,7 @@ def _is_even(request: PlanRequest) -> bool:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Of weights or gradients.
+    """An exchange of weights or gradients.
 
     Args:
         arrivals: (node, unit): whose weights that node receives, or whose gradient it sends.
@@ -141,8 +140,7 @@ class _Task:
         sizes = request.machine.nodes
         links = [request.costs.node_link(machine) for machine in range(len(sizes))]
         # Devices with links of their own send their stripes at the same time; a whole unit leaves over one of them.
-        devices = [1 if link.shared or self.whole else size for link, size in zip(links, sizes, strict=True)]
-        self.rates = [link.bytes_per_s * count for link, count in zip(links, devices, strict=True)]
+        self.rates = [link.node_rate(1 if self.whole else size) for link, size in zip(links, sizes, strict=True)]
         self.full_duplex = [link.full_duplex for link in links]
         weights, gradients = far_widths(step.settings, widths)
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
@@ -189,15 +187,15 @@ class _Task:
         return float(self.device_bytes(homes).max()) <= self.limit * (1 + 1e-9)
 
     def device_bytes(self, homes: Sequence[int]) -> np.ndarray:
-        """At home, by rank."""
-        found = np.zeros(self.topology.world_size)
+        """Bytes at home, by rank."""
+        at_home = np.zeros(self.topology.world_size)
         if self.whole:
             ranks = self.usual if tuple(homes) == self.in_turn else self.spelled(homes)
-            np.add.at(found, list(ranks), self.kept)
+            np.add.at(at_home, list(ranks), self.kept)
         else:
             for unit, node in enumerate(homes):
-                found[list(self.topology.nodes[node])] += self.kept[unit] / self.topology.local_size
-        return found
+                at_home[list(self.topology.nodes[node])] += self.kept[unit] / self.topology.local_size
+        return at_home
 
     def spelled(self, homes: Sequence[int]) -> tuple[int, ...]:
         """The numbers of places. Where a unit lives on one device these are ranks: in a node the largest unit goes
@@ -213,7 +211,7 @@ class _Task:
 
     @property
     def work(self) -> int:
-        """Of one look at all moves."""
+        """Loads that one look at all moves adds up."""
         return self.topology.num_nodes * sum(len(one.arrivals) ** 2 for one in self.exchanges)
 
     @property
@@ -233,9 +231,9 @@ class _Task:
 
         def seconds(unit: int, node: int) -> float:
             before, homes[unit] = homes[unit], node
-            found = sum(one.times * self.busiest(one, homes) for one in of_unit[unit])
+            waiting = sum(one.times * self.busiest(one, homes) for one in of_unit[unit])
             homes[unit] = before
-            return found
+            return waiting
 
         for _ in range(SWEEPS):
             moved = False
@@ -267,11 +265,11 @@ def _staggered(visits: Sequence[tuple[int, ...]], nodes: int) -> list[tuple[tupl
 
 def _first_of_each(visits: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     seen: set[int] = set()
-    found = []
+    firsts = []
     for units in visits:
-        found.append(tuple(unit for unit in units if unit not in seen))
+        firsts.append(tuple(unit for unit in units if unit not in seen))
         seen |= set(units)
-    return found
+    return firsts
 
 
 def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, str]:

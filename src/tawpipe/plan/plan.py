@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,26 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
-from tawpipe.plan.plan_file import record_of, settings_of
+from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate
+from tawpipe.plan.search import GAIN, Candidate, settle
 
-FORMAT = 2
-FORMATS = (1, 2)
-"""Those that are read: in 1 a schedule has the names of settings of before."""
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_seconds": ("s/step", "{:.3f}".format),
+    "tokens_per_second_per_device": ("tokens/s/device", "{:.0f}".format),
+    "mfu": ("MFU", "{:.1%}".format),
+    "exposed_communication_s": ("not hidden s", "{:.3f}".format),
+    "idle_s": ("idle s", "{:.3f}".format),
+    "link_bytes": ("MB/link", lambda amount: f"{amount / 1e6:.0f}"),
+    "peak_gib": ("GiB", "{:.2f}".format),
+}
+"""Numbers of a candidate: name in the JSON -> title and text in the table."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the search found.
+    """The result of a search.
 
     Args:
         candidates: the fastest that fits first.
@@ -89,13 +96,10 @@ class Plan:
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
         assert candidate.prediction is not None
-        request = self.request
-        links = [request.costs.node_link(node) for node in range(len(request.machine.nodes))]
-        rate = min(link.bytes_per_s * (1 if link.shared else request.topology.local_size) for link in links)
-        return candidate.prediction.link_bytes / rate / candidate.seconds
+        return candidate.prediction.link_bytes / min(self.request.link_rates) / candidate.seconds
 
     def row(self, candidate: Candidate) -> dict[str, Any]:
-        """One of ``candidates`` in the JSON."""
+        """A row of the JSON: one of ``candidates``."""
         made, request = candidate.prediction, self.request
         row: dict[str, Any] = {
             "strategy": candidate.strategy,
@@ -105,16 +109,8 @@ class Plan:
             "why_not": candidate.why_not,
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
-        names = (
-            "step_seconds",
-            "tokens_per_second_per_device",
-            "mfu",
-            "exposed_communication_s",
-            "idle_s",
-            "link_bytes",
-        )
         if made is None:
-            return row | dict.fromkeys((*names, "peak_gib", "memory_gib"))
+            return row | dict.fromkeys((*COLUMNS, "memory_gib"))
         devices = request.topology.world_size
         tokens = request.global_batch * request.sequence_length
         peak = request.peak_flops
@@ -140,31 +136,17 @@ class Plan:
 
     def table(self, *, separator: str = "") -> Iterator[str]:
         """Lines of text, in columns; or with a separator between the cells."""
-        head = ("strategy", "s/step", "tokens/s/device", "MFU", "not hidden s", "idle s", "MB/link", "GiB", "")
-        rows: list[tuple[str, ...]] = [head]
+        rows: list[tuple[str, ...]] = [("strategy", *(title for title, _ in COLUMNS.values()), "")]
         for one in self.candidates:
-            row = self.row(one)
-            if one.prediction is None:
-                rows.append((one.strategy, "-", "-", "-", "-", "-", "-", "-", one.why_not))
-                continue
-            note = "does not fit" if not one.fits else "chosen" if one is self.chosen else one.why_not
-            rows.append(
-                (
-                    one.strategy,
-                    f"{row['step_seconds']:.3f}",
-                    f"{row['tokens_per_second_per_device']:.0f}",
-                    "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
-                    f"{row['exposed_communication_s']:.3f}",
-                    f"{row['idle_s']:.3f}",
-                    f"{row['link_bytes'] / 1e6:.0f}",
-                    f"{row['peak_gib']:.2f}",
-                    note,
-                )
-            )
+            row, note = self.row(one), one.why_not
+            if one.prediction is not None and (one is self.chosen or not one.fits):
+                note = "chosen" if one.fits else "does not fit"
+            cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
+            rows.append((one.strategy, *cells, note))
         if separator:
             yield from (separator.join(row) for row in rows)
             return
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             cells = [
                 row[0].ljust(widths[0]),
@@ -214,30 +196,13 @@ class Plan:
 
 
 def fingerprint(request: PlanRequest) -> dict[str, int]:
-    """What tells models apart here: the numbers of blocks and of parameters."""
+    """A model's identity here: the numbers of blocks and of parameters."""
     units = request.model.units
     return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units)}
 
 
-def load_plan(path: Path) -> dict[str, Any]:
-    """A saved plan.
-
-    Raises:
-        UserError: no such file, or not a plan of this format.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
-    needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
-    good = isinstance(content, dict) and content.get("format") in FORMATS and all(name in content for name in needed)
-    if not good or not isinstance(content["schedule"], dict):
-        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
-    return content
-
-
 def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
-    """At which rate of the links ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
+    """The rate of the links at which ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
     base = request.machine.between.bytes_per_s
@@ -250,3 +215,30 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
 
 def json_text(plan: Plan) -> str:
     return json.dumps(plan.as_json(), indent=1, allow_nan=False)
+
+
+def explain(plan: Plan, strategy: str) -> Iterator[str]:
+    """Lines that say where time and memory of one candidate go."""
+    candidate = next(one for one in plan.candidates if one.strategy == strategy)
+    yield f"{strategy}:"
+    if candidate.prediction is None:
+        yield f"  {candidate.why_not}"
+        return
+    for name, value in plan.row(candidate)["knobs"].items():
+        if value not in ("", None):
+            yield f"  {name}: {value}"
+    made = candidate.prediction
+    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
+    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
+    if plan.request.topology.num_nodes > 1:
+        share = plan.link_share(candidate)
+        yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
+    if candidate.step is not None:
+        settled = candidate if candidate.homes is not None else settle(plan.request, candidate)
+        if settled.homes is not None:
+            yield f"  {settled.homes}"
+        if settled.step != candidate.step:
+            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
+    for name, size in made.memory.items():
+        yield f"  {name}: {size / 2**30:.3f} GiB"
+    yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"

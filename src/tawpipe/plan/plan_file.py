@@ -9,26 +9,68 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import machine_from, spell_machine
+from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
-from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
+from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
 
+FORMAT = 2
+FORMATS = (1, 2)
+"""Formats that are read: in 1 a schedule has the names of settings of before."""
 MOST_ALIKE = 100_000
 """Blocks or units in a row, beyond which a plan is damaged."""
 NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops")
 """Parts of a request that are plain numbers."""
 
 
+def load_plan(path: Path) -> dict[str, Any]:
+    """A saved plan.
+
+    Raises:
+        UserError: no such file, or not a plan of this format.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
+    needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
+    good = isinstance(content, dict) and content.get("format") in FORMATS and all(name in content for name in needed)
+    if not good or not isinstance(content["schedule"], dict):
+        raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
+    return content
+
+
+def replay(path: Path) -> tuple[Timeline, str]:
+    """The step that a plan predicts, and in words what of it was left out, if anything.
+
+    Raises:
+        UserError: no such plan, or one without what the clock was given.
+    """
+    plan = load_plan(path)
+    if not isinstance(plan.get("clock"), dict):
+        raise UserError("PLAN", str(path), "a plan with the section `clock`, as `tawpipe plan --save` writes it")
+    request = request_from(plan["clock"], where=str(path))
+    step = request.step(planned_settings(plan["schedule"], request.settings))
+    timeline = timeline_of(request, step)
+    played, ranks = timeline.schedule.step.rounds, len(timeline.schedule.played)
+    if played == step.rounds and ranks == request.topology.world_size:
+        return timeline, ""
+    return timeline, f"{played} of {step.rounds} rounds, {ranks} of {request.topology.world_size} ranks"
+
+
 def record_of(request: PlanRequest) -> dict[str, Any]:
-    """What ``request_from`` makes the request of again."""
+    """Plain data of which ``request_from`` makes the request again."""
     profile, model = request.profile, request.model
     return {
         "machine": spell_machine(request.machine),
@@ -38,14 +80,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         ),
         "block_units": [list(block.units) for block in model.blocks],
         "units": _packed([unit.numel, unit.trainable] for unit in model.units),
-        "profile": {
-            "update_s": profile.update_s,
-            "kept": dict(profile.kept),
-            "boundary": profile.boundary,
-            "working": profile.working,
-            "fixed_working": profile.fixed_working,
-            "source": profile.source,
-        },
+        "profile": {name: value for name, value in vars(profile).items() if name != "blocks"},
         "size": asdict(request.size),
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},

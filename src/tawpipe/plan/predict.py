@@ -1,7 +1,9 @@
-"""What is predicted of one strategy: its schedule, the one that would run, played by the clock.
+"""A strategy's prediction: the schedule that would run, played by the clock.
 
-Two things keep it fast for thousands of devices and many rounds: where all ranks do alike, one is played for all
-(``simulate.fold``); where a step has many rounds, a step with few is played twice, with one round more the second time,
+Two things keep it fast for thousands of devices and many rounds. Where nodes, links and shares of the work are alike,
+all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and
+one is played for all (``build_folded``): its collectives begin when it is there, and of the links it sees what its
+whole node sends. Where a step has many rounds, a step with few is played twice, with one round more the second time,
 and what the round took is added for all that are left (``Strategy.extended``).
 """
 
@@ -14,20 +16,19 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Costs, costs, far_widths
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
-from tawpipe.simulate import Timeline, play
-from tawpipe.simulate.fold import build_folded, foldable
+from tawpipe.simulate import CostModel, Timeline, play
 
 MOST_VISITS = 20_000
 """Micro-batches of a step, times blocks, up to which a timeline has all of them."""
 PLAYED_STEPS = 3
-"""One before and one after the step that is looked at."""
+"""Steps that are played: one before and one after the step that is looked at."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a strategy takes.
+    """Time, traffic and memory of a strategy.
 
     Args:
         step_seconds: of a step in the middle of training.
@@ -76,8 +77,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     if topology.num_nodes == 1 or traffic is None:
         return compute
     far = far_widths(step.settings, request.widths)
-    links = [request.costs.node_link(node) for node in range(len(request.machine.nodes))]
-    rates = [one.bytes_per_s * (1 if one.shared else topology.local_size) for one in links]
+    rates = request.link_rates
     moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in traffic]
     if topology == request.machine.topology:
         link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
@@ -138,3 +138,21 @@ def _build(request: PlanRequest, step: StepSpec) -> Schedule:
 def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
     physical = None if len(schedule.played) < schedule.topology.world_size else request.machine.topology
     return play(schedule, request.costs, steps=PLAYED_STEPS, physical=physical)
+
+
+def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
+    """True if one rank can stand for all; without a cost model, as far as the schedule goes."""
+    even = cost_model is None or cost_model.inside.shared or cost_model.inside.full_duplex
+    shares = {len(own) for own in step.micro_batches}
+    if not step.strategy.one_stands_for_all(inside_is_even=even) or not step.topology.is_even or len(shares) > 1:
+        return False
+    if cost_model is None:
+        return True
+    one_size = set(cost_model.sizes.values()) <= {cost_model.size}
+    return one_size and not cost_model.between_of and not cost_model.compute_factor
+
+
+def build_folded(step: StepSpec) -> Schedule:
+    """The schedule of a step with the program of rank 0 alone; for the clock."""
+    assert foldable(step)
+    return build(step, ranks=(0,))

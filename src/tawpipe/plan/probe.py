@@ -1,4 +1,4 @@
-"""Measures the links of the processes that are there. Imports topology, plan.machine, runtime.world and torch.
+"""Measures the links of the processes that are there.
 
 Messages go between pairs of ranks, every rank in at most one pair at a time, so that pairs do not disturb each other
 unless that is the request. What is asked, in a few seconds altogether:
@@ -30,7 +30,7 @@ ROUNDS = 6
 TRIAL_BYTES = 1 << 18
 LARGEST_BYTES = 1 << 26
 SECONDS = 0.15
-"""That a measurement of a rate should take."""
+"""Seconds that a measurement of a rate should take."""
 SHARED_BELOW = 0.7
 """A link is shared if pairs that are busy together get less than this share of what one gets alone."""
 ODD = 1.5
@@ -47,7 +47,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one node's link to others, bytes per second."""
+    """Rates of one node's link to others, bytes per second."""
 
     sent: float
     received: float
@@ -56,7 +56,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found.
+    """The result of the measurements.
 
     Args:
         rates: of every node's link, empty for one node.
@@ -174,14 +174,14 @@ def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, l
     rate = statistics.median(one_way)
     shared = at_once < SHARED_BELOW * rate if several else ruler.world.device.type == "cpu"
     per_node = statistics.median(len(node) // 2 for node in with_pairs)
-    found = [
+    notes = [
         f"inside node {nodes.index(node)}: {_gbyte(mine)}, elsewhere {_gbyte(rate)}"
         for node, mine in zip(with_pairs, one_way, strict=True)
         if mine * ODD < rate
     ]
     if shared:  # a message passes such a link once, whichever way it goes
-        return LinkModel(max(rate, at_once * per_node), latency, full_duplex=True, shared=True), found
-    return LinkModel(rate, latency, full_duplex=both > SHARED_BELOW * rate, shared=False), found
+        return LinkModel(max(rate, at_once * per_node), latency, full_duplex=True, shared=True), notes
+    return LinkModel(rate, latency, full_duplex=both > SHARED_BELOW * rate, shared=False), notes
 
 
 def _between(
@@ -235,8 +235,8 @@ def _between(
         for n, seconds in enumerate(latency)
         if seconds > 3 * delay
     ]
-    found = tuple(Rates(*one) for one in zip(sent, received, latency, strict=True))
-    return link(usual), odd, found, notes
+    measured = tuple(Rates(*one) for one in zip(sent, received, latency, strict=True))
+    return link(usual), odd, measured, notes
 
 
 def _host(world: World, size: int = 1 << 27) -> LinkModel:
@@ -260,7 +260,7 @@ def _host(world: World, size: int = 1 << 27) -> LinkModel:
 
 
 def _device(world: World) -> Device:
-    """That with the least memory; on the CPU a process's share of what is free on its machine."""
+    """The device with the least memory; on the CPU a process's share of what is free on its machine."""
     if world.device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(world.device).total_memory)
         name = torch.cuda.get_device_name(world.device)

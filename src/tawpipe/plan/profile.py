@@ -1,5 +1,4 @@
-"""How long the blocks of a model take, and what they hold: measured on a device, or estimated from its peak. Imports
-model, runtime.recompute, simulate and torch.
+"""Seconds and bytes of the blocks of a model: measured on a device, or estimated from its peak.
 
 Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``, where pairs is the sum over a micro-batch's
 documents of the squared length: attention grows with it, everything else with the tokens.
@@ -19,23 +18,24 @@ from tawpipe.console import duration
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
+from tawpipe.runtime.compute import loss_in_chunks
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
 UPDATE_BYTES = 28
-"""That AdamW moves for an element in fp32: gradient, weight and two states read, three of them and a copy written."""
+"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three and a copy written."""
 ESTIMATED_BYTES_PER_S = 1e12
-"""Of a device's memory where nothing was measured."""
+"""Rate of a device's memory where nothing was measured."""
 REPEATS = 3
 QUIET_S = 2.0
-"""For so long nothing is said of what goes on."""
+"""Seconds in which nothing is said of what goes on."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one model on one kind of device.
+    """Costs of one model on one kind of device.
 
     Args:
         blocks: costs of every block.
@@ -57,7 +57,7 @@ class Profile:
 
 
 def size_of(lengths: Sequence[int]) -> MicroBatchSize:
-    """Of a micro-batch with documents of these lengths.
+    """The size of a micro-batch with documents of these lengths.
 
     >>> size_of([3, 4])
     MicroBatchSize(tokens=7, pairs=25)
@@ -72,11 +72,11 @@ def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float]) -> Seconds:
     scaled, ones = terms / target[:, None], np.ones(len(target))
     chosen = [0, 1, 2]
     while chosen:
-        found, *_ = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)
-        if (found >= 0).all():
-            values = dict(zip(chosen, map(float, found), strict=True))
+        coefficients, *_ = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)
+        if (coefficients >= 0).all():
+            values = dict(zip(chosen, map(float, coefficients), strict=True))
             return Seconds(values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0))
-        chosen = [term for term, value in zip(chosen, found, strict=True) if value >= 0]
+        chosen = [term for term, value in zip(chosen, coefficients, strict=True) if value >= 0]
     return Seconds(statistics.mean(seconds))
 
 
@@ -126,7 +126,7 @@ def measure(
 
 
 def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
-    """From the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
+    """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
     A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
     element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more.
@@ -182,8 +182,8 @@ class _Bench:
         return spec.kind, shapes, types[block - 1] if types and spec.kind == "layer" else None, spec.needs_backward
 
     def seconds(self, block: int, lengths: Sequence[int]) -> tuple[float, float]:
-        """Of a forward pass, and of a backward pass with the recomputation; for the head of the loss and its gradient
-        in both.
+        """Seconds of a forward pass, and of a backward pass with the recomputation; for the head of the loss and its
+        gradient in both.
         """
         spec, chain = self.chain.blocks[block], self.chain
         self._doing = f"block {block} ({spec.kind}), {sum(lengths):,} tokens"
@@ -194,21 +194,24 @@ class _Bench:
             chain.bind(unit, flat)
         batch = self._batch(lengths)
         hidden = torch.randn(1, sum(lengths), _hidden(chain), dtype=self.dtype, device=self.device)
-        if spec.kind == "embedding":
-            forward = self._time(lambda: chain.embed(batch), grad=False)
-            found = forward, self._backward(lambda _: chain.embed(batch)[0], hidden, trainable, sums)
-        elif spec.kind == "head":
-            found = (
-                self._time(lambda: self._head(hidden, batch, None), grad=False),
-                self._head_backward(hidden, batch, trainable, sums),
-            )
-        else:
-            context = self._context(batch)
-            forward = self._time(lambda: chain.layer(block, hidden, context), grad=False)
-            found = forward, self._backward(lambda x: chain.layer(block, x, context), hidden, trainable, sums)
+        context = self._context(batch) if spec.kind == "layer" else None
+
+        def forward(leaf: torch.Tensor) -> torch.Tensor:
+            return chain.layer(block, leaf, context) if spec.kind == "layer" else chain.embed(batch)[0]
+
+        def head() -> torch.Tensor:
+            gradient = torch.empty_like(hidden) if torch.is_grad_enabled() else None
+            return loss_in_chunks(chain, hidden, batch, gradient, 1.0, self.chunk)
+
+        def backward() -> None:
+            torch.autograd.backward(forward(hidden.detach().requires_grad_()), hidden)
+
+        is_head = spec.kind == "head"
+        forward_s = self._time(head if is_head else lambda: forward(hidden), grad=False)
+        backward_s = self._backward(head if is_head else backward, trainable, sums) if is_head or trainable else 0.0
         for unit in flats:
             chain.release(unit)
-        return found
+        return forward_s, backward_s
 
     def _batch(self, lengths: Sequence[int]) -> MicroBatch:
         vocabulary = self.chain.config.get_text_config().vocab_size
@@ -217,7 +220,7 @@ class _Bench:
         return MicroBatch.from_rows(ids, ids, positions).to(self.device)
 
     def _context(self, batch: MicroBatch):
-        """What layers are called with; the embedding's weights play no part in it."""
+        """The arguments that layers are called with; the embedding's weights play no part in it."""
         units = self.chain.blocks[0].units
         for unit in units:
             self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
@@ -227,37 +230,11 @@ class _Bench:
             self.chain.release(unit)
         return context
 
-    def _backward(
-        self, run: Callable, hidden: torch.Tensor, trainable: Sequence[int], sums: dict[int, torch.Tensor]
-    ) -> float:
-        if not trainable:
-            return 0.0
-
-        def once() -> None:
-            leaf = hidden.detach().requires_grad_()
-            for unit in trainable:
-                self.chain.collect(unit, sums[unit], accumulate=True)
-            torch.autograd.backward(run(leaf), hidden)
-            for unit in trainable:
-                self.chain.finish_collect(unit)
-
-        return self._time(once, grad=True)
-
-    def _head(self, hidden: torch.Tensor, batch: MicroBatch, gradient: torch.Tensor | None) -> None:
-        for begin in range(0, hidden.shape[1], self.chunk):
-            cut = slice(begin, begin + self.chunk)
-            part = hidden[:, cut].detach().requires_grad_(gradient is not None)
-            loss = self.chain.head(part, batch.labels[:, cut])
-            if gradient is not None:
-                loss.backward()
-
-    def _head_backward(
-        self, hidden: torch.Tensor, batch: MicroBatch, trainable: Sequence[int], sums: dict[int, torch.Tensor]
-    ) -> float:
+    def _backward(self, run: Callable[[], object], trainable: Sequence[int], sums: dict[int, torch.Tensor]) -> float:
         def once() -> None:
             for unit in trainable:
                 self.chain.collect(unit, sums[unit], accumulate=True)
-            self._head(hidden, batch, hidden)
+            run()
             for unit in trainable:
                 self.chain.finish_collect(unit)
 
@@ -288,7 +265,7 @@ class _Bench:
             torch.cuda.synchronize(self.device)
 
     def update_seconds(self, elements: int = 4_000_000) -> float:
-        """Of AdamW, for one element."""
+        """Seconds of AdamW for one element."""
         value = torch.nn.Parameter(torch.zeros(elements, device=self.device))
         value.grad = torch.ones_like(value)
         self._doing = "the optimizer"

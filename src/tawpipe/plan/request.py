@@ -1,4 +1,4 @@
-"""What a plan is asked for: a model as sizes, its data, the machines, and how long things take on them."""
+"""The request for a plan: a model as sizes, its data, the machines, and how long things take on them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class PlanRequest:
 
     @cached_property
     def topology(self) -> Topology:
-        """What schedules take for nodes."""
+        """The nodes as schedules see them."""
         return self.machine.topology.evened()
 
     @cached_property
     def costs(self) -> CostModel:
-        """What the clock needs."""
+        """The cost model of the clock."""
         machine, profile = self.machine, self.profile
         return CostModel(
             profile.blocks,
@@ -83,6 +83,12 @@ class PlanRequest:
             host=machine.host,
             boundary_bytes=profile.boundary,
         )
+
+    @property
+    def link_rates(self) -> list[float]:
+        """Bytes per second of every machine's link to the others, in one direction."""
+        machines = range(len(self.machine.nodes))
+        return [self.costs.node_link(one).node_rate(self.topology.local_size) for one in machines]
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.

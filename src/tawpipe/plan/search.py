@@ -31,8 +31,8 @@ MOST_PLAYED = 30_000
 """Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
 PASSES = 3
 HOPELESS = 1.35
-"""So many times as long as the best, a strategy is not improved knob by knob: recomputing nothing, the largest gain
-there is, makes a step a quarter shorter.
+"""Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
+gain there is, makes a step a quarter shorter.
 """
 
 
@@ -89,7 +89,7 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
 
 
 def describe(request: PlanRequest, candidate: Candidate) -> str:
-    """One line."""
+    """The candidate in one line."""
     if candidate.prediction is None:
         return f"{candidate.strategy}: {candidate.why_not}"
     gib = candidate.prediction.peak_bytes / 2**30
@@ -99,7 +99,7 @@ def describe(request: PlanRequest, candidate: Candidate) -> str:
 
 
 def fits(request: PlanRequest, memory: dict[str, int] | Any) -> bool:
-    """Whether so much memory is there."""
+    """True if so much memory is there."""
     return not request.memory_bytes or sum(memory.values()) <= request.memory_bytes
 
 

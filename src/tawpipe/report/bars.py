@@ -141,3 +141,19 @@ def lanes_of(bars: Sequence[Bar], ranks: Iterable[int]) -> list[tuple[int, Lane]
     """The rows of a timeline: for every rank the lanes that it uses, in the order of ``Lane``."""
     used = {(bar.rank, bar.action.lane) for bar in bars}
     return [(rank, lane) for rank in ranks for lane in Lane if (rank, lane) in used]
+
+
+def label(bar: Bar) -> str:
+    """A few words for an action: ``FORWARD b3 m1``, ``all_gather u4``.
+
+    >>> label(Bar(0, 0, Action.parse("COMPUTE FORWARD b3 m1 | W0.0 x.1.3 -> x.1.4"), 0, 0, 1))
+    'FORWARD b3 m1'
+    """
+    action = bar.action
+    words = [action.collective or action.op.value]
+    if action.transfers:
+        words.append(" ".join(f"{'>' if t.send else '<'}{t.peer}:u{t.unit}" for t in action.transfers))
+    for letter, number in (("b", action.block), ("m", action.micro_batch), ("u", action.unit)):
+        if number >= 0:
+            words.append(f"{letter}{number}")
+    return " ".join(words)

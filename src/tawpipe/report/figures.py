@@ -6,11 +6,14 @@ They have no legend: the page writes one beside them, see page.py.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-from tawpipe.report.bars import KINDS, Bar, kind_of, lanes_of
-from tawpipe.report.chrome import label
+from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
+from tawpipe.schedule.buffers import Kind
+from tawpipe.simulate import Timeline
 
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
 LABEL = 28
@@ -128,10 +131,26 @@ def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
     return figure
 
 
-def memory_figure(steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Any:
-    """Memory over the time of a step: name -> (seconds, GiB), as stairs."""
+def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Mapping[Kind, int], fixed: int) -> Any:
+    """GiB that a rank holds in the course of a step, as stairs.
+
+    Activations are held from the begin of the action that makes them to the end of the one that frees them.
+
+    Args:
+        activation_bytes: of one of every kind, see ``Schedule.peak_activations``; those on the host do not count.
+        fixed: bytes that are held all the time: homes, buffers, what a block computes with.
+    """
+    spans = list(timeline.spans(rank, step=timeline.steady_step))
+    zero = min((span.begin for span in spans), default=0.0)
+    changes: Counter[float] = Counter()
+    for span in spans:
+        for buffers, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
+            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind is not Kind.OFFLOADED)
+            if size:
+                changes[when - zero] += sign * size
+    seconds = sorted({0.0, *changes})
+    held = [size / 2**30 for size in accumulate((changes[when] for when in seconds[1:]), initial=fixed + changes[0.0])]
     figure = _figure(320, xaxis_title="seconds", yaxis_title="GiB")
-    for color, (name, (x, y)) in zip(PALETTE, steps.items(), strict=False):
-        figure.add_scatter(x=list(x), y=list(y), name=name, mode="lines", line={"color": color, "shape": "hv"})
+    figure.add_scatter(x=seconds, y=held, name=name, mode="lines", line={"color": PALETTE[0], "shape": "hv"})
     figure.update_yaxes(rangemode="tozero")
     return figure

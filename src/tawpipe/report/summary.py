@@ -1,16 +1,22 @@
-"""A timeline in a few lines of text, for a terminal."""
+"""A timeline in a few lines of text, for a terminal; and a predicted step beside the same step as it ran.
+
+Actions are matched by their rank and text. How long one took means something else for transfers: in a recording it
+includes waiting for the other side, which a prediction counts as waiting; computing is comparable as it is.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tawpipe.report.bars import Bar
-from tawpipe.report.chrome import label
+from tawpipe.report.bars import KINDS, Bar, kind_of, label
 from tawpipe.schedule.actions import Lane
 
 GAPS = 3
 """Number of the longest gaps that are named."""
+NAMED = 4
+"""Actions that are named because they differ most, of computing and of transfers each."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,69 @@ def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:
         for gap in sorted(between, key=lambda gap: gap.begin - gap.end)[:GAPS]:
             assert gap.before is not None
             yield f"  {gap.end - gap.begin:.3f} s before {label(gap.before)} (at {gap.begin:.3f} s)"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One action, twice."""
+
+    predicted: Bar
+    executed: Bar
+
+    @property
+    def longer_s(self) -> float:
+        """Seconds that it took longer than predicted."""
+        return _length(self.executed) - _length(self.predicted)
+
+
+def matched(predicted: Sequence[Bar], executed: Sequence[Bar]) -> list[Pair]:
+    """The actions that are in both, in the order in which they ran."""
+    known = dict(_numbered(predicted))
+    pairs = ((known.get(key), bar) for key, bar in _numbered(executed))
+    return [Pair(before, bar) for before, bar in pairs if before is not None]
+
+
+def _numbered(bars: Sequence[Bar]) -> Iterator[tuple[tuple[int, str, int], Bar]]:
+    """Every bar with its rank, its text and its position among bars of that text: transfers of several rounds read
+    alike.
+    """
+    count: Counter[tuple[int, str]] = Counter()
+    for bar in bars:
+        key = bar.rank, str(bar.action)
+        yield (*key, count[key]), bar
+        count[key] += 1
+
+
+def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[str]:
+    """The step, the kinds of action, and the single actions that differ most, in lines."""
+    pairs = matched(predicted, executed)
+    if not pairs:
+        yield "the plan is for another schedule: no action of it is in the recording"
+        return
+    ranks = sorted({pair.executed.rank for pair in pairs})
+    before, after = (max(b.end for b in bars) - min(b.begin for b in bars) for bars in (predicted, executed))
+    yield f"step predicted {before:.3f} s, executed {after:.3f} s ({after / before - 1:+.1%})"
+    for kind in KINDS:
+        same = [pair for pair in pairs if kind_of(pair.executed) == kind]
+        if same:
+            said, took = (sum(map(_length, bars)) / len(ranks) for bars in zip(*map(_both, same), strict=True))
+            change = f" ({took / said - 1:+.0%})" if said > 0 else ""
+            yield f"  {kind}: predicted {said:.3f} s, executed {took:.3f} s a rank{change}"
+    for what, computes in (("computing", True), ("transfers, waiting for their other side included", False)):
+        some = [pair for pair in pairs if (pair.executed.action.lane is Lane.COMPUTE) == computes]
+        if not some:
+            continue
+        yield f"farthest from the prediction, {what}:"
+        for pair in sorted(some, key=lambda pair: -abs(pair.longer_s))[:NAMED]:
+            yield (
+                f"  rank {pair.executed.rank} {label(pair.executed)}: predicted {_length(pair.predicted):.4f} s, "
+                f"executed {_length(pair.executed):.4f} s, at {pair.executed.begin:.3f} s"
+            )
+
+
+def _both(pair: Pair) -> tuple[Bar, Bar]:
+    return pair.predicted, pair.executed
+
+
+def _length(bar: Bar) -> float:
+    return bar.end - bar.begin

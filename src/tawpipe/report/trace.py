@@ -1,16 +1,19 @@
-"""Timelines of a step in all their forms: words for a terminal, a trace to zoom into, pictures, a page."""
+"""Timelines of a step in all their forms: words for a terminal, a trace for chrome://tracing and ui.perfetto.dev,
+pictures, a page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tawpipe.report.bars import Bar
-from tawpipe.report.chrome import write_chrome_trace
-from tawpipe.report.differences import differences
+from tawpipe.report.bars import Bar, label
 from tawpipe.report.page import timeline_page
 from tawpipe.report.picture import draw_timeline
-from tawpipe.report.summary import summary
+from tawpipe.report.summary import differences, summary
+from tawpipe.schedule.actions import Lane
 
 Timelines = list[tuple[str, list[Bar]]]
 """Each with its name: ``predicted``, ``executed``, or ``predicted`` with what was left out of it."""
@@ -44,3 +47,43 @@ def write_trace(
         timeline_page(page, timelines, ranks, "\n".join(words), "\n".join(compared), title)
         files.append(page)
     yield f"wrote {', '.join(map(str, files))}; ui.perfetto.dev opens the first"
+
+
+def write_chrome_trace(timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path) -> None:
+    """One process per rank, one thread per lane, one slice per action; waiting is a slice of its own before it.
+
+    Args:
+        timelines: each with its name, which stands before those of its ranks if there are several.
+    """
+    events: list[dict[str, Any]] = []
+    offset = 0
+    for name, bars in timelines:
+        events += chrome_events(bars, title=name if len(timelines) > 1 else "", offset=offset)
+        offset += 1 + max((bar.rank for bar in bars), default=0)
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def chrome_events(bars: Iterable[Bar], *, title: str = "", offset: int = 0) -> Iterable[dict[str, Any]]:
+    """The events; ``offset`` is added to the ranks, so that two timelines fit in one file."""
+    lanes = list(Lane)
+    seen: set[int] = set()
+    for bar in bars:
+        process, thread = bar.rank + offset, lanes.index(bar.action.lane)
+        if process not in seen:
+            seen.add(process)
+            name = f"{title} rank {bar.rank} (node {bar.node})".strip()
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+            for number, lane in enumerate(lanes):
+                arguments = {"name": lane.value}
+                yield {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": arguments}
+        common = {"ph": "X", "pid": process, "tid": thread}
+        if bar.begin > bar.start:
+            yield common | {"name": "wait", "ts": bar.start * 1e6, "dur": (bar.begin - bar.start) * 1e6}
+        yield common | {
+            "name": label(bar),
+            "cat": bar.action.op.value,
+            "ts": bar.begin * 1e6,
+            "dur": (bar.end - bar.begin) * 1e6,
+            "args": {"action": str(bar.action)},
+        }

@@ -104,7 +104,9 @@ class Compute:
             else:
                 self._check_head(action, given, hidden)
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
-                    self._held[loss(m)] = self._loss(hidden, held.batch, None, given.scale)
+                    self._held[loss(m)] = loss_in_chunks(
+                        self.chain, hidden, held.batch, None, given.scale, self.chunk_tokens
+                    )
         self._release(action)
 
     def _layer_forward(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
@@ -142,7 +144,9 @@ class Compute:
             gradient = torch.empty_like(hidden) if wanted else None
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
-                self._held[loss(m)] = self._loss(hidden, held.batch, gradient, given.scale)
+                self._held[loss(m)] = loss_in_chunks(
+                    self.chain, hidden, held.batch, gradient, given.scale, self.chunk_tokens
+                )
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
@@ -239,28 +243,6 @@ class Compute:
             self._places[target, source.shape] = place
         self._held[target] = place.copy_(source, non_blocking=True)
 
-    def _loss(self, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float) -> Tensor:
-        """The summed loss of one micro-batch, chunk by chunk of positions; under BACKWARD also its gradient times
-        ``scale``.
-        """
-        rows, length, _ = hidden.shape
-        step = max(1, self.chunk_tokens // rows)
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        training = torch.is_grad_enabled()
-        for begin in range(0, length, step):
-            cut = slice(begin, min(begin + step, length))
-            part = hidden[:, cut].detach()
-            if training:
-                part.requires_grad_(gradient is not None)
-            summed = self.chain.head(part, batch.labels[:, cut])
-            if training:
-                torch.autograd.backward(summed, torch.full_like(summed, scale))
-                if gradient is not None:
-                    assert part.grad is not None
-                    gradient[:, cut] = part.grad
-            total += summed.detach()
-        return total
-
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""
         losses = [self._held.pop(buffer) for buffer in action.frees if buffer.kind is Kind.LOSS]
@@ -303,3 +285,28 @@ class Compute:
     def _seed(self, action: Action, given: StepInput) -> int:
         """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
         return seed_of(given.seed or 0, given.step, action.micro_batch, action.block)
+
+
+def loss_in_chunks(
+    chain: Chain, hidden: Tensor, batch: MicroBatch, gradient: Tensor | None, scale: float, chunk_tokens: int
+) -> Tensor:
+    """The summed loss of one micro-batch, chunk by chunk of positions; where gradients are on also its gradient times
+    ``scale``.
+    """
+    rows, length, _ = hidden.shape
+    step = max(1, chunk_tokens // rows)
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    training = torch.is_grad_enabled()
+    for begin in range(0, length, step):
+        cut = slice(begin, min(begin + step, length))
+        part = hidden[:, cut].detach()
+        if training:
+            part.requires_grad_(gradient is not None)
+        summed = chain.head(part, batch.labels[:, cut])
+        if training:
+            torch.autograd.backward(summed, torch.full_like(summed, scale))
+            if gradient is not None:
+                assert part.grad is not None
+                gradient[:, cut] = part.grad
+        total += summed.detach()
+    return total

@@ -15,7 +15,7 @@ owner of a stripe included. A reduction rounds every rank's contribution once, a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -139,7 +139,7 @@ class Transport:
             if self._nccl:
                 self._wait(_reduce_scatter(target, source, group=group, async_op=True))
             else:
-                self._ring_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
+                ring_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
         else:
             buffer = buffers[(action.writes or action.reads)[0]]
             if action.collective == "all_reduce":
@@ -184,26 +184,6 @@ class Transport:
         if self.strict:
             self._check_collective(key, action)
         self._wait(dist.all_reduce(values, group=self._groups[key], async_op=True))
-
-    def _ring_reduce_scatter(
-        self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
-    ) -> None:
-        """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every
-        link between neighbours, in one order of additions.
-
-        gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
-        """
-        size, here = len(members), members.index(self.rank)
-        right, left = members[(here + 1) % size], members[here - 1]
-        pieces = source.view(size, -1)
-        leaving: Tensor = pieces[here - 1]
-        for hop in range(2, size + 1):
-            arriving = target if hop == size else torch.empty_like(target)
-            send = dist.isend(leaving, right, group=group)
-            self._wait(dist.irecv(arriving, left, group=group))
-            arriving.add_(pieces[(here - hop) % size])
-            self._wait(send)
-            leaving = arriving
 
     def _ring_all_gather(
         self, target: Tensor, source: Tensor, members: tuple[int, ...], group: dist.ProcessGroup
@@ -300,3 +280,31 @@ class Transport:
             raise TransportError(
                 f"{what}: this rank is at message {mine.tolist()} (number, checksum), the other at {theirs.tolist()}"
             )
+
+
+def ring_reduce_scatter(
+    target: Tensor, source: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
+) -> None:
+    """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every link
+    between neighbours, in one order of additions.
+
+    gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
+
+    Args:
+        target: (n,).
+        source: (members x n,), piece by piece in their order; not changed.
+    """
+    size, here = len(members), members.index(dist.get_rank())
+    right, left = members[(here + 1) % size], members[here - 1]
+    pieces = source.view(size, -1)
+    leaving: Tensor = pieces[here - 1]
+    if size == 1:
+        target.copy_(leaving)
+    for hop in range(2, size + 1):
+        arriving = target if hop == size else torch.empty_like(target)
+        send, receive = dist.isend(leaving, right, group=group), dist.irecv(arriving, left, group=group)
+        assert send is not None and receive is not None
+        receive.wait()
+        arriving.add_(pieces[(here - hop) % size])
+        send.wait()
+        leaving = arriving

@@ -242,7 +242,7 @@ class Schedule:
     Args:
         name: of the strategy, or ``evaluation``.
         programs: for every rank its actions in the order in which they are issued. The order within a lane is the same.
-            Empty for ranks that another one stands for, see ``simulate.fold``.
+            Empty for ranks that another one stands for, see ``plan.predict``.
         pools: for every rank the buffers that its program uses, homes and activations aside.
         training: False for a forward-only schedule.
     """

@@ -33,7 +33,7 @@ from tawpipe.simulate.transfers import Load, Transfers
 from tawpipe.topology import Topology
 
 
-def play(schedule: Schedule, costs: CostModel, *, steps: int = 4, physical: Topology | None = None) -> Timeline:
+def play(schedule: Schedule, cost_model: CostModel, *, steps: int = 4, physical: Topology | None = None) -> Timeline:
     """When every action of ``steps`` successive steps starts and ends.
 
     Args:
@@ -46,11 +46,11 @@ def play(schedule: Schedule, costs: CostModel, *, steps: int = 4, physical: Topo
         UserError: the cost model lacks a block.
     """
     assert steps >= 1
-    return Player(schedule, costs, steps, physical).run()
+    return Player(schedule, cost_model, steps, physical).run()
 
 
 def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[list[int]]]:
-    """What each action waits for on other lanes: (in its own step, in the step before), as indices into the program.
+    """Actions on other lanes that each action waits for: (in its own step, in the step before), as indices.
 
     Every step after the first has the same dependencies, because every buffer that is written at all is written in
     every step.
@@ -60,9 +60,9 @@ def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[lis
     before: list[list[int]] = []
     for step in range(2):
         for index, action in enumerate(program):
-            found = hazards.add((step, index), reads=action.reads, writes=action.writes, frees=action.frees)
+            awaited = hazards.add((step, index), reads=action.reads, writes=action.writes, frees=action.frees)
             if step == 1:
-                others = [(s, i) for s, i in found if program[i].lane is not action.lane]
+                others = [(s, i) for s, i in awaited if program[i].lane is not action.lane]
                 same.append([i for s, i in others if s == 1])
                 before.append([i for s, i in others if s == 0])
     return same, before
@@ -109,11 +109,11 @@ class Player:
     ``log`` keeps the order of all starts, ends and transits: one in which nothing comes before what it depends on.
     """
 
-    def __init__(self, schedule: Schedule, costs: CostModel, steps: int, physical: Topology | None = None) -> None:
-        self.schedule, self.costs, self.steps = schedule, costs, steps
+    def __init__(self, schedule: Schedule, cost_model: CostModel, steps: int, physical: Topology | None = None) -> None:
+        self.schedule, self.cost_model, self.steps = schedule, cost_model, steps
         self.physical = physical or schedule.topology
         assert self.physical.world_size == schedule.topology.world_size
-        self.transfers = Transfers(schedule, costs, self.physical)
+        self.transfers = Transfers(schedule, cost_model, self.physical)
         self.network = Network(self.transfers.capacity)
         self.record = Record(schedule, steps)
         total = self.record.total
@@ -138,10 +138,10 @@ class Player:
     def _prepare(self, rank: int, program: tuple[Action, ...]) -> None:
         same, before = dependencies(program)
         followers: tuple[list[list[int]], list[list[int]]] = ([[] for _ in program], [[] for _ in program])
-        for found, sources in zip(followers, (same, before), strict=True):
+        for waiting, sources in zip(followers, (same, before), strict=True):
             for index, needed in enumerate(sources):
                 for source in needed:
-                    found[source].append(index)
+                    waiting[source].append(index)
         self.same_step.append(followers[0])
         self.next_step.append(followers[1])
         for step in range(self.steps):
@@ -180,7 +180,7 @@ class Player:
         if any(lane.step < self.steps for lane in self.lanes):
             raise ScheduleError(self._deadlock())
         moved = tuple(tuple(nodes) for nodes in self.bytes)
-        return Timeline(self.schedule, self.costs, self.physical, self.record, moved)
+        return Timeline(self.schedule, self.physical, self.record, moved)
 
     def _settle(self, now: float) -> None:
         for when, flow in self.network.settle(now):
@@ -215,7 +215,7 @@ class Player:
 
     def seconds(self, rank: int, action: Action) -> float:
         """Seconds of an action that no other rank takes part in."""
-        costs = self.costs
+        costs = self.cost_model
         if action.op is Op.FORWARD:
             work = costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
@@ -252,8 +252,8 @@ class Player:
 
     def _members(self, group: str, rank: int) -> tuple[int, ...]:
         if (group, rank) not in self._groups:
-            found = self._groups[group, rank] = self.schedule.topology.group(group, rank)
-            self._taking_part[found[0], group] = sum(bool(self.schedule.programs[one]) for one in found)
+            members = self._groups[group, rank] = self.schedule.topology.group(group, rank)
+            self._taking_part[members[0], group] = sum(bool(self.schedule.programs[one]) for one in members)
         return self._groups[group, rank]
 
     def _start_exchange(self, rank: int, number: int, action: Action, now: float) -> None:
@@ -272,7 +272,7 @@ class Player:
         for node, amount in load.inside:
             self.bytes[step][node].inside += amount
         self.log.append(transit)
-        ready = transit.began + load.delay_s + self.costs.action_s
+        ready = transit.began + load.delay_s + self.cost_model.action_s
         self._at(ready, _ON_THE_WAY if load.ports else _ARRIVED, transit)
 
     def _arrived(self, transit: Transit, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What actions cost: seconds of compute; latency, bandwidth and sharing of links. Imports errors only."""
+"""Costs of actions: seconds of compute; latency, bandwidth and sharing of links."""
 
 from __future__ import annotations
 
@@ -36,10 +36,18 @@ class LinkModel:
         if not 0 <= self.latency_s < math.inf:
             raise UserError("link latency_s", self.latency_s, "0 or more")
 
+    def node_rate(self, devices: int) -> float:
+        """Bytes per second in one direction of a node with so many devices."""
+        return self.bytes_per_s * (1 if self.shared else devices)
+
+    def busy_s(self, devices: int, sent: float, received: float) -> float:
+        """Seconds that so many bytes out and in keep the link of a node busy."""
+        return (max(sent, received) if self.full_duplex else sent + received) / self.node_rate(devices)
+
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """How much work a micro-batch is.
+    """The work of a micro-batch.
 
     Args:
         tokens: in it.
@@ -64,7 +72,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Of one block and micro-batch.
+    """Seconds of one block on one micro-batch.
 
     Args:
         forward: for the head of an evaluation, with the loss.
@@ -162,7 +170,7 @@ class CostModel:
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
 
     def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
-        """Of a backward pass, the part for the gradients of weights: half of what is not recomputation."""
+        """Seconds of a backward pass for the gradients of weights: half of what is not recomputation."""
         forward = self.forward_s(rank, block, micro_batch)
         return max(0.0, self.backward_s(rank, block, micro_batch) - forward) / 2
 

@@ -1,4 +1,4 @@
-"""The bound by dependencies: what no clock, however links are shared, can undercut. Imports schedule and simulate only.
+"""The bound by dependencies: what no clock, however links are shared, can undercut.
 
 A relaxed play is not a bound: where links are shared fairly, more look-ahead lets what is needed later take bandwidth
 from what is needed now, and a play without limits can come out slower than one with them. So it is a longest path:
@@ -15,24 +15,25 @@ come before an event follows from one number for every lane, because a lane's ac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.actions import Action, Lane, Op, exchange
+from tawpipe.schedule.buffers import Buffer, pooled
+from tawpipe.schedule.step import Pool, Schedule
 from tawpipe.simulate.clock import End, Player, Start, Transit, dependencies
 from tawpipe.simulate.cost_model import CostModel
-from tawpipe.simulate.relax import unlimited_buffers
 from tawpipe.simulate.transfers import Port
 from tawpipe.topology import Topology
 
 NEVER = float("-inf")
 Edges = list[list[tuple[int, float]]]
-"""For every event: (event, seconds between the two at least)."""
+"""Edges of every event: (event, seconds between the two at least)."""
 
 
 def dependency_bound(
-    schedule: Schedule, costs: CostModel, *, steady: bool = False, physical: Topology | None = None
+    schedule: Schedule, cost_model: CostModel, *, steady: bool = False, physical: Topology | None = None
 ) -> float:
     """Seconds that a schedule's own order needs at least; see the module's head.
 
@@ -42,7 +43,7 @@ def dependency_bound(
             that next to nothing of two steps overlaps and the two bounds are nearly equal.
         physical: the nodes that the ranks really are on, as for ``play``.
     """
-    relaxed, free = unlimited_buffers(schedule), costs.without_overheads()
+    relaxed, free = unlimited_buffers(schedule), cost_model.without_overheads()
     if not steady:
         return _Events(relaxed, free, physical, steps=1).longest()
     events = _Events(relaxed, free, physical, steps=2)
@@ -52,9 +53,9 @@ def dependency_bound(
 class _Events:
     """The starts and ends of a play's instances and the transits between, in an order that keeps all dependencies."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel, physical: Topology | None, *, steps: int) -> None:
+    def __init__(self, schedule: Schedule, cost_model: CostModel, physical: Topology | None, *, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
-        self.player = Player(schedule, costs, steps, physical)
+        self.player = Player(schedule, cost_model, steps, physical)
         self.player.run()
         self.record, self.log = self.player.record, self.player.log
         self.starts = {event.number: i for i, event in enumerate(self.log) if isinstance(event, Start)}
@@ -161,7 +162,7 @@ class _Events:
         return paths
 
     def _weighs(self, i: int) -> bool:
-        """Whether to look at the bytes before an event: every chain of transfers leads to compute or to NORM."""
+        """True if the bytes before an event are looked at: every chain of transfers leads to compute or to NORM."""
         event = self.log[i]
         if isinstance(event, Transit):
             return False
@@ -195,9 +196,50 @@ class _Events:
 
 def _reached(order: Iterable[int], edges: Edges, sources: list[int]) -> np.ndarray:
     """Events on a path from ``sources``, themselves included."""
-    found = np.zeros(len(edges), dtype=bool)
-    found[sources] = True
+    reached = np.zeros(len(edges), dtype=bool)
+    reached[sources] = True
     for i in order:
-        if not found[i]:
-            found[i] = any(found[other] for other, _ in edges[i])
-    return found
+        if not reached[i]:
+            reached[i] = any(reached[other] for other, _ in edges[i])
+    return reached
+
+
+def unlimited_buffers(schedule: Schedule) -> Schedule:
+    """The same actions in the same order, with a buffer of its own for everything that a pool's buffer held in turn.
+
+    Every write that does not also read its buffer begins a new one. So no action waits for the readers of what was
+    there before, and lanes run ahead as far as the data allow: look-ahead without a limit. Homes keep their names,
+    because an update in place does wait for those who still read the weights before it. The next step uses the buffers
+    again, a whole step later. The result is a schedule like any other, and ``verify`` holds for it.
+    """
+    made = [_rename(program, pools) for program, pools in zip(schedule.programs, schedule.pools, strict=True)]
+    return replace(
+        schedule,
+        name=f"{schedule.name}, unlimited buffers",
+        programs=tuple(program for program, _ in made),
+        pools=tuple(pools for _, pools in made),
+    )
+
+
+def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple[Action, ...], tuple[Pool, ...]]:
+    used = {pool.name: 0 for pool in pools}
+    current: dict[Buffer, Buffer] = {}
+
+    def fresh(buffer: Buffer) -> Buffer:
+        if buffer.pool not in used:
+            return buffer
+        current[buffer] = pooled(buffer.pool, used[buffer.pool])
+        used[buffer.pool] += 1
+        return current[buffer]
+
+    renamed = []
+    for action in program:
+        if action.op is Op.EXCHANGE:
+            sends = {t.buffer: current.get(t.buffer, t.buffer) for t in action.transfers if t.send}
+            parts = (replace(t, buffer=sends[t.buffer] if t.send else fresh(t.buffer)) for t in action.transfers)
+            renamed.append(exchange(action.lane, tuple(parts), action.group, compression=action.compression))
+            continue
+        reads = tuple(current.get(one, one) for one in action.reads)
+        writes = tuple(current.get(one, one) if one in action.reads else fresh(one) for one in action.writes)
+        renamed.append(replace(action, reads=reads, writes=writes))
+    return tuple(renamed), tuple(replace(pool, count=used[pool.name]) for pool in pools)

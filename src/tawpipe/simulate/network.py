@@ -1,4 +1,4 @@
-"""Transfers in flight share ports fairly: a fluid model. Imports simulate only.
+"""Transfers in flight share ports fairly: a fluid model.
 
 Every port gives equal bandwidth to the transfers that pass it; what one of them cannot use, because another port holds
 it back, goes to the others (max-min fairness, as long-lived TCP streams and switches approach it).
@@ -81,16 +81,16 @@ class Network:
 
     def _reached(self) -> Iterable[Flow]:
         """All flows whose rates can depend on the changed ports."""
-        ports, found = list(self._changed), {}
+        ports, flows = list(self._changed), {}
         seen = set(ports)
         while ports:
             for flow in self._on.get(ports.pop(), ()):
-                if flow not in found:
-                    found[flow] = None
+                if flow not in flows:
+                    flows[flow] = None
                     fresh = [port for port, _ in flow.ports if port not in seen]
                     seen.update(fresh)
                     ports.extend(fresh)
-        return found
+        return flows
 
 
 def share(flows: Iterable[Flow], capacity: dict[Port, float]) -> list[tuple[Flow, float]]:

@@ -1,4 +1,4 @@
-"""What a play found: when everything started and ended, and what follows from it. Imports schedule and simulate."""
+"""The result of a play: when everything started and ended, and what follows from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from math import nan
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.step import Schedule
-from tawpipe.simulate.cost_model import CostModel
 from tawpipe.topology import Topology
 
 TRANSFERS = (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)
@@ -114,14 +113,9 @@ class Timeline:
     """The result of ``play``. Times are seconds from its start, steps count from 0."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: CostModel,
-        physical: Topology,
-        record: Record,
-        node_bytes: tuple[tuple[NodeBytes, ...], ...],
+        self, schedule: Schedule, physical: Topology, record: Record, node_bytes: tuple[tuple[NodeBytes, ...], ...]
     ) -> None:
-        self.schedule, self.costs, self.physical, self._record = schedule, costs, physical, record
+        self.schedule, self.physical, self._record = schedule, physical, record
         self.steps = record.steps
         self.node_bytes = node_bytes
         """[step][node]."""
@@ -132,7 +126,7 @@ class Timeline:
         return Span(rank, step, index, action, record.start[n], record.begin[n], record.end[n])
 
     def spans(self, rank: int, *, lane: Lane | None = None, step: int | None = None) -> Iterator[Span]:
-        """Of one rank, in the order of its program; of one lane or step where asked."""
+        """The spans of one rank, in the order of its program; of one lane or step where asked."""
         for s in range(self.steps) if step is None else (step,):
             for index, action in enumerate(self.schedule.programs[rank]):
                 if lane is None or action.lane is lane:
@@ -151,7 +145,7 @@ class Timeline:
 
     @property
     def step_times(self) -> tuple[float, ...]:
-        """From the end of the step before, the first one from zero. The first includes the filling of the pipeline."""
+        """Seconds from the end of the step before, the first one from zero; it includes the filling of the pipeline."""
         return tuple(b - a for a, b in zip((0.0, *self.step_ends), self.step_ends, strict=False))
 
     @property
@@ -161,12 +155,12 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step in the middle of training, where each begins while the one before it drains."""
+        """Seconds of a step in the middle of training, where each begins while the one before it drains."""
         return self.step_times[self.steady_step]
 
     @property
     def makespan(self) -> float:
-        """From zero to the last end; of a single step, its time if nothing is under way before and after it."""
+        """Seconds from zero to the last end; of a single step, its time if nothing is under way before and after it."""
         return self.step_ends[-1]
 
     # what held COMPUTE up
@@ -177,27 +171,27 @@ class Timeline:
         Each gap is followed back along what let its last action start, from rank to rank, as far as the gap reaches.
         """
         step = self.steady_step if step is None else step
-        record, free, found = self._record, 0.0, [0.0, 0.0, 0.0]
+        record, free, seconds = self._record, 0.0, [0.0, 0.0, 0.0]
         if step:
             free = max((span.end for span in self.spans(rank, lane=Lane.COMPUTE, step=step - 1)), default=0.0)
         for index, action in enumerate(self.schedule.programs[rank]):
             if action.lane is Lane.COMPUTE:
                 number = record.number(rank, step, index)
                 if record.start[number] > free:
-                    self._attribute(number, free, found)
+                    self._attribute(number, free, seconds)
                 free = record.end[number]
-        return Idle(*found)
+        return Idle(*seconds)
 
-    def _attribute(self, number: int, since: float, found: list[float]) -> None:
+    def _attribute(self, number: int, since: float, seconds: list[float]) -> None:
         record, now = self._record, self._record.start[number]
         while now > since and record.cause[number] >= 0:
             number = record.cause[number]
             action, begin = record.action(number), max(record.begin[number], since)
             kind = 0 if action.op in TRANSFERS else 1 if action.lane is Lane.COMPUTE else 2
-            found[kind] += now - begin
+            seconds[kind] += now - begin
             now = begin
             number = record.latest[number]
-        found[2] += max(0.0, now - since)
+        seconds[2] += max(0.0, now - since)
 
     @property
     def exposed_communication_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What a transfer loads: its messages, the ports that they pass, what they wait for.
+"""The load of a transfer: its messages, the ports that they pass, what they wait for.
 
 A collective is one fluid: all its messages advance together, each port carries the bytes of its messages, and the
 slowest port sets the pace. This is exact for rings and for equal links; the steps of a pairwise exchange, in which
@@ -94,12 +94,12 @@ def messages(
 class Transfers:
     """Makes the loads of one schedule's transfers on the nodes ``topology``; equal ones are made once."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel, topology: Topology) -> None:
-        self.costs, self.topology = costs, topology
+    def __init__(self, schedule: Schedule, cost_model: CostModel, topology: Topology) -> None:
+        self.cost_model, self.topology = cost_model, topology
         self._played = set(schedule.played)
         self._nodes_played = {topology.node_of(rank) for rank in self._played}
         self._folded = len(self._played) < topology.world_size
-        """Whether one rank of a node stands for all of it (``fold``)."""
+        """True if one rank of a node stands for all of it (``plan.predict``)."""
         self._elements = {rank: schedule.buffer_elements(rank) for rank in schedule.played}
         self._collectives: dict[tuple, Load] = {}
         self._parts: dict[tuple, Load] = {}
@@ -116,7 +116,7 @@ class Transfers:
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
         key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, action.compression)
         if key not in self._collectives:
-            costs, n = self.costs, len(members)
+            costs, n = self.cost_model, len(members)
             width = compressed_width(
                 action.compression, costs.weight_bytes if buffer.is_weight else costs.gradient_bytes
             )
@@ -130,7 +130,7 @@ class Transfers:
         return self._collectives[key]
 
     def _seen(self, load: Load, group: str) -> Load:
-        """What the nodes that are played see of a load; of rails they see all that pass their links at one time."""
+        """The part of a load that the played nodes see; of rails they see all that pass their links at one time."""
         times = self.topology.local_size if group == "rail" else 1
         ports = tuple(
             (port, amount * times if self._by_node(port) else amount)
@@ -144,8 +144,8 @@ class Transfers:
         return Load(ports, load.delay_s, sent, received, inside)
 
     def _by_node(self, port: Port) -> bool:
-        """Whether the port's owner is a node and not a rank."""
-        return (self.costs.between if port[0] == "between" else self.costs.inside).shared
+        """True if the port's owner is a node and not a rank."""
+        return (self.cost_model.between if port[0] == "between" else self.cost_model.inside).shared
 
     def norm(self, members: tuple[int, ...]) -> Load:
         """The load of COUNT or NORM, an all-reduce of a few numbers: latency and nothing else."""
@@ -157,7 +157,7 @@ class Transfers:
     def part(self, sender: int, receiver: int, transfer: Transfer, compression: str = "") -> Load:
         """The load of one part of an EXCHANGE."""
         if transfer.buffer.is_activation:
-            amount = self.costs.boundary(transfer.buffer.at[0])
+            amount = self.cost_model.boundary(transfer.buffer.at[0])
             key = (sender, receiver, amount)
             if key not in self._parts:
                 self._parts[key] = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
@@ -165,7 +165,9 @@ class Transfers:
         weights = transfer.buffer.is_weight
         key = (sender, receiver, transfer.unit, weights, compression)
         if key not in self._parts:
-            width = compressed_width(compression, self.costs.weight_bytes if weights else self.costs.gradient_bytes)
+            width = compressed_width(
+                compression, self.cost_model.weight_bytes if weights else self.cost_model.gradient_bytes
+            )
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
             delay = self._latency(sender, receiver)
             self._parts[key] = self._load(iter([(sender, receiver, elements)]), width, delay)
@@ -174,19 +176,19 @@ class Transfers:
     def capacity(self, port: Port) -> float:
         kind, owner, _ = port
         if kind == "inside":
-            return self.costs.inside.bytes_per_s
-        node = owner if self.costs.between.shared else self.topology.node_of(owner)
-        return self.costs.node_link(node).bytes_per_s
+            return self.cost_model.inside.bytes_per_s
+        node = owner if self.cost_model.between.shared else self.topology.node_of(owner)
+        return self.cost_model.node_link(node).bytes_per_s
 
     def latency(self, collective: str, members: tuple[int, ...], root: int) -> float:
-        """Of the longest chain of messages, each of which starts when the one before it has arrived."""
+        """Latency of the longest chain of messages, each of which starts when the one before it has arrived."""
         if len(members) == 1:
             return 0.0
         hops = [self._latency(a, b) for a, b in ring(members)]
         around = sum(hops) - min(hops)
         if collective == "broadcast":
             return sum(max(self._latency(a, b) for a, b in pairs) for pairs in tree(members, root))
-        if collective == "reduce_scatter" and self.costs.reduce_scatter == "pairwise":
+        if collective == "reduce_scatter" and self.cost_model.reduce_scatter == "pairwise":
             n = len(members)
             return sum(max(self._latency(members[i], members[(i + d) % n]) for i in range(n)) for d in range(1, n))
         if collective == "all_reduce":
@@ -198,8 +200,8 @@ class Transfers:
     def _latency(self, sender: int, receiver: int) -> float:
         here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
         if here == there:
-            return self.costs.inside.latency_s
-        return max(self.costs.node_link(here).latency_s, self.costs.node_link(there).latency_s)
+            return self.cost_model.inside.latency_s
+        return max(self.cost_model.node_link(here).latency_s, self.cost_model.node_link(there).latency_s)
 
     def _load(self, moved: Iterator[Message], width: float, delay: float) -> Load:
         ports: dict[Port, float] = {}
@@ -222,12 +224,12 @@ class Transfers:
     def _path(self, sender: int, receiver: int) -> tuple[Port, ...]:
         here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
         if here == there:
-            link = self.costs.inside
+            link = self.cost_model.inside
             if link.shared:
                 return (("inside", here, "both"),)
             return _end("inside", link, sender, "out"), _end("inside", link, receiver, "in")
-        links = self.costs.node_link(here), self.costs.node_link(there)
-        shared = self.costs.between.shared
+        links = self.cost_model.node_link(here), self.cost_model.node_link(there)
+        shared = self.cost_model.between.shared
         return (
             _end("between", links[0], here if shared else sender, "out"),
             _end("between", links[1], there if shared else receiver, "in"),

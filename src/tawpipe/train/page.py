@@ -77,7 +77,7 @@ def _recorded(folder: Path) -> Iterator[Section]:
     if not recorded:
         return
     if (folder / PLAN).is_file():
-        from tawpipe.plan.replay import replay
+        from tawpipe.plan.plan_file import replay
 
         timeline, left_out = replay(folder / PLAN)
         title = "A step as the plan predicted it" + (f": {left_out}" if left_out else "")

@@ -131,7 +131,7 @@ def _schedule(config: TrainConfig, text: str) -> ScheduleSettings:
 
 
 def _read(config: TrainConfig) -> str:
-    from tawpipe.plan.plan import load_plan
+    from tawpipe.plan.plan_file import load_plan
 
     load_plan(Path(config.plan))
     return Path(config.plan).read_text(encoding="utf-8")

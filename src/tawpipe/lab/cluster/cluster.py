@@ -1,7 +1,6 @@
 """A cluster with fast links inside its nodes and slow ones between them, out of one Linux machine.
 
-Imports launch and the other cluster modules; never torch. See ``network`` for what a cluster consists of.
-"""
+See ``network`` for what a cluster consists of."""
 
 from __future__ import annotations
 
@@ -136,7 +135,7 @@ class Cluster:
         return INTERFACE
 
     def environment(self, node: int) -> dict[str, str]:
-        """What a program in a node must know to find its link, and node 0."""
+        """Variables by which a program in a node finds its link, and node 0."""
         return {"GLOO_SOCKET_IFNAME": self.interface(node), "MASTER_ADDR": self.addresses[0]}
 
     def counters(self, node: int) -> Traffic:

@@ -1,4 +1,4 @@
-"""Run as a file: becomes the command of one rank, inside the namespace of its node. Imports the standard library only.
+"""Run as a file: becomes the command of one rank, inside the namespace of its node.
 
 The launcher starts this once for every rank, with its variables. The process stays the same through both replacements
 (by ``ip netns exec``, then by the command), so what the launcher has arranged for it holds: its number, its process
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """What all ranks are told, as one word of their command line.
+    """The orders of all ranks, as one word of their command line.
 
     Args:
         ip: the program.

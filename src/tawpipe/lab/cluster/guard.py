@@ -1,4 +1,4 @@
-"""What keeps a lab cluster from being left behind or taken away: its name claimed, signals heard. Imports errors."""
+"""Guards of a lab cluster, so that it is not left behind or taken away: its name claimed, signals heard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2. Imports errors only.
+"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2.
 
 A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1`` and ``NAME-switch``, and nothing else:
 
@@ -35,7 +35,7 @@ INTERFACE = "lab0"
 """A node's link, inside its namespace."""
 
 MAX_NODES = 250
-"""So many addresses has the cluster's network, with some to spare."""
+"""Nodes for which the cluster's network has addresses, with some to spare."""
 
 _NAMESPACES = Path("/var/run/netns")
 _BURST_BYTES = 256 * 1024
@@ -47,7 +47,7 @@ _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supp
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an interface has carried since it was made, in bytes, with the packets' headers.
+    """Bytes that an interface has carried since it was made, with the packets' headers.
 
     The kernel counts a run of segments that it handles as one with the headers of one, so this is close to the payload.
     """
@@ -69,18 +69,18 @@ def switch_of(name: str) -> str:
 
 
 def program(name: str) -> str:
-    """Where ``ip`` or ``tc`` is; the folders of root's programs count even if they are not in PATH.
+    """The path of ``ip`` or ``tc``; the folders of root's programs count even if they are not in PATH.
 
     Raises:
         UserError: it is not installed.
     """
-    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-    found = shutil.which(name, path=path)
-    if found is None:
+    folders = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+    path = shutil.which(name, path=folders)
+    if path is None:
         raise UserError(
             "tawpipe lab", f"no program {name}", "iproute2 installed (Debian, Ubuntu: apt-get install iproute2)"
         )
-    return found
+    return path
 
 
 def require() -> None:
@@ -119,8 +119,8 @@ def call(*words: str) -> str:
 def namespaces(name: str) -> list[str]:
     """The namespaces that exist of the cluster ``name``: nodes in their order, then the switch."""
     own = re.compile(rf"{re.escape(name)}(\d+|-switch)")
-    found = [entry for entry in _listed() if own.fullmatch(entry)]
-    return sorted(found, key=lambda entry: (entry == switch_of(name), len(entry), entry))
+    existing = [entry for entry in _listed() if own.fullmatch(entry)]
+    return sorted(existing, key=lambda entry: (entry == switch_of(name), len(entry), entry))
 
 
 def _listed() -> list[str]:
@@ -172,9 +172,9 @@ def _shape(namespace: str, interface: str, rate: int) -> None:
 
 
 def is_whole(name: str) -> bool:
-    """Whether the cluster was built to its end and nothing of it has been taken away."""
-    found = namespaces(name)
-    if found != [*(f"{name}{node}" for node in range(len(found) - 1)), switch_of(name)]:
+    """True if the cluster was built to its end and nothing of it has been taken away."""
+    existing = namespaces(name)
+    if existing != [*(f"{name}{node}" for node in range(len(existing) - 1)), switch_of(name)]:
         return False
     with contextlib.suppress(RunError, IndexError):
         return "UP" in json.loads(call("ip", "-j", "-n", switch_of(name), "link", "show", "dev", "bridge"))[0]["flags"]
@@ -189,24 +189,24 @@ def remove(name: str) -> None:
     Raises:
         RunError: a process does not end.
     """
-    found = namespaces(name)
+    existing = namespaces(name)
     try:
-        end_processes(found)
+        end_processes(existing)
     finally:
-        for namespace in found:
+        for namespace in existing:
             # Another `down` may have been faster.
             if namespace in _listed():
                 call("ip", "netns", "delete", namespace)
 
 
 def traffic(namespace: str) -> Traffic:
-    """What the link of a node has carried, by the counters of its namespace."""
+    """Bytes that the link of a node has carried, by the counters of its namespace."""
     stats = json.loads(call("ip", "-j", "-s", "-n", namespace, "link", "show", "dev", INTERFACE))[0]["stats64"]
     return Traffic(sent=stats["tx"]["bytes"], received=stats["rx"]["bytes"])
 
 
 def own_traffic() -> Traffic:
-    """What the link of the node has carried in which this process runs; cheap enough to be read around every step.
+    """Bytes that the link of this process's node has carried; cheap enough to be read around every step.
 
     Raises:
         RunError: this process runs in no node.

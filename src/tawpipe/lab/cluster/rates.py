@@ -1,4 +1,4 @@
-"""Link rates as users write them: ``400mbit`` for all nodes, ``400mbit,200mbit,none`` for each. Imports errors only."""
+"""Link rates as users write them: ``400mbit`` for all nodes, ``400mbit,200mbit,none`` for each."""
 
 from __future__ import annotations
 

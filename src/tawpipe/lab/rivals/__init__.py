@@ -1,1 +1,1 @@
-"""What the lab measures besides this project: strategies as torch and DeepSpeed ship them."""
+"""The rivals of this project: strategies as torch and DeepSpeed ship them."""

@@ -1,7 +1,5 @@
 """Rivals that shard, as DeepSpeed ships them: ZeRO-3, and ZeRO++'s hpZ, through its public interface.
 
-Imports the timed modules, topology and torch; DeepSpeed only when one of them is made.
-
 What DeepSpeed does on the CPU with gloo, which has no streams:
 
 * All-gathers are asynchronous there too (``async_op=True``, run by gloo's threads) and overlap with computing where
@@ -30,11 +28,10 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe.lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
-from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
+from tawpipe.lab.sleeper import BusyTime, Sleeper
+from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("zero3", "zero-hpz")
@@ -61,17 +58,10 @@ class ZeroSettings:
     quantized: bool = False
 
     def __post_init__(self) -> None:
-        for knob, least in (("micro_batches_per_gather", 1), ("prefetch", 0)):
-            value = getattr(self, knob)
-            if not isinstance(value, int) or value < least:
-                raise UserError(knob, value, f"a whole number of at least {least}")
+        check_whole(self, micro_batches_per_gather=1, prefetch=0)
         if self.quantized:
-            raise UserError(
-                "quantized",
-                self.quantized,
-                "false: quantised weights and gradients need a GPU; DeepSpeed says of their kernels: 'This op had not "
-                "been implemented on CPU backend'",
-            )
+            said = "DeepSpeed says of their kernels: 'This op had not been implemented on CPU backend'"
+            raise UserError("quantized", self.quantized, f"false: quantised weights and gradients need a GPU; {said}")
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
@@ -144,7 +134,7 @@ class _Zero:
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
 
     def _config(self, topology: Topology) -> dict[str, Any]:
-        """For ``deepspeed.initialize``; sizes are numbers of weights."""
+        """The configuration for ``deepspeed.initialize``; sizes are numbers of weights."""
         settings, layer = self.settings, self.workload.layer_elements
         everything = self.workload.layers * layer
         resharded = settings.reshard_after_forward

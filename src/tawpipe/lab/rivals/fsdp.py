@@ -1,7 +1,5 @@
 """Rivals that shard, as torch ships them: FSDP2 in its settings, called through its public interface only.
 
-Imports tasks, the collectives for FSDP2's hooks, topology and torch.
-
 What they do on the CPU with gloo, which has no streams:
 
 * A gather that FSDP2 issues by itself blocks until the weights are there, and so does its own prefetch, implicit or set
@@ -26,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
 from tawpipe.lab.rivals.fsdp_collectives import (
     BackgroundReduction,
@@ -36,7 +33,8 @@ from tawpipe.lab.rivals.fsdp_collectives import (
     TransferLanes,
 )
 from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.workload import Workload
+from tawpipe.lab.sleeper import BusyTime
+from tawpipe.lab.workload import Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical")
@@ -72,10 +70,7 @@ class ShardedSettings:
     clip: bool = True
 
     def __post_init__(self) -> None:
-        for knob, least in (("micro_batches_per_gather", 1), ("prefetch", 0), ("in_flight", 1)):
-            value = getattr(self, knob)
-            if not isinstance(value, int) or value < least:
-                raise UserError(knob, value, f"a whole number of at least {least}")
+        check_whole(self, micro_batches_per_gather=1, prefetch=0, in_flight=1)
         if self.reduction not in ("gloo", "ring", "hierarchical"):
             raise UserError("reduction", self.reduction, "one of gloo, ring, hierarchical")
 

@@ -1,6 +1,6 @@
 """Collectives of ours for FSDP2, for its public hooks ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
 
-Imports lanes, topology and torch. The hooks want an object with ``allocate`` and ``__call__``; what they need beyond
+The hooks want an object with ``allocate`` and ``__call__``; what they need beyond
 it:
 
 * An all-gather may return a handle, and FSDP2 waits for it before it copies the weights out. So a gather can run in the
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.sleeper import BusyTime
 from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
+from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.topology import Topology
 
 # torch 2.13 renamed it; 2.11 has only the old name.
@@ -85,30 +86,8 @@ class TransferLanes:
             dist.destroy_process_group(group)
 
 
-def ring_reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
-    """``output`` becomes the sum of this rank's piece of every ``source``; ``size - 1`` pieces leave each rank.
-
-    Args:
-        output: (n,).
-        source: (size x n,), piece by piece in the order of the group. Not changed.
-    """
-    members = dist.get_process_group_ranks(group)
-    size, here = len(members), dist.get_rank(group)
-    pieces = source.view(size, -1)
-    if size == 1:
-        output.copy_(pieces[0])
-        return
-    leaving = pieces[here - 1]
-    for hop in range(size - 1):
-        # The last partial sum that arrives is this rank's own.
-        arriving = output if hop == size - 2 else torch.empty_like(output)
-        receive = dist.irecv(arriving, members[here - 1], group=group)
-        send = dist.isend(leaving, members[(here + 1) % size], group=group)
-        assert receive is not None and send is not None
-        receive.wait()
-        arriving.add_(pieces[(here - 2 - hop) % size])
-        send.wait()
-        leaving = arriving
+def _reduce(target: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    ring_reduce_scatter(target, source, dist.get_process_group_ranks(group), group)
 
 
 def rail_major(topology: Topology, rank: int) -> list[int]:
@@ -198,7 +177,7 @@ class RingReduction(BackgroundReduction):
         self._world = lanes.add("REDUCE", [range(topology.world_size)])
 
     def _submit(self, output: Tensor, source: Tensor) -> CpuEvent:
-        return self._lanes.submit("REDUCE", lambda: ring_reduce_scatter(output, source, self._world))
+        return self._lanes.submit("REDUCE", lambda: _reduce(output, source, self._world))
 
 
 class HierarchicalReduction(BackgroundReduction):
@@ -215,7 +194,7 @@ class HierarchicalReduction(BackgroundReduction):
 
         def inside() -> None:
             ordered = source.view(len(self._order), -1)[self._order]
-            ring_reduce_scatter(of_node, ordered.view(-1), self._node)
+            _reduce(of_node, ordered.view(-1), self._node)
 
         inner = self._lanes.submit("REDUCE", inside)
-        return self._lanes.submit("INTER_G", lambda: ring_reduce_scatter(output, of_node, self._rail), (inner,))
+        return self._lanes.submit("INTER_G", lambda: _reduce(output, of_node, self._rail), (inner,))

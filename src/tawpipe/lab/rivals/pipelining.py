@@ -1,6 +1,6 @@
 """Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
 
-Imports tasks, topology and torch. Every rank is a pipeline rank, in rank order, so the ranks of a node are
+Every rank is a pipeline rank, in rank order, so the ranks of a node are
 neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
 are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
 take them as arguments, and then refuses middle stages whose example needs no gradient.
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from tawpipe.errors import UserError
-from tawpipe.lab.busy import BusyTime
 from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.workload import Workload
+from tawpipe.lab.rivals.traffic import ranks_of_stages, stages_per_rank
+from tawpipe.lab.sleeper import BusyTime
+from tawpipe.lab.workload import Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
@@ -49,8 +50,7 @@ class PipelineSettings:
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
     check_clipping(name, workload, knobs)
-    usual = 1 if name == "1f1b" else 2
-    settings = read_settings(PipelineSettings, name, {"stages_per_rank": usual, **knobs})
+    settings = read_settings(PipelineSettings, name, {"stages_per_rank": stages_per_rank(name, {}), **knobs})
     _check(name, settings, workload, topology.world_size)
     return _Pipeline(name, workload, topology, rank, settings)
 
@@ -60,13 +60,11 @@ def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int
         raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
     each = settings.stages_per_rank
     if name == "interleaved-1f1b":
-        if not isinstance(each, int) or each < 2:
-            raise UserError("stages_per_rank", each, "a whole number of at least 2")
-    elif each != (1 if name == "1f1b" else 2):
-        raise UserError("stages_per_rank", each, f"{name} has {1 if name == '1f1b' else 2}")
+        check_whole(settings, stages_per_rank=2)
+    elif each != (usual := stages_per_rank(name, {})):
+        raise UserError("stages_per_rank", each, f"{name} has {usual}")
     parts = settings.parts_per_layer
-    if not isinstance(parts, int) or parts < 1:
-        raise UserError("parts_per_layer", parts, "a whole number of at least 1")
+    check_whole(settings, parts_per_layer=1)
     workload.split(parts)
     stages = each * ranks
     if workload.layers * parts % stages:
@@ -95,8 +93,9 @@ class _Pipeline:
         self._busy = BusyTime()
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
-        indices = stages_of(name, rank, topology.world_size, settings.stages_per_rank)
-        stages = self._stages(indices, topology.world_size * settings.stages_per_rank, settings.parts_per_layer)
+        owners = ranks_of_stages(name, topology.world_size, settings.stages_per_rank)
+        indices = [stage for stage, owner in enumerate(owners) if owner == rank]
+        stages = self._stages(indices, len(owners), settings.parts_per_layer)
         self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
         self.model = nn.ModuleList(stage.submod for stage in stages)
         self._micro_batches = range(workload.micro_batches)
@@ -150,16 +149,3 @@ class _Pipeline:
 
     def close(self) -> None:
         del self._schedule, self._optimizer, self.model
-
-
-def stages_of(name: str, rank: int, ranks: int, each: int) -> list[int]:
-    """The stages of a rank in the order of the pipeline: every ``ranks``-th, or for zbv there and back again.
-
-    >>> stages_of("interleaved-1f1b", 1, 3, 2), stages_of("zbv", 1, 3, 2)
-    ([1, 4], [1, 4])
-    >>> stages_of("zbv", 0, 3, 2)
-    [0, 5]
-    """
-    if name == "zbv":
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * i for i in range(each)]

@@ -1,4 +1,4 @@
-"""A workload as rivals train it: modules, batches, a loss and an optimizer. Imports torch and lab.
+"""A workload as rivals train it: modules, batches, a loss and an optimizer.
 
 It is all that timed and real contenders differ in. How modules are sharded or put in stages, and when what is
 computed, is the contenders' own.
@@ -12,13 +12,12 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.workload import RealWorkload, Workload
 
 
 class Task(Protocol):
-    """One rank's.
+    """One rank's workload.
 
     Attributes:
         num_parts: of the model, which are sharded one by one.
@@ -33,31 +32,24 @@ class Task(Protocol):
     @property
     def sleeper(self) -> Sleeper | None:
         """Computes in the place of modules that are timed; None for those that compute."""
-        ...
 
     def parts(self) -> Iterator[nn.Module]:
         """The parts of the whole model, in their order, each of them made when it is wanted where that can be."""
-        ...
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
         """The model made of all ``parts``. It takes inputs and gives outputs, see ``batch`` and ``loss``."""
-        ...
 
     def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
-        """What a pipeline's stage computes: inputs, or the output of the stage before, to its own output."""
-        ...
+        """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output."""
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some micro-batches of a step, [micro-batches, ...]; the same on whatever rank."""
-        ...
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """What these micro-batches add to the loss of a step."""
-        ...
+        """The part that these micro-batches add to the loss of a step."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         """None where weights are left as they are."""
-        ...
 
 
 def task_of(workload: Workload, busy: BusyTime) -> Task:

@@ -1,7 +1,5 @@
 """The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
 
-Imports the timed workload, the sleeper and torch; `tawpipe.lab.rivals.task` says what `TimedTask` is for.
-
 The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
 
     x ──▶ input part ──▶ join ──▶ y        backward of the input part sleeps backward_input_s
@@ -22,8 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tawpipe.lab.busy import BusyTime
-from tawpipe.lab.sleeper import Sleeper
+from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.workload import TimedWorkload
 
 INITIAL_WEIGHT = 0.01

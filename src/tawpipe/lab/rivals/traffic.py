@@ -1,4 +1,4 @@
-"""What the rivals as shipped pass between nodes. Imports topology.
+"""Bytes that the rivals as shipped pass between nodes.
 
 W is the bytes of all weights, P the devices, R the rounds of gathers in a step.
 """
@@ -15,7 +15,7 @@ from tawpipe.topology import Topology
 
 @dataclass(frozen=True)
 class ShardedTraffic:
-    """What crosses a node's link per round, in each direction, as shares of W.
+    """Shares of W that cross a node's link per round, in each direction.
 
     Args:
         rounds: gathers of a step's micro-batches.
@@ -39,7 +39,7 @@ class ShardedTraffic:
 
     @property
     def total(self) -> float:
-        """Of a step, as a multiple of W."""
+        """Traffic of a step, as a multiple of W."""
         reductions = 1 if self.reduce_last else self.rounds
         kept = (self.gathers - 1) * self.forward * self.first
         return self.gathers * (self.forward + self.backward) - kept + reductions * self.gradients
@@ -48,7 +48,7 @@ class ShardedTraffic:
 def sharded_traffic(
     name: str, micro_batches: int, topology: Topology, knobs: Mapping[str, Any], *, first: float, last: float
 ) -> ShardedTraffic:
-    """What rivals that shard, other than HSDP, pass over every node's link; see ``bounds.shipped_bounds``.
+    """Traffic of rivals that shard, other than HSDP, over every node's link; see ``bounds.shipped_bounds``.
 
     Args:
         first, last: shares of W of what is kept from one round to the next, and from the forward to the backward pass.
@@ -74,24 +74,34 @@ def sharded_traffic(
     )
 
 
-def pipeline_bytes(name: str, amount: float, topology: Topology, stages_per_rank: int) -> tuple[float, ...]:
-    """What every node's link carries, out and in alike.
+def pipeline_bytes(name: str, amount: float, topology: Topology, each: int) -> tuple[float, ...]:
+    """Bytes that every node's link carries, out and in alike.
 
     Args:
         amount: bytes of the activations of all micro-batches at one boundary between stages.
     """
     moved = [0.0] * topology.num_nodes
-    for here, there in pairwise(nodes_of_stages(name, topology, stages_per_rank)):
+    for here, there in pairwise(nodes_of_stages(name, topology, each)):
         if here != there:  # activations one way, as many gradients the other
             moved[here] += amount
             moved[there] += amount
     return tuple(moved)
 
 
-def nodes_of_stages(name: str, topology: Topology, stages_per_rank: int) -> list[int]:
+def stages_per_rank(name: str, knobs: Mapping[str, Any]) -> int:
+    """Stages of a rank: what the knobs say, or what is usual."""
+    return int(knobs.get("stages_per_rank", 1 if name == "1f1b" else 2))
+
+
+def ranks_of_stages(name: str, ranks: int, each: int) -> list[int]:
+    """The rank of every stage, in the order of the pipeline: round after round, for zbv there and back again.
+
+    >>> ranks_of_stages("interleaved-1f1b", 3, 2), ranks_of_stages("zbv", 3, 2)
+    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
+    """
+    return [*range(ranks), *reversed(range(ranks))] if name == "zbv" else [*range(ranks)] * each
+
+
+def nodes_of_stages(name: str, topology: Topology, each: int) -> list[int]:
     """The node of every stage, in the order of the pipeline."""
-    ranks = topology.world_size
-    stages = range(ranks * stages_per_rank)
-    turns = name == "zbv"
-    at = [len(stages) - 1 - s if turns and s >= ranks else s % ranks for s in stages]
-    return [topology.node_of(rank) for rank in at]
+    return [topology.node_of(rank) for rank in ranks_of_stages(name, topology.world_size, each)]

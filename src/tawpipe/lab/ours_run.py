@@ -1,30 +1,75 @@
-"""Rows of this project on the timed workload: everything is real but computing, which sleeps."""
+"""Rows of this project as they run: ``tawpipe.Pipeline`` on the real workload; on the timed one everything is real but
+computing, which sleeps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.busy import BusyTime
+from tawpipe.lab.contender import check_clipping
 from tawpipe.lab.ours import schedule_of, settings_of
-from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
+from tawpipe.lab.sleeper import BusyTime, Sleeper
+from tawpipe.lab.workload import RealWorkload, TimedWorkload
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import Executor, UpdateRule
 from tawpipe.runtime.optimizer import UnitOptimizers, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
+
+
+class PipelineContender:
+    """A strategy as a user of the library runs it; see `tawpipe.lab.contender.Contender`."""
+
+    origin = "ours"
+    sleeper = None
+
+    def __init__(self, name: str, workload: RealWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
+        check_clipping(name, workload, knobs)
+        settings = replace(settings_of(name, knobs), clip_norm=workload.clip_norm)
+        self.name, self.knobs = name, settings.spelled_out()
+        self._workload = workload.split(settings.parts_per_layer)
+        self.pipeline = Pipeline(
+            make_model(workload),
+            optimizer=adamw(workload.learning_rate, weight_decay=WEIGHT_DECAY, **ADAMW),
+            schedule=settings.schedule,
+            clip_norm=workload.clip_norm,
+            world=World(topology, rank, torch.device("cpu"), dist.group.WORLD if topology.world_size > 1 else None),
+            strict=settings.strict,
+        )
+        self.schedule: Schedule = self.pipeline.schedule(workload.micro_batches)
+        self.gradient_norm: float | None = None
+        self.loss_share: float | None = None
+
+    def step(self) -> None:
+        every = range(self._workload.micro_batches)
+        tokens = random_tokens(self._workload, self.pipeline.step_number, every)
+        result = self.pipeline.step({"input_ids": tokens, "labels": tokens})
+        self.pipeline.drain()
+        self.gradient_norm = result.grad_norm
+        self.loss_share = result.loss / self.pipeline.world.size  # every rank knows all of it
+
+    def busy(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.pipeline.close()
 
 
 class OurContender:
@@ -33,14 +78,7 @@ class OurContender:
     origin = "ours"
     loss_share: float | None = None
 
-    def __init__(
-        self,
-        name: str,
-        workload: TimedWorkload,
-        topology: Topology,
-        rank: int,
-        **knobs: Any,
-    ) -> None:
+    def __init__(self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
         settings = settings_of(name, knobs)
         self.name, self.knobs = name, settings.spelled_out()
         self._rule = UpdateRule(clip_norm=settings.clip_norm)
@@ -145,12 +183,12 @@ class _MeasuredTransport(Transport):
 
 
 def _row(action: Action) -> str:
-    """Where a transfer's time counts: on its lane, and apart from computing where both have the same one."""
+    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
     return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
 
 
 class _NoOptimizer:
-    """For workloads that leave the optimizer's arithmetic out."""
+    """An optimizer for workloads that leave the optimizer's arithmetic out."""
 
     def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
         pass
