@@ -42,7 +42,7 @@ from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.flight import write_record
+from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.flight import keep_record
 from tawpipe.runtime.meeting import agree_on_name
+from tawpipe.runtime.watchdog import keep_record
 from tawpipe.topology import Topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
