@@ -34,7 +34,7 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        item = _END
+        item: Any = _END
         try:
             if self._ahead:
                 item = self._ahead.popleft().result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -93,6 +93,7 @@ def prepare_data(
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
+@dataclass
 class _Preparation:
     """One call of ``prepare_data``.
 
@@ -100,29 +101,20 @@ class _Preparation:
     folder than the leader's. Then they make their own, which is the same.
     """
 
-    def __init__(
-        self,
-        settings: DataSettings,
-        files: Sequence[SourceFile],
-        validation_files: Sequence[SourceFile],
-        root: Path,
-        sequence_length: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-        model: str | None,
-        *,
-        leader: bool,
-    ) -> None:
-        self.settings, self.files, self.validation_files = settings, files, validation_files
-        self.root, self.sequence_length, self.seed = root, sequence_length, seed
-        self.given_tokenizer, self.model, self.leader = tokenizer, model, leader
-        self.notes: list[str] = []
+    settings: DataSettings
+    files: Sequence[SourceFile]
+    validation_files: Sequence[SourceFile]
+    root: Path
+    sequence_length: int
+    seed: int
+    tokenizer: PreTrainedTokenizerBase | None
+    model: str | None
+    leader: bool
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> PreparedData:
         begin = time.perf_counter()
-        self.text = TokenisedText(
-            self.settings, self.files, self.root, tokenizer=self.given_tokenizer, model=self.model
-        )
+        self.text = TokenisedText(self.settings, self.files, self.root, tokenizer=self.tokenizer, model=self.model)
         if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
         return self._streamed() if self.settings.streaming else self._cached(begin)

@@ -21,7 +21,7 @@ import numpy as np
 from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Document, Renderer
-from tawpipe.data.report import Fault, ReadCounts
+from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
 from tawpipe.errors import UserError
@@ -42,7 +42,7 @@ BEGINNING: dict[str, Any] = {"epoch": 0, "window": 0, "first": 0, "stream": None
 """Beginning of a window: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
 
 
-def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Fault]]:
+def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Skipped]]:
     """Rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
     for file in files:
         for row in reader.read(file):
@@ -87,7 +87,7 @@ class StreamedDataset:
         self.sequence_length, self.seed = sequence_length, seed
         self.packing: Literal["split", "fit"] = packing
         self.counts = ReadCounts(files=len(files))
-        """Documents and faults so far, those read again after going back included."""
+        """Documents so far, and what was left out, those read again after going back included."""
         self._files, self._reader, self._renderer, self._encoder = files, reader, renderer, encoder
         self._pad_id, self._window_size, self._held_out, self._tell = pad_id, window, held_out_fraction, tell
         self.longest = self.left_out = 0
@@ -201,9 +201,9 @@ class StreamedDataset:
             if example is None:
                 break
             row = example["row"]
-            document = row if isinstance(row, Fault) else self._renderer.render(row)
-            if isinstance(document, Fault):
-                self.counts.add_fault(document)
+            document = row if isinstance(row, Skipped) else self._renderer.render(row)
+            if isinstance(document, Skipped):
+                self.counts.add_skipped(document)
                 if self._tell and document.kind != "empty" and self._epoch == 0:
                     log.warning("skipped %s: %s", document.where, document.why)
                 continue

@@ -1,6 +1,6 @@
 """Alarms of a run that goes on: losses that jump, and ranks that stay slower than the others.
 
-They are named as they come: a run that diverges costs as much as one that does not, and all go at the slowest one's pace.
+They are named as they come: a run that diverges costs as much as one that does not, and all go at the slowest's pace.
 """
 
 from __future__ import annotations

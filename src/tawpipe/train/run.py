@@ -154,7 +154,7 @@ def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
 
 
 def open_stores(config: TrainConfig, world: World, injector: Injector | None = None) -> tuple[Disk, Memory | None]:
-    """Where this run keeps its states; if not in memory, those of runs before it in this folder go there."""
+    """The stores of this run's states. Without one in memory, what earlier runs in this folder left there goes."""
     settings = config.checkpoint
     folder = config.output_path / "checkpoints"
     disk = Disk(folder, world, keep=settings.keep, keep_every=settings.keep_every, injector=injector)
