@@ -35,7 +35,7 @@ class Console:
 
     def topology(self, text: str) -> None:
         """Print the processes that were found, for example ``4 processes = 2 nodes x 2``."""
-        self._line(text, style="bold")
+        self.line(text, style="bold")
 
     def plan(self, rows: Sequence[tuple[str, str]], *, title: str = "plan") -> None:
         """A table of labels and values, before anything is paid for."""
@@ -48,9 +48,9 @@ class Console:
             self._rich.print(table)
             return
         width = max(len(label) for label, _ in rows)
-        self._line(f"{title}:")
+        self.line(f"{title}:")
         for label, value in rows:
-            self._line(f"  {label:<{width}}  {value}")
+            self.line(f"  {label:<{width}}  {value}")
 
     def progress(
         self,
@@ -77,20 +77,18 @@ class Console:
         width = len(str(num_steps))
         head = f"step {step:>{width}}/{num_steps}"
         body = f"loss {loss:.4f} | grad norm {grad_norm:.3g} | {tokens_per_second:,.0f} tokens/s{left}"
-        self._line(f"{head} | {body}" + (f" | {extra}" if extra else ""))
+        self.line(f"{head} | {body}" + (f" | {extra}" if extra else ""))
 
     def notice(self, text: str) -> None:
         """Print something that the user should know and need not act on."""
-        self._line(text, style="yellow")
-
-    def line(self, text: str) -> None:
-        self._line(text)
+        self.line(text, style="yellow")
 
     def summary(self, rows: Sequence[tuple[str, str]]) -> None:
         """The results of the run: a table like that of the plan."""
         self.plan(rows, title="done")
 
-    def _line(self, text: str, style: str | None = None) -> None:
+    def line(self, text: str, style: str | None = None) -> None:
+        """Print a line, where the output is a terminal in a style of rich."""
         if self._silent:
             return
         if self._rich.is_terminal:

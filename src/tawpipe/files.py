@@ -1,10 +1,14 @@
-"""Files that a crash leaves whole. Imports the standard library alone."""
+"""Files that a crash leaves whole."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
+
+REPLACED = ".replaced"
+"""Behind the name of a folder that a new one is about to replace."""
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -30,6 +34,22 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Give a complete folder its name; what had that name goes, unless this fails."""
+    replaced = folder.with_name(f"{folder.name}{REPLACED}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    try:
+        new.rename(folder)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def checksum(path: Path) -> str:

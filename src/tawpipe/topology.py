@@ -40,7 +40,7 @@ class Topology:
 
     @classmethod
     def from_group_ranks(cls, group_ranks: list[tuple[int, int]]) -> Topology:
-        """From the (node number, local rank) of every global rank, as the launcher gave them.
+        """The mesh of the (node number, local rank) of every global rank, as the launcher gave them.
 
         Raises:
             UserError: ranks do not follow nodes and local ranks: groups of torch number their members by rank.
@@ -48,11 +48,11 @@ class Topology:
         nodes: dict[int, list[tuple[int, int]]] = {}
         for rank, (node, local) in enumerate(group_ranks):
             nodes.setdefault(node, []).append((local, rank))
-        found = tuple(tuple(rank for _, rank in sorted(nodes[node])) for node in sorted(nodes))
-        flat = [rank for node in found for rank in node]
+        in_order = tuple(tuple(rank for _, rank in sorted(nodes[node])) for node in sorted(nodes))
+        flat = [rank for node in in_order for rank in node]
         if flat != sorted(flat):
-            raise UserError("RANK", found, "ranks that count up through the local ranks of node after node")
-        return cls(found)
+            raise UserError("RANK", in_order, "ranks that count up through the local ranks of node after node")
+        return cls(in_order)
 
     def evened(self) -> Topology:
         """The same ranks on equally large nodes: where they are not, each is cut into groups of as many as divide all.

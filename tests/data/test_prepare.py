@@ -1,4 +1,4 @@
-"""From settings to samples: tokenizer, cache, hold-out, faults, two processes, streaming."""
+"""From settings to samples: tokenizer, cache, hold-out, what is skipped, two processes, streaming."""
 
 import hashlib
 import json

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tawpipe.data.encode import PART_CHARACTERS, Encoder, split_text
 from tawpipe.data.render import Document, Piece, Renderer
-from tawpipe.data.report import Fault
+from tawpipe.data.report import Skipped
 from tawpipe.data.sources import RawRow, RowReader, find_files
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
@@ -112,7 +112,7 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns", "fault"),
+    ("kind", "columns", "reason"),
     [
         ("text", {"text": None}, "empty"),
         ("text", {"text": " \n"}, "empty"),
@@ -125,9 +125,9 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
         ("instruction", {"prompt": "x", "completion": ""}, "empty"),
     ],
 )
-def test_rows_without_what_belongs_there_are_faults_and_not_documents(tokenizer, kind, columns, fault):
+def test_rows_without_what_belongs_there_are_skipped(tokenizer, kind, columns, reason):
     found = Renderer(tokenizer, "text").render(RawRow("line 3", kind, columns))
-    assert isinstance(found, Fault) and found.kind == fault and found.where == "line 3"
+    assert isinstance(found, Skipped) and found.kind == reason and found.where == "line 3"
 
 
 def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
@@ -141,7 +141,7 @@ def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
     assert np.array_equal(whole.ids[1:-1], tokenizer(words, add_special_tokens=False)["input_ids"])
 
 
-def read(path: Path, rows: Any = "auto", text_column: str = "text") -> list[RawRow | Fault]:
+def read(path: Path, rows: Any = "auto", text_column: str = "text") -> list[RawRow | Skipped]:
     return [row for file in find_files([str(path)]) for row in RowReader(rows, text_column).read(file)]
 
 
@@ -150,25 +150,25 @@ def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path):
     file.write_bytes(b'{"text": "one"}\n{"text": \n\n"text"\n{"text": "\xff"}\n{"text": "two"}')
     rows = read(file)
     assert [row.columns["text"] for row in rows if isinstance(row, RawRow)] == ["one", "two"]
-    assert [row.where for row in rows if isinstance(row, Fault)] == [f"{file}, line {n}" for n in (2, 4, 5)]
+    assert [row.where for row in rows if isinstance(row, Skipped)] == [f"{file}, line {n}" for n in (2, 4, 5)]
 
 
 def test_a_json_list_is_read_like_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, 3, {"text": "two"}]))
     kinds = [type(row) for row in read(tmp_path / "a.json")]
-    assert kinds == [RawRow, Fault, RawRow]
+    assert kinds == [RawRow, Skipped, RawRow]
 
 
 def test_a_text_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes("naïve".encode("latin-1"))
-    (fault,) = read(tmp_path / "a.txt")
-    assert isinstance(fault, Fault) and fault.where.endswith("a.txt") and "UTF-8" in fault.why
+    (skipped,) = read(tmp_path / "a.txt")
+    assert isinstance(skipped, Skipped) and skipped.where.endswith("a.txt") and "UTF-8" in skipped.why
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (fault,) = read(tmp_path / "gone.txt")
-    assert isinstance(fault, Fault) and fault.kind == "file" and "cannot be read" in fault.why
+    (skipped,) = read(tmp_path / "gone.txt")
+    assert isinstance(skipped, Skipped) and skipped.kind == "file" and "cannot be read" in skipped.why
 
 
 def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
@@ -177,8 +177,8 @@ def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
     assert [row.kind for row in rows if isinstance(row, RawRow)] == ["chat", "chat"]
     assert isinstance(rows[1], RawRow) and rows[1].columns == {"messages": CHAT[:3]}
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    (fault,) = read(tmp_path / "b.parquet")
-    assert isinstance(fault, Fault) and "b.parquet" in fault.where
+    (skipped,) = read(tmp_path / "b.parquet")
+    assert isinstance(skipped, Skipped) and "b.parquet" in skipped.where
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_rows_without_the_expected_columns_are_faults_and_their_columns_are_name
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
     pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "b.parquet")
     for file, kind in (("a.jsonl", "row"), ("b.parquet", "file")):
-        (fault,) = read(tmp_path / file, rows)
-        assert isinstance(fault, Fault) and fault.kind == kind
-        assert fault.why.endswith("this one has ['content', 'id']")
+        (skipped,) = read(tmp_path / file, rows)
+        assert isinstance(skipped, Skipped) and skipped.kind == kind
+        assert skipped.why.endswith("this one has ['content', 'id']")
 
 
 def test_a_glob_that_matches_nothing_is_named(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import tawpipe
 from cases import llama
-from tawpipe.runtime.norm import sum_of_squares
+from tawpipe.runtime.optimizer import sum_of_squares
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from tawpipe.runtime.flight import write_record
 from tawpipe.runtime.lanes import Doing
-from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.runtime.watchdog import Watchdog, write_record
 from tawpipe.schedule.actions import Lane
 
 

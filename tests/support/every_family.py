@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -269,18 +270,20 @@ def _cell(reason: str) -> str:
 def equal_families(found: dict[str, Outcome]) -> str:
     """src/tawpipe/model/tested.py."""
     version = ".".join(transformers.__version__.split(".")[:2])
-    names = "".join(f'        "{family}",\n' for family, one in sorted(found.items()) if one.kind == "equal")
+    names = textwrap.fill(
+        " ".join(sorted(family for family, one in found.items() if one.kind == "equal")), 120, break_on_hyphens=False
+    )
     return f'''\
-"""Families that were found to train as the plain model does; written by every_family.py."""
+"""Families that train as the plain model does; written by every_family.py."""
 
 from __future__ import annotations
 
 TESTED_TRANSFORMERS = "{version}"
 """The release with which they were compared."""
-TESTED_FAMILIES: frozenset[str] = frozenset(
-    {{
-{names}    }}
-)
+_NAMES = """
+{names}
+"""
+TESTED_FAMILIES = frozenset(_NAMES.split())
 """Values of ``config.model_type``."""
 '''
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tawpipe.train.spikes import Spikes
-from tawpipe.train.stragglers import Stragglers
+from tawpipe.train.alarms import Spikes, Stragglers
 
 
 def test_who_stays_slow_is_named_and_noise_is_not():

@@ -1,4 +1,4 @@
-"""The format of a state: a folder of flat tensors with one manifest. Imports files, runtime and torch.
+"""The format of a state: a folder of flat tensors with one manifest.
 
 A stripe of a matrix is no rectangle of it, so every parameter and every optimizer state of it is kept as
 one-dimensional chunks; shapes stand beside them. A folder ``step-00000120`` holds
@@ -28,8 +28,8 @@ from tawpipe.runtime.storage import Storage
 
 FORMAT = 2
 MARKER = "tawpipe.json"
-PARTIAL, REPLACED, ABANDONED = ".incomplete", ".replaced", ".abandoned"
-"""Behind the name of a folder that is being written or removed; that a new one replaces; of another history."""
+PARTIAL, ABANDONED = ".incomplete", ".abandoned"
+"""Behind the name of a folder that is being written or removed; of another history."""
 STATE = "optimizer."
 """Before the names of the optimizer's state: ``optimizer.KEY.PARAMETER``."""
 SEAL = "sha256"
@@ -138,7 +138,7 @@ def state_pieces(
 
 
 def note_of(path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
-    """What a rank tells of the file that it has written."""
+    """Entry for the manifest of the file that a rank has written: size, checksum, chunks."""
     chunks = [[one.name, one.numel, str(one.value.dtype), one.start, one.value.numel()] for one in pieces]
     return {"bytes": path.stat().st_size, "sha256": checksum(path), "chunks": chunks}
 
@@ -170,7 +170,7 @@ def _seal(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What ``tawpipe.json`` holds.
+    """The content of ``tawpipe.json``.
 
     Raises:
         UserError: there is none, it is damaged or of another format.
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: Manifest) -> str:
-    """What is wrong with a manifest of the right format, or nothing."""
+    """The flaw of a manifest of the right format, in words; empty if there is none."""
     for name, kind in (("parameters", dict), ("tensors", dict), ("files", list)):
         if not isinstance(manifest.get(name), kind):
             return f"{name} is not there"
@@ -223,7 +223,7 @@ def _whole(value: Any) -> bool:
 
 
 def damage(folder: Path, manifest: Manifest, numbers: Iterable[int]) -> str:
-    """What is wrong with some of a folder's files, or nothing.
+    """The first damage in some of a folder's files, in words; empty if there is none.
 
     Args:
         numbers: of the files that are read.

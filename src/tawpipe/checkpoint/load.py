@@ -1,5 +1,4 @@
-"""Loading a state: everything that can be checked is checked on all ranks before anything here changes. Imports format,
-runtime (storage, optimizer, world) and safetensors.
+"""Loading a state: everything that can be checked is checked on all ranks before anything here changes.
 
 A rank reads the files that it sees; one that does not see a file is sent what it needs by one that does.
 """
@@ -38,7 +37,7 @@ class Source:
     """A whole state that all ranks can go on from together.
 
     Args:
-        where: it was found, for messages.
+        where: its folder or folders, for messages.
         folders: of every file, the ranks that see it, and the folder where they do.
     """
 
@@ -69,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What a load will fill, found out and checked before anything has changed here.
+    """The targets of a load, checked before anything has changed here.
 
     Args:
         pieces: the targets; their names and places, for what they hold may be replaced by ``begin``.
@@ -156,7 +155,7 @@ class Part:
 
 
 def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) -> Iterator[Part]:
-    """What fills the pieces (name, start, elements) that a rank wants.
+    """The parts of files that fill the pieces (name, start, elements) which a rank wants.
 
     Raises:
         RunError: no chunk has some element.
@@ -182,7 +181,7 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
     """Bring homes and optimizer state to what a state holds, and return its manifest; call on all ranks.
 
     Args:
-        where: the folder, or what ``resume`` has found.
+        where: the folder, or the source that ``resume`` has chosen.
 
     Raises:
         UserError: it is of another model or optimizer, or damaged; on all ranks, and nothing has changed.

@@ -1,4 +1,4 @@
-"""Which state a run goes on from. Imports format, store, load, launch and runtime (world).
+"""The choice of the state that a run goes on from.
 
 The newest sound state of the run's own history is chosen. A run that starts anew, or goes back to an earlier state,
 begins another history in its output folder; one that is resumed goes on with that of before. ``history.json`` there
@@ -28,7 +28,7 @@ HISTORY = "history.json"
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run's state holds besides the pipeline's.
+    """A run's part of its state, besides the pipeline's.
 
     Args:
         step: steps done.
@@ -67,7 +67,7 @@ class RunState:
 
 
 def read_run(folder: Path) -> RunState:
-    """What the state in a folder says of its run.
+    """The run's part of the state in a folder.
 
     Raises:
         UserError: it was not saved by a run, or is damaged.
@@ -75,11 +75,11 @@ def read_run(folder: Path) -> RunState:
     return RunState.of(read_manifest(folder), str(folder))
 
 
-# finding
+# choosing
 
 
 @dataclass(frozen=True)
-class Found:
+class Choice:
     """A state to go on from.
 
     Args:
@@ -91,7 +91,7 @@ class Found:
     passed_over: tuple[str, ...] = ()
 
 
-def newest(store: Store) -> Found:
+def newest(store: Store) -> Choice:
     """The newest state in a store that is sound; call on all ranks."""
     own: dict[int, list[Path]] = {}
     steps = {step for seen in store.world.together(lambda: own.update(store.states()) or list(own)) for step in seen}
@@ -99,10 +99,10 @@ def newest(store: Store) -> Found:
     for step in sorted(steps, reverse=True):
         name = step_name(step)
         try:
-            return Found(examine(store, own.get(step, [store.folder / name])), tuple(passed_over))
+            return Choice(examine(store, own.get(step, [store.folder / name])), tuple(passed_over))
         except RunError as problem:
             passed_over.append(f"{name}: {problem}")
-    return Found(None, tuple(passed_over))
+    return Choice(None, tuple(passed_over))
 
 
 def examine(store: Store, folders: Sequence[Path]) -> Source:
@@ -180,7 +180,7 @@ def _if_sound(
     return Source(where, known, tuple(folders)) if all(folders) else None
 
 
-def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
+def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
     """The state that ``--resume`` means: none, auto (the newest that is sound, if any) or a path.
 
     Call on all ranks; all of them must see what is chosen. If a path in the disk's folder is, those in it that are
@@ -194,22 +194,22 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
     """
     world, disk.resumed_step = disk.world, 0
     if resume == "none":
-        return Found(None)
+        return Choice(None)
     world.together(disk.clear, acts=disk.leads)
     if resume == "auto":
-        found = newest(disk)
-        if found.source is None and found.passed_over and needed:
-            raise UserError("--resume", str(disk.folder), f"a sound checkpoint; {'; '.join(found.passed_over)}")
+        choice = newest(disk)
+        if choice.source is None and choice.passed_over and needed:
+            raise UserError("--resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
     else:
         try:
-            found = Found(examine(disk, [Path(resume)]))
+            choice = Choice(examine(disk, [Path(resume)]))
         except RunError as problem:
             expected = f"a sound checkpoint that every process can read ({problem})"
             raise UserError("--resume", resume, expected) from problem
-    disk.resumed_step = found.source.step if found.source else 0
+    disk.resumed_step = choice.source.step if choice.source else 0
     if resume != "auto" and Path(resume).parent.resolve() == disk.folder.resolve():
         world.together(disk.set_aside_newer, acts=disk.leads)
-    return found
+    return choice
 
 
 # histories
@@ -217,7 +217,7 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Found:
 
 @dataclass(frozen=True)
 class Mark:
-    """What ``history.json`` holds; empty where there is none.
+    """The content of ``history.json``; empty where there is none.
 
     Args:
         history: a random name.
@@ -243,7 +243,7 @@ class Mark:
             return cls()
 
     def write(self, output: Path) -> None:
-        """Call when everything is found that is gone on from, and what must not be is set aside.
+        """Write the file; when the state to go on from is chosen, and those that must not be are set aside.
 
         Raises:
             RunError: it cannot be written, and without it a restart would not know what this start has chosen.
@@ -257,7 +257,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from, and the mark of that choice.
+    """The state that a run goes on from, and the mark of that choice.
 
     Args:
         source, state: None to start anew.
@@ -273,8 +273,8 @@ class Start:
 
 
 def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> Start:
-    """What a run with this output folder goes on from; after a restart what it has left, on the disk or, if that is
-    newer, in memory. Call on all ranks.
+    """The state that a run with this output folder goes on from; after a restart the newest that it has left, on the
+    disk or in memory. Call on all ranks.
 
     Args:
         resume: what ``--resume`` says.
@@ -294,14 +294,14 @@ def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, rest
     if memory is not None and goes_on and before.history:
         memory.history = before.history
         source, place = newest(memory).source, "memory"
-    found = find(disk, "auto" if goes_on else resume, needed=source is None)
-    if found.source is None and source is None and chosen and resume not in ("none", "auto"):
-        found = find(disk, resume)
-    if found.source is not None and (source is None or source.step <= found.source.step):
-        source, place = found.source, str(found.source.where)
+    choice = find(disk, "auto" if goes_on else resume, needed=source is None)
+    if choice.source is None and source is None and chosen and resume not in ("none", "auto"):
+        choice = find(disk, resume)
+    if choice.source is not None and (source is None or source.step <= choice.source.step):
+        source, place = choice.source, str(choice.source.where)
     state = RunState.of(source.manifest, place) if source else None
     history = before.history if source and goes_on and before.history else world.broadcast_text(secrets.token_hex(8))
     disk.history = history
     if memory is not None:
         memory.history = history
-    return Start(source, state, place, Mark(history, resume, launch), found.passed_over)
+    return Start(source, state, place, Mark(history, resume, launch), choice.passed_over)

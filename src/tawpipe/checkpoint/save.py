@@ -1,4 +1,4 @@
-"""Writing a state while training goes on. Imports format, store, runtime (world) and safetensors.
+"""Writing a state while training goes on.
 
 A save has two halves. **Staging** copies what lives on this rank, with nothing under way: that is how long training
 stands still. **Writing** happens in a thread of every rank, which talk over a process group of their own:
@@ -29,7 +29,6 @@ from torch import Tensor
 from tawpipe.checkpoint.format import (
     MARKER,
     PARTIAL,
-    REPLACED,
     StatePiece,
     beside,
     file_name,
@@ -38,7 +37,7 @@ from tawpipe.checkpoint.format import (
 )
 from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError
-from tawpipe.files import replace_text, sync
+from tawpipe.files import replace_folder, replace_text, sync
 from tawpipe.runtime.world import World
 
 
@@ -152,7 +151,7 @@ class Saving:
         self._result = Saved(self.folder, self._staged_s, time.perf_counter() - self._begin, problem, left)
 
     def _failure(self, act: Callable[[], object]) -> str:
-        """What all ranks have agreed to be a failure, in words, or nothing."""
+        """The failure that all ranks agree on, in words; empty if there is none."""
         try:
             act()
         except RunError as error:
@@ -197,10 +196,4 @@ class Saving:
     def _complete(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
         replace_text(partial / MARKER, json.dumps(manifest_of(notes, self._content), indent=1))
         sync(partial)
-        replaced = beside(self.folder, REPLACED)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(replaced)
-        partial.rename(self.folder)
-        sync(self.folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(partial, self.folder)

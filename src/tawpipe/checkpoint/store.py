@@ -1,5 +1,4 @@
-"""Where states are kept: on a disk that all machines share, or in the memory of the machines. Imports format and
-runtime (world).
+"""Stores of states: a disk that all machines share, or the memory of the machines.
 
 ``Memory`` is there so that the loss of one machine costs steps since then and no reading of a disk. Processes do not
 outlive a restart, files in a memory file system do: every rank writes its file there, and that of the rank with its
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from tawpipe.checkpoint.format import (
     ABANDONED,
     PARTIAL,
-    REPLACED,
     complete_states,
     file_name,
     read_manifest,
@@ -36,6 +34,7 @@ from tawpipe.checkpoint.format import (
     step_of,
 )
 from tawpipe.errors import RunError, UserError
+from tawpipe.files import REPLACED
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
@@ -203,13 +202,13 @@ class Memory:
                     remove(path)
 
     def states(self) -> dict[int, list[Path]]:
-        found: dict[int, list[Path]] = {}
+        states: dict[int, list[Path]] = {}
         for node in sorted(self.root.glob("node-*")) if is_ours(self.root) else ():
             for path in complete_states(node):
                 with suppress(UserError):
                     if read_manifest(path).get("history") == self.history:
-                        found.setdefault(step_of(path), []).append(path)
-        return found
+                        states.setdefault(step_of(path), []).append(path)
+        return states
 
     def remove(self) -> None:
         """Remove all on this machine; when the run has ended and nobody will go on from it."""

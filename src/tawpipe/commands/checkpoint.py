@@ -57,7 +57,7 @@ def _verify(_: argparse.Namespace, path: Path) -> int:
 
 
 def problem_of(folder: Path) -> str:
-    """What is wrong with a checkpoint, of which all is read; or nothing."""
+    """The damage of a checkpoint, of which all is read, in words; empty if it is sound."""
     try:
         manifest = read_manifest(folder)
         read_run(folder)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
-from tawpipe.data.report import Fault, ReadCounts
+from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.sources import RawRow
 
 TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
@@ -45,7 +45,7 @@ class Corpus:
     mask: NDArray[np.uint8] | None
     """[tokens / 8] one bit per token, set where it counts; None where all do."""
     counts: ReadCounts
-    """Documents and faults that were counted while it was read."""
+    """Documents, and what was left out, counted while it was read."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -116,24 +116,24 @@ class Corpus:
         )
 
 
-def render_counted(rows: Iterable[RawRow | Fault], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
+def render_counted(rows: Iterable[RawRow | Skipped], renderer: Renderer, counts: ReadCounts) -> Iterable[Document]:
     """The documents of the rows; ``counts`` takes in how many there are and what was left out."""
     for row in rows:
-        document = row if isinstance(row, Fault) else renderer.render(row)
-        if isinstance(document, Fault):
-            counts.add_fault(document)
+        document = row if isinstance(row, Skipped) else renderer.render(row)
+        if isinstance(document, Skipped):
+            counts.add_skipped(document)
         else:
             counts.add_document(document.kind)
             yield document
 
 
 def write_corpus(
-    folder: Path, rows: Iterable[RawRow | Fault], renderer: Renderer, encoder: Encoder, *, files: int, vocab_size: int
+    folder: Path, rows: Iterable[RawRow | Skipped], renderer: Renderer, encoder: Encoder, *, files: int, vocab_size: int
 ) -> ReadCounts:
     """Tokenise all rows into the files of ``folder``, which exists; in memory at a time: a batch.
 
     Returns:
-        The documents and faults that were counted. If there is no document, the folder holds no corpus.
+        The documents, and what was left out, as counted. If there is no document, the folder holds no corpus.
     """
     counts = ReadCounts(files=files)
     dtype = token_dtype(vocab_size)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class _End:
-    """The mark behind the last item, with the exception that ended the thread, if one did."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
+_END = object()
 
 
 class Prefetcher(Generic[T]):
@@ -28,56 +21,38 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterable[T], depth: int = 2) -> None:
         assert depth >= 1, depth
-        self._queue: queue.Queue[T | _End] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._done = False
-        self._thread = threading.Thread(target=self._work, args=(iter(items),), name="prefetch", daemon=True)
-        self._thread.start()
+        self._items = iter(items)
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ahead: deque[Future[Any]] = deque()
+        for _ in range(depth):
+            self._prepare_one()
 
-    def _work(self, items: Iterator[T]) -> None:
-        end = _End(None)
-        try:
-            for item in items:
-                if not self._put(item):
-                    return
-        except BaseException as error:  # handed to the consumer, whatever it is
-            end = _End(error)
-        self._put(end)
-
-    def _put(self, item: T | _End) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def _prepare_one(self) -> None:
+        self._ahead.append(self._thread.submit(next, self._items, _END))
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        if self._done:
+        item: Any = _END
+        try:
+            if self._ahead:
+                item = self._ahead.popleft().result()
+        finally:
+            if item is _END:
+                self.close()
+        if item is _END:
             raise StopIteration
-        item = self._queue.get()
-        if isinstance(item, _End):
-            self.close()
-            if item.error is not None:
-                raise item.error
-            raise StopIteration
+        self._prepare_one()
         return item
 
     def close(self) -> None:
         """End the thread and wait for it. May be called more than once."""
-        self._done = True
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Prefetcher[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
-from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
+from tawpipe.data.rows import PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import SourceFile, find_files
 from tawpipe.data.stream import StreamedDataset
@@ -93,6 +93,7 @@ def prepare_data(
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
 
+@dataclass
 class _Preparation:
     """One call of ``prepare_data``.
 
@@ -100,29 +101,20 @@ class _Preparation:
     folder than the leader's. Then they make their own, which is the same.
     """
 
-    def __init__(
-        self,
-        settings: DataSettings,
-        files: Sequence[SourceFile],
-        validation_files: Sequence[SourceFile],
-        root: Path,
-        sequence_length: int,
-        seed: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-        model: str | None,
-        *,
-        leader: bool,
-    ) -> None:
-        self.settings, self.files, self.validation_files = settings, files, validation_files
-        self.root, self.sequence_length, self.seed = root, sequence_length, seed
-        self.given_tokenizer, self.model, self.leader = tokenizer, model, leader
-        self.notes: list[str] = []
+    settings: DataSettings
+    files: Sequence[SourceFile]
+    validation_files: Sequence[SourceFile]
+    root: Path
+    sequence_length: int
+    seed: int
+    tokenizer: PreTrainedTokenizerBase | None
+    model: str | None
+    leader: bool
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> PreparedData:
         begin = time.perf_counter()
-        self.text = TokenisedText(
-            self.settings, self.files, self.root, tokenizer=self.given_tokenizer, model=self.model
-        )
+        self.text = TokenisedText(self.settings, self.files, self.root, tokenizer=self.tokenizer, model=self.model)
         if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
         return self._streamed() if self.settings.streaming else self._cached(begin)
@@ -147,21 +139,9 @@ class _Preparation:
             raise nothing_learned("--data", self.files, self.sequence_length, packing)
         validation = self._validation(validation_corpus, validation_documents, packing)
         content = content_hash(corpus.identities[train.documents].tobytes().hex())
-        return PreparedData(
-            train,
-            validation,
-            self._tokenizer_with_template(corpus.counts),
-            self._report(
-                packing,
-                seconds=time.perf_counter() - begin,
-                reused=reused,
-                train=_size(train, len(train_documents)),
-                validation=validation,
-                read=corpus.counts,
-                validation_read=validation_read,
-            ),
-            self._fingerprint(content, packing),
-        )
+        size, seconds = _size(train, len(train_documents)), time.perf_counter() - begin
+        read = corpus.counts, validation_read
+        return self._prepared(train, validation, content, packing, size, *read, seconds=seconds, reused=reused)
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
@@ -192,34 +172,18 @@ class _Preparation:
                 self.notes.append(f"streaming: none of the first {len(first):,} documents is held out; no validation")
         train = StreamedDataset(
             self.files,
-            self.text.reader,
-            self.text.renderer,
-            self.text.encoder,
+            self.text,
             sequence_length=self.sequence_length,
             seed=self.seed,
             packing=packing,
-            pad_id=self.text.pad_id,
             window=self.settings.stream_window,
             held_out_fraction=fraction,
             tell=self.leader,
         )
         window = train.first_window()
         content = content_hash([[Path(file.path).name, file.size] for file in self.files])
-        return PreparedData(
-            train,
-            validation,
-            self._tokenizer_with_template(counts),
-            self._report(
-                packing,
-                seconds=0.0,
-                reused=False,
-                train=_size(window, window.num_documents + train.left_out),
-                validation=validation,
-                read=counts,
-                validation_read=validation_read,
-            ),
-            self._fingerprint(content, packing),
-        )
+        size = _size(window, window.num_documents + train.left_out)
+        return self._prepared(train, validation, content, packing, size, counts, validation_read)
 
     def _packing(self, counts: ReadCounts) -> Literal["split", "fit"]:
         if self.settings.packing == "auto":
@@ -228,18 +192,10 @@ class _Preparation:
 
     def _packed(self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]) -> PackedDataset | None:
         """A dataset of those documents of which something is learned; None if there is none."""
-        kept = learnable(corpus, documents, sequence_length=self.sequence_length, packing=packing)
-        if not len(kept):
-            return None
-        dataset = PackedDataset(
-            corpus,
-            kept,
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-            packing=packing,
-            pad_id=self.text.pad_id,
+        dataset = PackedDataset.of_learnable(
+            corpus, documents, self.sequence_length, seed=self.seed, packing=packing, pad_id=self.text.pad_id
         )
-        return dataset if dataset.num_learned else None
+        return dataset if dataset is not None and dataset.num_learned else None
 
     def _validation(
         self, corpus: Corpus, documents: np.ndarray, packing: Literal["split", "fit"]
@@ -263,36 +219,38 @@ class _Preparation:
         tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
         return tokenizer
 
-    def _report(
+    def _prepared(
         self,
-        packing: Literal["split", "fit"],
-        *,
-        seconds: float,
-        reused: bool,
-        train: SetSize,
+        train: PackedDataset | StreamedDataset,
         validation: PackedDataset | None,
+        content: str,
+        packing: Literal["split", "fit"],
+        size: SetSize,
         read: ReadCounts,
         validation_read: ReadCounts | None,
-    ) -> DataReport:
-        return DataReport(
+        *,
+        seconds: float = 0.0,
+        reused: bool = False,
+    ) -> PreparedData:
+        """The datasets with tokenizer, report and fingerprint; ``content`` is a hash of the training documents."""
+        settings, tokenizer = self.settings, self._tokenizer_with_template(read)
+        report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",
             packing=packing,
             sequence_length=self.sequence_length,
             seconds=seconds,
             reused=reused,
-            train=train,
+            train=size,
             validation=None if validation is None else _size(validation),
             read=read,
             validation_read=validation_read,
             notes=tuple(self.notes),
-            streamed=self.settings.streaming,
+            streamed=settings.streaming,
         )
-
-    def _fingerprint(self, documents: str, packing: str) -> str:
-        settings = self.settings
         window = settings.stream_window if settings.streaming else None
         rows = content_hash(self.sequence_length, self.seed, packing, window)
-        return f"documents:{documents[:16]} tokenizer:{self.text.hash[:16]} rows:{rows[:16]}"
+        fingerprint = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{rows[:16]}"
+        return PreparedData(train, validation, tokenizer, report, fingerprint)
 
 
 def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:

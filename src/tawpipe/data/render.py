@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tawpipe.data.report import Fault
+from tawpipe.data.report import Skipped
 from tawpipe.data.sources import RawRow, RowKind
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text_column: str) -> None:
         self._tokenizer, self._text_column = tokenizer, text_column
 
-    def render(self, row: RawRow) -> Document | Fault:
-        """The row's document, or a fault: ``empty`` where no token would count, ``row`` where it is malformed."""
+    def render(self, row: RawRow) -> Document | Skipped:
+        """The row's document, or ``Skipped``: ``empty`` where no token would count, ``row`` where it is malformed."""
         try:
             match row.kind:
                 case "text":
@@ -85,11 +85,11 @@ class Renderer:
                 case "instruction":
                     document = self._instruction(row.columns)
         except _Malformed as error:
-            return Fault("row", row.where, str(error))
+            return Skipped("row", row.where, str(error))
         except UnicodeEncodeError:
-            return Fault("row", row.where, "holds half a surrogate pair, which is no text")
+            return Skipped("row", row.where, "holds half a surrogate pair, which is no text")
         if not any(piece.counts and piece.text.strip() for piece in document.pieces):
-            return Fault("empty", row.where, "has no text that counts")
+            return Skipped("empty", row.where, "has no text that counts")
         return document
 
     def _instruction(self, columns: dict[str, Any]) -> Document:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 MESSAGES_KEPT = 20
-"""Faults that are kept word by word; all are counted."""
+"""Skipped files and rows that are kept word by word; all are counted."""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Something in the corpus that was left out."""
+class Skipped:
+    """A document, row or file that was left out, and why."""
 
     kind: Literal["file", "row", "empty"]
     where: str
@@ -21,7 +21,7 @@ class Fault:
 
 @dataclass
 class ReadCounts:
-    """Documents and faults of a corpus. Counted while it is read, and kept with the tokens in the cache."""
+    """Numbers of a corpus's documents and of what was left out. Kept with the tokens in the cache."""
 
     files: int = 0
     """Files that matched the globs."""
@@ -38,7 +38,7 @@ class ReadCounts:
     bad_rows: int = 0
     """Rows left out."""
     messages: list[str] = field(default_factory=list)
-    """The first faults, one line each."""
+    """The first files and rows that were left out, one line each."""
 
     @property
     def documents(self) -> int:
@@ -52,16 +52,16 @@ class ReadCounts:
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
 
-    def add_fault(self, fault: Fault) -> None:
-        if fault.kind == "empty":
+    def add_skipped(self, skipped: Skipped) -> None:
+        if skipped.kind == "empty":
             self.empty += 1
             return
-        if fault.kind == "file":
+        if skipped.kind == "file":
             self.bad_files += 1
         else:
             self.bad_rows += 1
         if len(self.messages) < MESSAGES_KEPT:
-            self.messages.append(f"{fault.where}: {fault.why}")
+            self.messages.append(f"{skipped.where}: {skipped.why}")
 
     def skipped(self) -> str:
         """Documents, rows and files that were left out, in words; empty if there are none."""

@@ -69,15 +69,6 @@ def cut_row(
     return MicroBatch.of_documents(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths)
 
 
-def learnable(corpus: Corpus, documents: Int64s, *, sequence_length: int, packing: Literal["split", "fit"]) -> Int64s:
-    """Numbers of the documents of which rows show a token that is learned; under ``split`` all, or none.
-
-    ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned.
-    """
-    learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
-    return documents[learned > 0] if packing == "fit" or not learned.any() else documents
-
-
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
     """An error for files of which no token would be learned."""
     where = f"in the first {sequence_length:,} tokens of any document" if packing == "fit" else "in any row"
@@ -117,6 +108,28 @@ class PackedDataset:
         self._plans: dict[int, EpochPlan] = {}
         self.longest = min(int(self._lengths.max()), sequence_length)
         """Tokens that a segment may have at most: of the longest document, or of a row."""
+
+    @classmethod
+    def of_learnable(
+        cls,
+        corpus: Corpus,
+        documents: Int64s,
+        sequence_length: int,
+        *,
+        seed: int,
+        packing: Literal["split", "fit"],
+        pad_id: int,
+    ) -> PackedDataset | None:
+        """The rows of those documents of which something is learned; None if there is none.
+
+        ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned. Under
+        ``split`` all take part, or none.
+        """
+        learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
+        kept = documents[learned > 0] if packing == "fit" or not learned.any() else documents
+        if not len(kept):
+            return None
+        return cls(corpus, kept, sequence_length=sequence_length, seed=seed, packing=packing, pad_id=pad_id)
 
     @property
     def num_documents(self) -> int:

@@ -1,4 +1,4 @@
-"""Globs to files, and files to raw rows, where a fault in one row costs that row and no other.
+"""Globs to files, and files to raw rows, where a bad row costs itself and no other.
 
 JSON lines are read line by line and not with ``datasets``' JSON reader, which reads blocks: it cannot say which line is
 corrupt, gives up the file there, and wants one schema for all files.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from tawpipe.data.report import Fault
+from tawpipe.data.report import Skipped
 from tawpipe.data.settings import Rows
 from tawpipe.errors import UserError
 
@@ -118,15 +118,15 @@ def row_kind(names: Collection[str], rows: Rows, text_column: str) -> RowKind | 
 
 def lacks_columns(
     kind: Literal["file", "row"], where: str, names: Collection[str], rows: Rows, text_column: str
-) -> Fault:
-    """Fault of a row, or of a file whose rows are alike, that is of no kind; says which columns there are."""
+) -> Skipped:
+    """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
     wanted = {
         "text": [f"{text_column!r} (--text-column)"],
         "chat": ["'messages'"],
         "instruction": ["'prompt' and 'completion'", "'instruction' and 'output'"],
     }
     ways = [way for kind, options in wanted.items() if rows in ("auto", kind) for way in options]
-    return Fault(kind, where, f"lacks the columns {', or '.join(ways)}; this one has {sorted(names)}")
+    return Skipped(kind, where, f"lacks the columns {', or '.join(ways)}; this one has {sorted(names)}")
 
 
 def useful_columns(kind: RowKind, text_column: str) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class RowReader:
     rows: Rows
     text_column: str
 
-    def read(self, file: SourceFile, start: float = 0.0) -> Iterator[RawRow | Fault]:
+    def read(self, file: SourceFile, start: float = 0.0) -> Iterator[RawRow | Skipped]:
         """The file's documents in its order.
 
         Args:
@@ -169,16 +169,16 @@ class RowReader:
                 case "parquet":
                     yield from self._parquet(file, start)
         except OSError as error:
-            yield Fault("file", file.path, f"cannot be read ({error.strerror or error})")
+            yield Skipped("file", file.path, f"cannot be read ({error.strerror or error})")
 
-    def _text(self, file: SourceFile) -> RawRow | Fault:
+    def _text(self, file: SourceFile) -> RawRow | Skipped:
         try:
             text = Path(file.path).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            return Fault("file", file.path, f"is not UTF-8 (byte {error.start})")
+            return Skipped("file", file.path, f"is not UTF-8 (byte {error.start})")
         return RawRow(file.path, "text", {self.text_column: text})
 
-    def _json(self, file: SourceFile) -> Iterator[RawRow | Fault]:
+    def _json(self, file: SourceFile) -> Iterator[RawRow | Skipped]:
         """A list of objects, or else JSON lines under another name."""
         try:
             content = json.loads(Path(file.path).read_bytes())
@@ -188,14 +188,14 @@ class RowReader:
         for number, item in enumerate(content if isinstance(content, list) else [content], 1):
             yield self._row(f"{file.path}, row {number}", item)
 
-    def _json_lines(self, file: SourceFile, start: float) -> Iterator[RawRow | Fault]:
+    def _json_lines(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
         with Path(file.path).open("rb") as stream:
             if start:
                 stream.seek(int(start * file.size))
                 stream.readline()
             yield from self._lines(file, stream)
 
-    def _lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Fault]:
+    def _lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
         for number, line in enumerate(stream, 1):
             if line.isspace():
                 continue
@@ -203,20 +203,20 @@ class RowReader:
             try:
                 item = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                yield Fault("row", where, f"is not JSON in UTF-8 ({error})")
+                yield Skipped("row", where, f"is not JSON in UTF-8 ({error})")
                 continue
             yield self._row(where, item)
 
-    def _row(self, where: str, item: object) -> RawRow | Fault:
+    def _row(self, where: str, item: object) -> RawRow | Skipped:
         if not isinstance(item, dict):
-            return Fault("row", where, f"is a JSON {type(item).__name__}, not an object")
+            return Skipped("row", where, f"is a JSON {type(item).__name__}, not an object")
         kind = row_kind(item.keys(), self.rows, self.text_column)
         if kind is None:
             return lacks_columns("row", where, item.keys(), self.rows, self.text_column)
         names = useful_columns(kind, self.text_column)
         return RawRow(where, kind, {name: item[name] for name in names if name in item})
 
-    def _parquet(self, file: SourceFile, start: float) -> Iterator[RawRow | Fault]:
+    def _parquet(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
         import pyarrow
         import pyarrow.parquet
 
@@ -236,4 +236,4 @@ class RowReader:
                         yield RawRow(f"{file.path}, row {number}", kind, columns)
         except (pyarrow.ArrowException, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            yield Fault("file", file.path, f"is not readable parquet after row {number} ({reason})")
+            yield Skipped("file", file.path, f"is not readable parquet after row {number} ({reason})")

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tawpipe.data.corpus import Corpus, held_out
-from tawpipe.data.encode import Encoder
-from tawpipe.data.render import Document, Renderer
-from tawpipe.data.report import Fault, ReadCounts
-from tawpipe.data.rows import PackedDataset, learnable, nothing_learned
+from tawpipe.data.render import Document
+from tawpipe.data.report import ReadCounts, Skipped
+from tawpipe.data.rows import PackedDataset, nothing_learned
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
+from tawpipe.data.tokenised import TokenisedText
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
@@ -42,7 +42,7 @@ BEGINNING: dict[str, Any] = {"epoch": 0, "window": 0, "first": 0, "stream": None
 """Beginning of a window: its epoch, its number, that of its first sample, and the state of the epoch's stream."""
 
 
-def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Fault]]:
+def read_files(files: Sequence[SourceFile], reader: RowReader) -> Iterator[dict[str, RawRow | Skipped]]:
     """Rows of the files, as examples of one column. ``datasets`` takes each file for a shard."""
     for file in files:
         for row in reader.read(file):
@@ -62,7 +62,7 @@ class StreamedDataset:
     """Samples by their global number, of which later ones are near and earlier ones far.
 
     Args:
-        files, reader, renderer, encoder: the text, and what makes tokens of it.
+        text: makes tokens of the files.
         packing: as in PackedDataset, within each window; a window's last row (split) may have padding.
         window: documents of a window.
         held_out_fraction: documents that are left out here because validation has them.
@@ -72,14 +72,11 @@ class StreamedDataset:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        reader: RowReader,
-        renderer: Renderer,
-        encoder: Encoder,
+        text: TokenisedText,
         *,
         sequence_length: int,
         seed: int,
         packing: Literal["split", "fit"],
-        pad_id: int,
         window: int,
         held_out_fraction: float,
         tell: bool,
@@ -87,9 +84,9 @@ class StreamedDataset:
         self.sequence_length, self.seed = sequence_length, seed
         self.packing: Literal["split", "fit"] = packing
         self.counts = ReadCounts(files=len(files))
-        """Documents and faults so far, those read again after going back included."""
-        self._files, self._reader, self._renderer, self._encoder = files, reader, renderer, encoder
-        self._pad_id, self._window_size, self._held_out, self._tell = pad_id, window, held_out_fraction, tell
+        """Documents so far, and what was left out, those read again after going back included."""
+        self._files, self._text = files, text
+        self._window_size, self._held_out, self._tell = window, held_out_fraction, tell
         self.longest = self.left_out = 0
         """Tokens of the longest segment so far; documents so far without a token to learn."""
         self._lock = threading.Lock()
@@ -137,7 +134,7 @@ class StreamedDataset:
 
     def _open(self, state: dict[str, Any] | None = None) -> None:
         """Read the present epoch from its beginning or from a state of its stream on."""
-        self._stream = open_stream(self._files, self._reader, seed=self.seed, epoch=self._epoch)
+        self._stream = open_stream(self._files, self._text.reader, seed=self.seed, epoch=self._epoch)
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))
         self._examples = iter(self._stream)
@@ -154,27 +151,25 @@ class StreamedDataset:
         while True:
             place, documents = self._place(), self._read_window()
             if documents:
-                corpus = Corpus.from_tokens(self._encoder.encode_all(documents), self.counts)
-                every = np.arange(len(documents))
-                kept = learnable(corpus, every, sequence_length=self.sequence_length, packing=self.packing)
-                self.left_out += len(every) - len(kept)
-                if len(kept):
+                corpus = Corpus.from_tokens(self._text.encoder.encode_all(documents), self.counts)
+                dataset = PackedDataset.of_learnable(
+                    corpus,
+                    np.arange(len(documents)),
+                    self.sequence_length,
+                    seed=self.seed,
+                    packing=self.packing,
+                    pad_id=self._text.pad_id,
+                )
+                self.left_out += len(documents) - (0 if dataset is None else dataset.num_documents)
+                if dataset is not None:
                     break
             elif self._epoch == last_epoch:
                 raise self._nothing_left()
             else:  # the window before was the last of its epoch
                 self._epoch += 1
                 self._open()
-        self._dataset = PackedDataset(
-            corpus,
-            kept,
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-            packing=self.packing,
-            pad_id=self._pad_id,
-        )
-        self._rows = len(self._dataset)
-        self.longest = max(self.longest, self._dataset.longest)
+        self._dataset, self._rows = dataset, len(dataset)
+        self.longest = max(self.longest, dataset.longest)
         self._states.append(place)
 
     def _nothing_left(self) -> UserError:
@@ -201,9 +196,9 @@ class StreamedDataset:
             if example is None:
                 break
             row = example["row"]
-            document = row if isinstance(row, Fault) else self._renderer.render(row)
-            if isinstance(document, Fault):
-                self.counts.add_fault(document)
+            document = row if isinstance(row, Skipped) else self._text.renderer.render(row)
+            if isinstance(document, Skipped):
+                self.counts.add_skipped(document)
                 if self._tell and document.kind != "empty" and self._epoch == 0:
                     log.warning("skipped %s: %s", document.where, document.why)
                 continue

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, raw_text
-from tawpipe.data.report import Fault
+from tawpipe.data.report import Skipped
 from tawpipe.data.sources import RowReader, SourceFile
 from tawpipe.errors import UserError
 
@@ -130,7 +130,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TRAINING_BYTES) -> Iterator[str]:
-    """Text of the files: all of it up to ``limit`` bytes, else chunks from evenly spaced places. Skips faults."""
+    """Text of the files: all of it up to ``limit`` bytes, else chunks from evenly spaced places."""
     total = sum(file.size for file in files)
     if total <= limit:
         for file in files:
@@ -154,7 +154,7 @@ def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TR
 def _texts(file: SourceFile, reader: RowReader, start: float, limit: int) -> Iterator[str]:
     """Documents from ``start`` on until they have ``limit`` characters."""
     for row in reader.read(file, start):
-        if isinstance(row, Fault):
+        if isinstance(row, Skipped):
             continue
         text = raw_text(row)[:limit].encode("utf-8", "ignore").decode()
         yield text

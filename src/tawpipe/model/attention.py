@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
 from tawpipe.model.kernels import Documents
+from tawpipe.model.refuse import unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class PackedMask:
         except Exception:
             same = False  # it reads tensors of its own: not a function of the distance between two tokens
         if not same or not expected.any(dim=1).all():
-            raise UserError(
-                "--model",
+            raise unsupported(
                 getattr(function, "__qualname__", "mask"),
                 "the attention mask must be causal or a sliding causal window; chunked, prefix and bidirectional masks "
                 "are not supported",
@@ -90,8 +90,7 @@ class PackedMask:
 
 
 def _looked_at(how: str) -> UserError:
-    return UserError(
-        "--model",
+    return unsupported(
         how,
         "a layer computes with its attention mask instead of handing it to transformers' attention interface, so its "
         "documents cannot be kept apart; such layers are not supported",
@@ -179,12 +178,11 @@ def packed_attention(
         [b, S, heads, d], and None where other functions return the attention weights.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
-        raise UserError("--model", type(module).__name__, "attention with a position bias (ALiBi, T5) is not supported")
+        raise unsupported(type(module).__name__, "attention with a position bias (ALiBi, T5) is not supported")
     if kwargs.get("is_causal") is False:
-        raise UserError("--model", type(module).__name__, "only causal attention is supported")
+        raise unsupported(type(module).__name__, "only causal attention is supported")
     if not isinstance(attention_mask, PackedMask):
-        raise UserError(
-            "--model",
+        raise unsupported(
             type(module).__name__,
             f"its attention is given {type(attention_mask).__name__} instead of the mask that transformers' mask "
             "interface made, so its documents cannot be kept apart",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.model.units import Unit
 
 NEED_WEIGHTS = (
     *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
@@ -115,7 +115,7 @@ class UnitBinding:
         assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
         assert flat.numel() >= self.units[unit].numel
         for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
-            parameter.data = _view(flat, slot)
+            parameter.data = slot.view(flat)
 
     def release(self, unit: int) -> None:
         """End a visit: the parameters are placeholders again and hold no buffer."""
@@ -146,7 +146,7 @@ class UnitBinding:
             return
         for index, slot in enumerate(slots):
             if index not in collection.arrived:
-                _view(collection.flat, slot).zero_()
+                slot.view(collection.flat).zero_()
         collection.flat[self.units[unit].numel :].zero_()
 
     def _collector(self, unit: int, index: int) -> Callable[[Tensor], None]:
@@ -157,7 +157,7 @@ class UnitBinding:
             assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            target = _view(collection.flat, slot)
+            target = slot.view(collection.flat)
             if collection.accumulate or index in collection.arrived:
                 target.add_(gradient)
             else:
@@ -165,7 +165,3 @@ class UnitBinding:
             collection.arrived.add(index)
 
         return take
-
-
-def _view(flat: Tensor, slot: ParameterSlot) -> Tensor:
-    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tawpipe.errors import UserError
-from tawpipe.model.refuse import SETTING
+from tawpipe.model.refuse import unsupported
 
 
 def owners(model: nn.Module) -> dict[str, Any]:
@@ -65,8 +64,7 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
             in_charge[path]._init_weights(stand_in)
             own = {name: buffer for name, buffer in stand_in._buffers.items() if buffer is not None}
             if wrong := [name for name, buffer in own.items() if poisoned(buffer)]:
-                raise UserError(
-                    SETTING,
+                raise unsupported(
                     type(model).__name__,
                     f"buffer {path}.{wrong[0]} has no value on the meta device and the model's _init_weights sets none;"
                     " give a model that is not on meta",

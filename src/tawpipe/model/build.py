@@ -13,50 +13,30 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.pretrained import SafetensorsSource, check_weights, conversion, count_files, has_weights
-from tawpipe.model.refuse import SETTING
+from tawpipe.model.refuse import unsupported
 from tawpipe.model.weights import InitSource, WeightSource
 
+_LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+
+
+def _shape(vocab: int, hidden: int, inner: int, layers: int, heads: int, key_value_heads: int) -> dict[str, Any]:
+    """The config of a Llama of this shape, with tied embeddings."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "tie_word_embeddings": True,
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "small-125m": {
-        "vocab_size": 32768,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 14,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "tie_word_embeddings": True,
-    },
-    "llama-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": False,
-    },
+    "tiny": _shape(8192, 256, 704, 8, 8, 4),
+    "small-125m": _shape(32768, 768, 2048, 14, 12, 12),
+    "llama-1b": _shape(128256, 2048, 8192, 16, 32, 8) | _LLAMA_3,
+    "llama-8b": _shape(128256, 4096, 14336, 32, 32, 8) | _LLAMA_3 | {"tie_word_embeddings": False},
 }
 """Llama shapes with random weights: 8, 124, 1236 and 8030 million parameters with their own vocabularies."""
 
@@ -121,16 +101,16 @@ def build_model(
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(SETTING, spec, f"its config.json cannot be used ({_first_line(error)})") from error
+            raise unsupported(spec, f"its config.json cannot be used ({_first_line(error)})") from error
         _check_fit(spec, config, vocab_size, max_positions, max_positions if longest is None else longest)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
-            raise UserError(SETTING, spec, f"transformers cannot build it ({_first_line(error)})") from error
-        raise UserError(
-            SETTING, spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
+            raise unsupported(spec, f"transformers cannot build it ({_first_line(error)})") from error
+        raise unsupported(
+            spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
         ) from error
     return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None)
 
@@ -147,22 +127,22 @@ def resolve_model(spec: str) -> Path | None:
     path = Path(spec).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(SETTING, spec, "the folder must hold a config.json")
+            raise unsupported(spec, "the folder must hold a config.json")
         check_weights(path)
         return path
     expected = f"expected a folder with config.json, a name owner/model on the Hub, or one of {', '.join(PRESETS)}"
     if path.exists() or not _HUB_NAME.fullmatch(spec):
-        raise UserError(SETTING, spec, expected)
+        raise unsupported(spec, expected)
     from huggingface_hub import snapshot_download
 
     try:
         downloaded = snapshot_download(spec, allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model"])
     except Exception as error:  # its errors have no common base: network, names, access
-        raise UserError(SETTING, spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
+        raise unsupported(spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
     if not has_weights(Path(downloaded)):
         own = spec.rpartition("/")[2]
         way = f"if it has them in another form, {conversion(spec, own)} writes them to {own}"
-        raise UserError(SETTING, spec, f"a model on the Hub with safetensors, which this has not; {way}")
+        raise unsupported(spec, f"a model on the Hub with safetensors, which this has not; {way}")
     return Path(downloaded)
 
 

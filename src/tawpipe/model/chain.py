@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tawpipe.errors import UserError
 from tawpipe.model import attention
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
@@ -22,12 +21,17 @@ from tawpipe.model.discovery import discover
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
-from tawpipe.model.refuse import SETTING, refuse_adapters, refuse_unsupported
+from tawpipe.model.refuse import refuse_adapters, refuse_unsupported, unsupported
 from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, modules_above, view_with_layers
 from tawpipe.model.units import build_blocks, build_units
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 
 logger = logging.getLogger(__name__)
+
+
+def inner_model(given: nn.Module) -> Any:
+    """The transformers model in a ``peft`` model, or the model itself."""
+    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
 
 
 class Chain(UnitBinding):
@@ -48,7 +52,7 @@ class Chain(UnitBinding):
         """The model that was given: the ``peft`` model, if it is one."""
         refuse_emptied(model)
         refuse_adapters(model)
-        self.model: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        self.model = inner_model(model)
         refuse_unsupported(self.model)
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
@@ -190,8 +194,7 @@ class Chain(UnitBinding):
         version = hidden._version
         output = call(layer, hidden)
         if hidden._version != version:
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 f"{self.block_name(block)} of {self.name}",
                 "it changes the hidden states that it is given in place, but did not do so when it was called first",
             )
@@ -237,8 +240,7 @@ class Chain(UnitBinding):
         if not alone or not torch.allclose(
             whole[:, :2], part, rtol=tolerance, atol=tolerance * float(whole.abs().max())
         ):
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 self.name,
                 "after its last layer the model mixes the tokens of a row (or counts them), but logits are computed "
                 "for a few positions at a time; such heads are not supported",
@@ -262,5 +264,5 @@ class Chain(UnitBinding):
         own = dict(self.model.named_buffers())
         for name, value in values.items():
             if name not in own or own[name].shape != value.shape:
-                raise UserError(SETTING, name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
+                raise unsupported(name, f"{self.name} has no such buffer of shape {tuple(value.shape)}")
             own[name].copy_(value)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tawpipe.model.buffers import materialize_buffers
-from tawpipe.model.chain import Chain
+from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.discovery import kind_of
 from tawpipe.model.weights import WeightSource
 
@@ -72,11 +72,6 @@ def _shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     return (cut.tokens, *shape[1:]) if shape and shape[0] == cut.vocabulary else shape
 
 
-def inner_model(given: nn.Module) -> Any:
-    """The transformers model in a ``peft`` model, or the model itself."""
-    return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
-
-
 def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype) -> nn.Module:
     """The copy of ``chain``'s model as it was given, wrapper included, without dropout and noise."""
     originals = dict(chain.model.named_parameters())
@@ -89,7 +84,7 @@ def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype)
             continue
         flat = source.unit(unit, dtype=dtype)
         for slot in unit.slots:
-            value = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            value = slot.view(flat)
             if _shape(slot.shape, cut) != slot.shape:
                 value = value[: cut.tokens]
             value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)

@@ -20,7 +20,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.attention import PackedMask, packing
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import SETTING, rope_settings
+from tawpipe.model.refuse import rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, view_with_layers
 from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
 
@@ -70,11 +70,11 @@ def discover(model: nn.Module) -> Discovery:
     kind = type(model).__name__
     devices = {parameter.device.type for parameter in model.parameters()}
     if len(devices) != 1:
-        raise UserError(SETTING, kind, f"all parameters must be on one device, not on {', '.join(sorted(devices))}")
+        raise unsupported(kind, f"all parameters must be on one device, not on {', '.join(sorted(devices))}")
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[union-attr]
     if count is None:
-        raise UserError(
-            SETTING, kind, "its config must say num_hidden_layers, and one list of so many layers be called in turn"
+        raise unsupported(
+            kind, "its config must say num_hidden_layers, and one list of so many layers be called in turn"
         )
     candidates = sorted(
         (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count),
@@ -90,8 +90,8 @@ def discover(model: nn.Module) -> Discovery:
             except Exception as error:
                 failures.append(error)
     reason = f" ({failures[0]})" if failures else ""
-    raise UserError(
-        SETTING, kind, f"expected {count} layers that are called one after the other with hidden states only{reason}"
+    raise unsupported(
+        kind, f"expected {count} layers that are called one after the other with hidden states only{reason}"
     ) from (failures[0] if failures else None)
 
 
@@ -101,8 +101,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
     kind = type(model).__name__
     for module in modules_above(model, path):
         if "forward" in vars(module):
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 f"{type(module).__name__}.forward",
                 "the method was replaced on the object, where it would call the object's own layers; make a subclass",
             )
@@ -113,17 +112,15 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
 
     held.check(kind)
     if watch.used.get("between"):
-        raise UserError(SETTING, kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
+        raise unsupported(kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
     if watch.counts_by_itself:
-        raise UserError(
-            SETTING,
+        raise unsupported(
             kind,
             "the model counts positions along the row by itself and takes no position_ids, so the documents of a row "
             "would not start anew",
         )
     if watch.read_by_head:
-        raise UserError(
-            SETTING,
+        raise unsupported(
             kind,
             f"after its last layer the model reads {', '.join(sorted(watch.read_by_head))}, from before the layers; "
             "the head may read what the last layer gives and its own parameters only",
@@ -132,8 +129,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
         given = tree_leaves((call.args, call.kwargs))
         masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
         if not masks:
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 kind,
                 f"layer {index} is not given a mask made by transformers' mask interface, so the documents of a row "
                 "would see each other (linear attention, state spaces, ALiBi and older code are not supported)",
@@ -141,7 +137,7 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
         for mask in masks:
             mask.check()
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
-            raise UserError(SETTING, kind, f"layer {index} is given a trainable tensor besides the hidden states")
+            raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
     assert tape.hidden is not None
     _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
@@ -222,13 +218,10 @@ def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[Lay
         except Exception:
             continue
         if seeds:
-            raise UserError(
-                SETTING, f"layer {index} of {name}", "it seeds torch's random numbers, which belong to the caller"
-            )
+            raise unsupported(f"layer {index} of {name}", "it seeds torch's random numbers, which belong to the caller")
         if random.getstate() != before:
             random.setstate(before)
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 f"layer {index} of {name}",
                 "it draws from Python's random, which cannot be repeated when the layer is computed again; use torch's",
             )
@@ -277,8 +270,7 @@ def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     unused = [name for name, users in blocks.items() if not users]
     if wrong := [name for name in unused if name in trainable]:
-        raise UserError(
-            SETTING,
+        raise unsupported(
             type(model).__name__,
             f"trainable parameters that no block of the chain uses: {', '.join(wrong[:5])}"
             f"{' and more' if len(wrong) > 5 else ''}; freeze them (requires_grad_(False)) or remove them",

@@ -11,7 +11,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.files import replace_folder
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
-from tawpipe.model.weights import is_adapter
+from tawpipe.model.refuse import unsupported
+from tawpipe.model.weights import Conversion, canonical_names, is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def export_hugging_face(
             _save_config(chain, partial, dtype)
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
-        _put(partial, folder)
+        replace_folder(partial, folder)
     except (OSError, SafetensorError) as error:  # a full disk above all
         _finish(tensors)
         raise RunError(f"the model could not be exported to {folder}: {error}") from error
@@ -103,21 +104,6 @@ def _finish(tensors: Iterator[object]) -> None:
     """Take part in what is left of the collective."""
     for _ in tensors:
         pass
-
-
-def _put(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name; what had it goes, unless that fails."""
-    replaced = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    try:
-        partial.rename(folder)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(folder)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 class _ShardWriter:
@@ -166,37 +152,24 @@ class _ShardWriter:
         index_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-@dataclass
-class _Group:
-    """Parameters that transformers stores as other tensors, and the conversion that does it."""
-
-    transform: Any
-    target: str
-    members: list[tuple[str, str]]
-    """(canonical name, source pattern of the transform)."""
-
-
 def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[str, Tensor | None]]:
     """(name on disk, tensor) of the whole model; the tensor is None where this rank was not given it."""
     from transformers.core_model_loading import WeightConverter, apply_renamings
 
     groups, renamings = _groups(chain)
     for group in groups:
-        values = [(name, pattern, get_parameter(name)) for name, pattern in group.members]
-        if any(value is None for _, _, value in values):
+        values = [get_parameter(name) for name, _ in group.sources]
+        if any(value is None for value in values):
             yield group.target, None
             continue
-        transform = deepcopy(group.transform)
-        for name, pattern, value in values:
-            transform.add_tensor(group.target, name, pattern, value)
-        converted = transform.convert(group.target, model=chain.model, config=chain.config)
-        for name, value in converted.items():
-            final = apply_renamings(name, renamings) if isinstance(transform, WeightConverter) else name
-            yield final, value[0] if isinstance(value, list) else value
+        for name, value in group.apply(values, chain.model).items():
+            yield apply_renamings(name, renamings) if isinstance(group.rule, WeightConverter) else name, value
 
     declared = getattr(chain.model, "all_tied_weights_keys", {})
-    for name, canonical in _aliases(chain).items():
-        if name not in declared and canonical not in declared:  # tied by hand: opening the folder would not tie it
+    for name, canonical in canonical_names(chain.model).items():
+        if (
+            name != canonical and name not in declared and canonical not in declared
+        ):  # tied by hand: opening the folder would not tie it
             yield apply_renamings(name, renamings), get_parameter(canonical)
     persistent = persistent_buffers(chain.model)
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
@@ -205,14 +178,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
             yield apply_renamings(name, renamings), buffer
 
 
-def _aliases(chain: Chain) -> dict[str, str]:
-    """Further names of tied parameters -> their canonical name."""
-    canonical = {id(parameter): name for name, parameter in chain.model.named_parameters()}
-    every = chain.model.named_parameters(remove_duplicate=False)
-    return {name: canonical[id(parameter)] for name, parameter in every if name != canonical[id(parameter)]}
-
-
-def _groups(chain: Chain) -> tuple[list[_Group], list[Any]]:
+def _groups(chain: Chain) -> tuple[list[Conversion], list[Any]]:
     """The conversion of every parameter to its form on disk, as in ``save_pretrained``, and the renamings after it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -229,14 +195,14 @@ def _groups(chain: Chain) -> tuple[list[_Group], list[Any]]:
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
-    groups: dict[str, _Group] = {}
+    groups: dict[str, Conversion] = {}
     for name, _ in chain.model.named_parameters():
         target, pattern = apply_converters(name, converters)
         if pattern is None:
             target, pattern = apply_renamings(name, renamings), name
-            groups[target] = _Group(WeightRenaming(name, target), target, [(name, name)])
+            groups[target] = Conversion(WeightRenaming(name, target), target, [(name, name)])
         else:
-            groups.setdefault(target, _Group(by_pattern[pattern], target, [])).members.append((name, pattern))
+            groups.setdefault(target, Conversion(by_pattern[pattern], target, [])).sources.append((name, pattern))
     return list(groups.values()), renamings
 
 
@@ -258,8 +224,7 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
             continue
         state = get_peft_model_state_dict(given, {full: value}, adapter_name=given.active_adapter)
         if not state and not is_adapter(chain.model, name):
-            raise UserError(
-                "--model",
+            raise unsupported(
                 name,
                 "a base parameter that is trained beside an adapter must be named in modules_to_save of its peft "
                 "config, or the adapter folder could not hold it",

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tawpipe.errors import UserError
 from tawpipe.model.buffers import persistent_buffers
-from tawpipe.model.refuse import SETTING
+from tawpipe.model.refuse import unsupported
 from tawpipe.model.stubs import LayerCall
 
 
@@ -40,16 +39,14 @@ class Held:
         """
         for key, (tensor, version) in self._parameters.items():
             if tensor._version != version:
-                raise UserError(
-                    SETTING,
+                raise unsupported(
                     name,
                     f"its forward pass changes the parameter {key} in place; only the optimizer may change weights",
                 )
         now = self._now()
         for key, (tensor, version) in self._buffers.items():
             if now.get(key) is not tensor or tensor._version != version:
-                raise UserError(
-                    SETTING,
+                raise unsupported(
                     name,
                     f"its forward pass changes the buffer {key}, such as statistics of batches; every process would "
                     "have its own, and a recomputation would count twice. Freeze it: eval() of that module, while the "
@@ -75,13 +72,10 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
     output = call(layer, given)
 
     if any(tensor._version != earlier for tensor, earlier in shared):
-        raise UserError(
-            SETTING, name, "it changes a tensor in place that other layers are given too; make it copy first"
-        )
+        raise unsupported(name, "it changes a tensor in place that other layers are given too; make it copy first")
     held.check(name)
     if kept := sorted(_tensors(layer).keys() - before.keys()):
-        raise UserError(
-            SETTING,
+        raise unsupported(
             name,
             f"its forward pass leaves a tensor in its attribute {kept[0]}: the next call would find what belongs to "
             "another micro-batch, or to a recomputation",

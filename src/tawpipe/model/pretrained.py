@@ -6,19 +6,16 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.refuse import SETTING
+from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
-from tawpipe.model.weights import InitSource, flatten, is_adapter
+from tawpipe.model.weights import Conversion, InitSource, canonical_names, flatten, is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,17 +27,6 @@ _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_sta
 def base_name(name: str) -> str:
     """The name that a parameter has without ``peft`` around its module."""
     return name.replace(".base_layer.", ".")
-
-
-@dataclass
-class _Group:
-    """Tensors of a checkpoint that become one or more parameters together, and the conversion that does it."""
-
-    transform: Any
-    """A transformers WeightConverter or WeightRenaming, without tensors."""
-    target: str
-    parts: list[tuple[str, str]]
-    """(name in the checkpoint, source pattern of the transform), in natural order."""
 
 
 class SafetensorsSource:
@@ -57,22 +43,17 @@ class SafetensorsSource:
         self._folder, self._model = Path(folder), chain.model
         self._files = _files_by_key(self._folder)
         self._init: InitSource | None = None
-        adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
-        if adapters:
+        self._adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
+        if self._adapters:
             self._init = InitSource(chain, seed)
-        self._adapters = adapters
-
-        self._aliases: dict[str, str] = {}
-        canonical = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            self._aliases[base_name(name)] = canonical[id(parameter)]
+        self._aliases = {base_name(name): canonical for name, canonical in canonical_names(self._model).items()}
         state = {base_name(name): value for name, value in self._model.state_dict().items()}
         self._buffer_names = set(state) - set(self._aliases)
         self._groups, self._group_of = self._plan(state)
-        self._check_names(adapters)
+        self._check_names()
         self._check_shapes(state)
 
-    def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
+    def _plan(self, state: dict[str, Tensor]) -> tuple[dict[str, Conversion], dict[str, str]]:
         """Groups by their first target, and for every canonical parameter or buffer the group that gives it."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -83,7 +64,7 @@ class SafetensorsSource:
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         prefix = self._model.base_model_prefix
 
-        groups: dict[str, _Group] = {}
+        groups: dict[str, Conversion] = {}
         group_of: dict[str, str] = {}
         self._unexpected: list[str] = []
         for key in sorted(self._files, key=dot_natural_key):
@@ -94,29 +75,29 @@ class SafetensorsSource:
                 self._unexpected.append(key)
                 continue
             transform = WeightRenaming(key, target) if pattern is None else by_pattern[pattern]
-            group = groups.setdefault(target, _Group(transform, target, []))
-            group.parts.append((key, key if pattern is None else pattern))
+            group = groups.setdefault(target, Conversion(transform, target, []))
+            group.sources.append((key, key if pattern is None else pattern))
             for target_pattern in transform.target_patterns if pattern is not None else (target,):
                 name = target.replace(transform.target_patterns[0], target_pattern) if pattern is not None else target
                 group_of.setdefault(self._aliases.get(name, name), target)
         return groups, group_of
 
-    def _check_names(self, adapters: set[str]) -> None:
+    def _check_names(self) -> None:
         ignored = [
             *(self._model._keys_to_ignore_on_load_unexpected or ()),
             r"rotary_emb\.inv_freq",
             r"(^|\.)position_ids$",
         ]
         unexpected = [key for key in self._unexpected if not any(re.search(pattern, key) for pattern in ignored)]
-        missing = [n for n, _ in self._model.named_parameters() if n not in self._group_of and n not in adapters]
+        missing = [n for n, _ in self._model.named_parameters() if n not in self._group_of and n not in self._adapters]
         if missing or unexpected:
             parts = [
                 f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
                 for what, names in (("missing", missing), ("unexpected", unexpected))
                 if names
             ]
-            raise UserError(
-                SETTING, str(self._folder), f"its safetensors must fit {type(self._model).__name__}: {'; '.join(parts)}"
+            raise unsupported(
+                str(self._folder), f"its safetensors must fit {type(self._model).__name__}: {'; '.join(parts)}"
             )
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -142,8 +123,8 @@ class SafetensorsSource:
 
         plain: dict[Path, list[tuple[str, str]]] = {}
         for group in self._groups.values():
-            if isinstance(group.transform, WeightRenaming):
-                key = group.parts[0][0]
+            if isinstance(group.rule, WeightRenaming):
+                key = group.sources[0][0]
                 plain.setdefault(self._files[key], []).append((key, group.target))
         for path, pairs in plain.items():
             with safe_open(path, framework="pt") as file:
@@ -152,10 +133,8 @@ class SafetensorsSource:
 
     def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
         if stored != expected:
-            raise UserError(
-                SETTING,
-                str(self._folder),
-                f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}",
+            raise unsupported(
+                str(self._folder), f"{name} must have shape {list(expected)} as config.json says, not {list(stored)}"
             )
 
     def buffers(self) -> dict[str, Tensor]:
@@ -166,19 +145,10 @@ class SafetensorsSource:
         """Read and convert one group; values by canonical name."""
         from safetensors import safe_open
 
-        group = self._groups[target]
-        transform = deepcopy(group.transform)
-        opened: dict[Path, Any] = {}
-        for key, pattern in group.parts:
-            path = self._files[key]
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            transform.add_tensor(target, key, pattern, opened[path].get_tensor(key))
-        values: dict[str, Any] = transform.convert(target, model=self._model, config=self._model.config)
-        return {
-            self._aliases.get(name, name): value[0] if isinstance(value, list) else value
-            for name, value in values.items()
-        }
+        group, opened = self._groups[target], cache(lambda path: safe_open(path, framework="pt"))
+        values = (opened(self._files[key]).get_tensor(key) for key, _ in group.sources)
+        converted = group.apply(values, self._model)
+        return {self._aliases.get(name, name): value for name, value in converted.items()}
 
 
 def _files_by_key(folder: Path) -> dict[str, Path]:
@@ -191,14 +161,14 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {key: folder / name for key, name in names.items()}
             if absent := sorted({path.name for path in files.values() if not path.is_file()}):
-                raise UserError(SETTING, str(folder), f"its index names files that are not there: {', '.join(absent)}")
+                raise unsupported(str(folder), f"its index names files that are not there: {', '.join(absent)}")
             return files
         if single.is_file():
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single)
     except (SafetensorError, ValueError, KeyError, OSError) as error:
-        raise UserError(SETTING, str(folder), f"its safetensors cannot be read ({error})") from error
-    raise UserError(SETTING, str(folder), f"expected {SINGLE} or {INDEX} in the folder")
+        raise unsupported(str(folder), f"its safetensors cannot be read ({error})") from error
+    raise unsupported(str(folder), f"expected {SINGLE} or {INDEX} in the folder")
 
 
 def has_weights(folder: Path) -> bool:
@@ -234,7 +204,7 @@ def check_weights(folder: Path) -> None:
     else:
         way = "convert them to what save_pretrained of transformers writes"
     expected = f"weights as {SINGLE} or {INDEX}, not {first}{more}; {way}; or config.json alone for random weights"
-    raise UserError(SETTING, str(folder), expected)
+    raise unsupported(str(folder), expected)
 
 
 def conversion(source: str, folder: str, **how: object) -> str:

@@ -18,75 +18,61 @@ SETTING = "--model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+def unsupported(name: str, why: str) -> UserError:
+    """The error for a model that cannot be trained here.
+
+    Args:
+        name: the model, or the part of it, that is refused.
+        why: the reason, or what would work.
+    """
+    return UserError(SETTING, name, why)
+
+
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise UserError for a model that is no decoder-only causal LM, or whose training needs what a chain has not."""
+    for why in _problems(model):
+        raise unsupported(type(model).__name__, why)
+
+
+def _problems(model: Any) -> Iterator[str]:
+    """The reasons why a model is refused; the first counts, since later ones may not be looked for without it."""
     from transformers import PreTrainedModel
 
-    kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise UserError(SETTING, kind, "expected a transformers model, as AutoModelForCausalLM makes it")
+        yield "expected a transformers model, as AutoModelForCausalLM makes it"
     config = model.config
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(SETTING, kind, "encoder-decoder models are not supported, only decoder-only causal LMs")
+        yield "encoder-decoder models are not supported, only decoder-only causal LMs"
     if model.get_output_embeddings() is None:
-        raise UserError(SETTING, kind, "the model has no language-modelling head; use the ...ForCausalLM class")
+        yield "the model has no language-modelling head; use the ...ForCausalLM class"
     if getattr(model, "hf_quantizer", None) is not None or not all(p.is_floating_point() for p in model.parameters()):
-        raise UserError(SETTING, kind, "quantized weights cannot be trained; give the unquantized model")
+        yield "quantized weights cannot be trained; give the unquantized model"
     if getattr(text, "output_router_logits", False):
-        raise UserError(
-            SETTING,
-            kind,
-            "router auxiliary losses need the router logits of all layers at once and are not supported; "
-            "set output_router_logits to false in config.json",
-        )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UserError(
-            SETTING,
-            kind,
-            f"layers that share keys and values (num_kv_shared_layers={text.num_kv_shared_layers}) are not supported",
-        )
+        losses = "router auxiliary losses need the router logits of all layers at once and are not supported"
+        yield f"{losses}; set output_router_logits to false in config.json"
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        yield f"layers that share keys and values (num_kv_shared_layers={shared}) are not supported"
     for key in ("num_mtp_layers", "num_nextn_predict_layers"):
-        if getattr(text, key, 0):
-            raise UserError(
-                SETTING,
-                kind,
-                f"multi-token-prediction heads ({key}={getattr(text, key)}) are neither trained nor exported; "
-                f"set {key} to 0 in config.json to train the model without them",
-            )
+        if heads := getattr(text, key, 0):
+            untrained = f"multi-token-prediction heads ({key}={heads}) are neither trained nor exported"
+            yield f"{untrained}; set {key} to 0 in config.json to train the model without them"
     refuse_parameters(model)
     if config.return_dict is False:
-        raise UserError(
-            SETTING, kind, "the model must return its outputs by name; set return_dict to true in config.json"
-        )
+        yield "the model must return its outputs by name; set return_dict to true in config.json"
     for owner in (config, text):
         for key in ("layerdrop", "decoder_layerdrop"):
-            if getattr(owner, key, 0):
-                raise UserError(
-                    SETTING,
-                    kind,
-                    f"layers left out at random ({key}={getattr(owner, key)}) are not supported; set {key} to 0 in "
-                    "config.json",
-                )
+            if share := getattr(owner, key, 0):
+                yield f"layers left out at random ({key}={share}) are not supported; set {key} to 0 in config.json"
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
     if foreign or getattr(model, "_is_stateful", False):
-        raise UserError(
-            SETTING,
-            kind,
-            f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row; only "
-            f"{' and '.join(sorted(_LAYER_TYPES))} are supported",
-        )
+        stateful = f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row"
+        yield f"{stateful}; only {' and '.join(sorted(_LAYER_TYPES))} are supported"
     if not model._can_set_attn_implementation():
-        raise UserError(
-            SETTING,
-            kind,
-            "the model does not use transformers' attention interface (older code, or ALiBi), so its documents cannot "
-            "be kept apart",
-        )
+        older = "the model does not use transformers' attention interface (older code, or ALiBi)"
+        yield f"{older}, so its documents cannot be kept apart"
     if any(rope["rope_type"] == "dynamic" for rope in rope_settings(getattr(text, "rope_parameters", None))):
-        raise UserError(
-            SETTING, kind, "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
-        )
+        yield "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
 
 
 def refuse_adapters(given: nn.Module) -> None:
@@ -101,26 +87,21 @@ def refuse_adapters(given: nn.Module) -> None:
     names = ", ".join(sorted({getattr(c.peft_type, "value", str(c.peft_type)) for c in configs.values()}))
     tuner = getattr(given, "base_model", None)
     if not hasattr(given, "get_base_model"):
-        raise UserError(
-            SETTING,
-            f"{type(given).__name__} with an adapter",
-            "wrap it with peft.get_peft_model instead of add_adapter",
+        raise unsupported(
+            f"{type(given).__name__} with an adapter", "wrap it with peft.get_peft_model instead of add_adapter"
         )
     if any(config.is_prompt_learning for config in configs.values()):
-        raise UserError(SETTING, names, f"virtual tokens in front of a document are not supported; {advice}")
+        raise unsupported(names, f"virtual tokens in front of a document are not supported; {advice}")
     if any(getattr(config, "target_parameters", None) for config in configs.values()):
-        raise UserError(
-            SETTING,
+        raise unsupported(
             "target_parameters",
             "adapters of single parameters change weights while they compute; name layers in target_modules instead",
         )
     from peft.tuners.tuners_utils import BaseTuner
 
     if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:
-        raise UserError(
-            SETTING,
-            names,
-            f"its own forward pass adds something (a loss, for AdaLoRA) that would be left out; {advice}",
+        raise unsupported(
+            names, f"its own forward pass adds something (a loss, for AdaLoRA) that would be left out; {advice}"
         )
 
 
@@ -131,15 +112,12 @@ def refuse_parameters(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             for option in ("max_norm", "sparse", "scale_grad_by_freq"):
                 if getattr(module, option):
-                    raise UserError(SETTING, f"{name} of {kind}", f"embeddings with {option} are not supported")
+                    raise unsupported(f"{name} of {kind}", f"embeddings with {option} are not supported")
         if getattr(module, "merged_adapters", None):
-            raise UserError(
-                SETTING, f"{name} of {kind}", "its adapter is merged into the weights; unmerge it to train it"
-            )
+            raise unsupported(f"{name} of {kind}", "its adapter is merged into the weights; unmerge it to train it")
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 f"{name} of {kind}",
                 "hooks of parameters would never be called: gradients are collected elsewhere; put hooks on modules",
             )
@@ -148,8 +126,7 @@ def refuse_parameters(model: nn.Module) -> None:
     )
     for (begin, size, first), (other, _, second) in pairwise(places):
         if other < begin + size:
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 f"{first} and {second} of {kind}",
                 "two parameters share memory without being one; tie them by using the same Parameter twice",
             )

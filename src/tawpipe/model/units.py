@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from tawpipe.schedule.spec import BlockSpec
 
@@ -24,6 +24,10 @@ class ParameterSlot:
     offset: int
     """First element in the unit's flat layout."""
     numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter in its unit's flat layout."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True)

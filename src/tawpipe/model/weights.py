@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model.buffers import owners, poison, poisoned
 from tawpipe.model.chain import Chain
-from tawpipe.model.refuse import SETTING
+from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
 
 
@@ -36,7 +37,7 @@ def flatten(unit: Unit, values: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
     """Lay the parameters of a unit end to end, each converted as it comes."""
     flat = torch.empty(unit.numel, dtype=dtype)
     for slot, value in zip(unit.slots, values, strict=True):
-        flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(value)
+        slot.view(flat).copy_(value)
     return flat
 
 
@@ -46,7 +47,7 @@ class ModuleSource:
     def __init__(self, chain: Chain) -> None:
         self._values = {name: parameter.detach() for name, parameter in chain.model.named_parameters()}
         if meta := [name for name, value in self._values.items() if value.is_meta]:
-            raise UserError(SETTING, chain.name, f"the model holds no values: {meta[0]} is on the meta device")
+            raise unsupported(chain.name, f"the model holds no values: {meta[0]} is on the meta device")
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
         return flatten(unit, (self._values[slot.name] for slot in unit.slots), dtype)
@@ -91,8 +92,7 @@ class InitSource:
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             value = self._adapter(name) if is_adapter(self._model, name) else self._own(name)
         if poisoned(value):
-            raise UserError(
-                SETTING,
+            raise unsupported(
                 type(self._model).__name__,
                 f"the model's _init_weights does not initialise {name}; give a folder with weights",
             )
@@ -141,6 +141,39 @@ class InitSource:
         return value.data
 
 
+@dataclass
+class Conversion:
+    """Tensors that transformers stores in another form than its model has them, and the rule between the two forms.
+
+    Args:
+        rule: a transformers WeightConverter or WeightRenaming, without tensors.
+        target: name of the first tensor that it gives.
+        sources: (name, source pattern of the rule) of the tensors that it is given, in order.
+    """
+
+    rule: Any
+    target: str
+    sources: list[tuple[str, str]]
+
+    def apply(self, values: Iterable[Any], model: Any) -> dict[str, Tensor]:
+        """The converted tensors by their names.
+
+        Args:
+            values: in the order of ``sources``.
+        """
+        rule = deepcopy(self.rule)
+        for (name, pattern), value in zip(self.sources, values, strict=True):
+            rule.add_tensor(self.target, name, pattern, value)
+        converted = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> its first name; tied ones have several."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: canonical[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def _prefixes(name: str) -> Iterator[str]:
     """The dotted prefixes of a parameter's name, longest first, down to the model itself."""
     while name:
@@ -160,8 +193,7 @@ def is_adapter(model: nn.Module, name: str) -> bool:
             if name.startswith(f"{path}.base_layer." if path else "base_layer."):
                 return False
             if not hasattr(module, "reset_lora_parameters"):
-                raise UserError(
-                    SETTING,
+                raise unsupported(
                     type(module).__name__,
                     "on the meta device only LoRA adapters are supported; give a model with values",
                 )

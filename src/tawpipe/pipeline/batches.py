@@ -1,4 +1,4 @@
-"""How a global batch is dealt to the ranks: in micro-batches that hold the same rows for every number of processes."""
+"""A global batch dealt to the ranks in micro-batches that hold the same rows for every number of processes."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.chain import Chain
-from tawpipe.model.cut import inner_model, plan_cut, small_copy
+from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.cut import plan_cut, small_copy
 from tawpipe.model.loss import Loss, sum_of_loss
 from tawpipe.model.stubs import HIDDEN
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
@@ -100,7 +100,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what a copy in another dtype would warn of."""
+    """A context without the warnings that a copy in another dtype would give."""
     top = logging.getLogger("tawpipe")
     level = top.level
     top.setLevel(logging.ERROR)

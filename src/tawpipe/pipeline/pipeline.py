@@ -9,7 +9,6 @@ Usage:
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 import time
@@ -42,12 +41,12 @@ from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.flight import write_record
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
@@ -149,7 +148,7 @@ class Pipeline:
         else:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.checked = ""
-        """What the check of the model found, in a sentence on rank 0; empty where it was left out."""
+        """The outcome of the model's check, in a sentence; empty where it was left out."""
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
             self._check_model(source, loss)
         self.spec = self.chain.spec
@@ -229,20 +228,17 @@ class Pipeline:
             one.close()
             return steps[0].loss, gradients, hidden
 
-        problem: UserError | None = None
-        words = ["", "", ""]
-        if self.world.rank == 0:
+        def check() -> str:
             try:
-                self.checked = check_model(self.chain, source, loss=loss, run=run)
-            except UserError as error:
-                problem, words = error, [error.setting, str(error.value), error.expected]
+                return check_model(self.chain, source, loss=loss, run=run)
+            except UserError:
+                raise
             except Exception as error:
-                self.checked = f"{self.chain.name} was not checked: {type(error).__name__} ({error})"
-            if "not checked" in self.checked:
-                logger.warning("%s", self.checked)
-        setting, value, expected = json.loads(self.world.broadcast_text(json.dumps(words)))
-        if setting:
-            raise problem or UserError(setting, value, expected)
+                return f"{self.chain.name} was not checked: {type(error).__name__} ({error})"
+
+        self.checked = self.world.text_of_rank_0(check)
+        if self.world.rank == 0 and "not checked" in self.checked:
+            logger.warning("%s", self.checked)
 
     # what a step does
 
@@ -276,7 +272,7 @@ class Pipeline:
         return self._given
 
     def shares(self, rows: int) -> tuple[Share, ...]:
-        """Which micro-batches of a global batch of ``rows`` rows this rank computes, and which rows each of them holds.
+        """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
 
         A micro-batch holds the same rows for every number of processes; only who computes it changes.
         """
@@ -348,13 +344,13 @@ class Pipeline:
             self._training = mode
 
     def set_timeout(self, limit: timedelta) -> None:
-        """How long a step may take from now on; then every rank says what it waits for, and its process ends."""
+        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends."""
         self.executor.watchdog.limit_s = limit.total_seconds()
         # The transport would end it without a word; it is there for what no watchdog sees.
         self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
 
     def record_hangs(self, folder: Path) -> None:
-        """Where a rank that hangs writes what NCCL was given, in a folder named after the step; on GPUs."""
+        """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
         if self.world.device.type == "cuda":
             named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
             self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
@@ -452,7 +448,7 @@ class Pipeline:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
 
         Args:
-            where: the folder, or what ``checkpoint.resume`` has found.
+            where: the folder, or the source that ``checkpoint.resume`` has chosen.
 
         Raises:
             UserError: no complete state, or one of another model or optimizer; nothing here has changed.
@@ -584,7 +580,7 @@ class Pipeline:
             self._collected = (key, self.storage.collect(unit, self.world.group, gradient=gradient))
         flat = self._collected[1]
         # A copy: the caller may change it, and the unit is kept for the next name.
-        return None if flat is None else flat[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+        return None if flat is None else slot.view(flat).clone()
 
 
 def _check_settings(*, micro_batch: int, dtype: torch.dtype, clip_norm: float | None, seed: int) -> None:

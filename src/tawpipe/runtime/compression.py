@@ -64,7 +64,7 @@ def _slices(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _scales(count: int, begin: int, end: int) -> slice:
-    """Where the scales of some elements lie in a message of ``count``; ``begin`` is at the border of a block."""
+    """Place of the scales of some elements in a message of ``count``; ``begin`` is at the border of a block."""
     return slice(count + 4 * (begin // COMPRESSION_BLOCK), count + 4 * -(-end // COMPRESSION_BLOCK))
 
 

@@ -27,7 +27,7 @@ from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
 SAVED = (Kind.GRAPH, Kind.ATTENTION)
-"""What a layer keeps for its backward pass instead of its input."""
+"""Kinds of what a layer keeps for its backward pass instead of its input."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Compute:
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
         self._places: dict[tuple[Buffer, torch.Size], Tensor] = {}
-        """Where inputs wait in the host's memory, and where they come back: they are there for the whole run."""
+        """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use

@@ -1,9 +1,13 @@
-"""Says what every rank waits for when a step takes too long, and ends the process.
+"""The watchdog: when a step takes too long, every rank says what it waits for, and its process ends.
 
 A rank that hangs makes all others wait, each for its neighbour; which of them is the cause, only the place in the
 schedule tells. So every rank prints its own: a rank whose lane COMPUTE alone is busy waits for nobody and is the one to
 look at, and so is one that prints nothing, because it is in no step. Lines begin with ``environment.STUCK``, by which a
 launcher finds them.
+
+Torch's flight recorder says the same of NCCL's communicators: group, sequence number, sizes, and whether an operation
+was begun or only issued. Torch would write its record when its own time limit is over, which the watchdog does not wait
+for. ``torchfrtrace FOLDER --prefix rank_`` compares those of all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from tawpipe.environment import STUCK
@@ -25,6 +30,9 @@ LOOK_S = 0.25
 LAST_WORDS_S = 3.0
 """Seconds after the report, so that every rank has printed its own before connections break."""
 EXIT_CODE = 1
+RECORDED = 4000
+"""Operations that a rank remembers: some steps of a few hundred each."""
+RECORD_PREFIX = "rank_"
 
 
 class Ends(Protocol):
@@ -149,3 +157,26 @@ class Watchdog:
             and not any(not one.waits for lane, one in doing.items() if lane is not Lane.COMPUTE)
         ):
             yield f"{self._where}: waits for nobody: it computes"
+
+
+def keep_record() -> None:
+    """Let NCCL's operations be remembered from now on. Before the first group is made; what a user has set stays."""
+    if os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # the name before torch 2.9, which still counts
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
+
+
+def write_record(folder: Path, rank: int) -> str:
+    """Write this rank's flight record; how to read it, or why there is none, or nothing where no NCCL is.
+
+    Stacks of Python are left out, as the watchdog cannot know whether they could be walked.
+    """
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    if dump is None:
+        return ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+        (folder / f"{RECORD_PREFIX}{rank}").write_bytes(content)
+    except (OSError, RuntimeError) as error:
+        return f"the flight record could not be written: {error}"
+    return f"the flight record is in {folder}; with those of all ranks: torchfrtrace {folder} --prefix {RECORD_PREFIX}"

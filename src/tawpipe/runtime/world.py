@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.flight import keep_record
 from tawpipe.runtime.meeting import agree_on_name
+from tawpipe.runtime.watchdog import keep_record
 from tawpipe.topology import Topology
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -88,6 +88,24 @@ class World:
             self.broadcast(data)
         return bytes(data.tolist()).decode()
 
+    def text_of_rank_0(self, make: Callable[[], str]) -> str:
+        """The text that ``make`` gives on rank 0, where it may take its time, on all ranks; call on all ranks.
+
+        Raises:
+            UserError: that of rank 0; on all ranks.
+        """
+        text, refusal = "", None
+        if self.rank == 0:
+            try:
+                text = make()
+            except UserError as error:
+                refusal = [error.setting, str(error.value), error.expected]
+        self.wait_patiently()
+        text, refusal = json.loads(self.broadcast_text(json.dumps([text, refusal])))
+        if refusal:
+            raise UserError(*refusal)
+        return text
+
     def gather_texts(self, text: str) -> list[str]:
         """A text of every rank, in their order, on all ranks."""
         if self.group is None:
@@ -102,7 +120,7 @@ class World:
         return [one.numpy().tobytes().rstrip(b"\0").decode() for one in everyone]
 
     def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
-        """What ``act`` returns on every rank (JSON values), in their order, on all ranks; call on all ranks.
+        """The results of ``act`` on every rank (JSON values), in their order, on all ranks; call on all ranks.
 
         Args:
             acts: whether this rank does; if not, it returns None.

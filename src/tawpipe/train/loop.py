@@ -33,11 +33,10 @@ from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
+from tawpipe.train.alarms import Spikes, Stragglers
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
-from tawpipe.train.spikes import Spikes
 from tawpipe.train.stopping import StopRequest
-from tawpipe.train.stragglers import Stragglers
 
 LOOK_AT_SAVES = 10
 """Steps after which the run asks whether the save under way has ended."""

@@ -79,7 +79,7 @@ def follow_plan(
     given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleSettings(), name)]
     same_nodes = earlier is not None and earlier.topology == str(world.nodes)
     if config.plan not in ("none", "auto"):
-        text, line = _from_rank_0(world, lambda: _read(config)), f"plan: {config.plan}"
+        text, line = world.text_of_rank_0(lambda: _read(config)), f"plan: {config.plan}"
     elif earlier is not None and same_nodes and earlier.plan and config.plan == "auto":
         text, line = earlier.plan, "plan: that of the checkpoint"
         if given and replace(config, schedule=_schedule(config, text)) != config:
@@ -135,20 +135,6 @@ def _read(config: TrainConfig) -> str:
 
     load_plan(Path(config.plan))
     return Path(config.plan).read_text(encoding="utf-8")
-
-
-def _from_rank_0(world: World, make: Callable[[], str]) -> str:
-    """The text that ``make`` gives on rank 0, which may take its time, on all ranks; a UserError is raised on all."""
-    text, problem = "", ""
-    if world.rank == 0:
-        try:
-            text = make()
-        except UserError as error:
-            problem = "\0".join((error.setting, str(error.value), error.expected))
-    world.wait_patiently()
-    if problem := world.broadcast_text(problem):
-        raise UserError(*problem.split("\0"))
-    return world.broadcast_text(text)
 
 
 def _mismatch(plan: dict[str, Any], config: TrainConfig, world: World, dtype: torch.dtype) -> UserError | None:
@@ -229,7 +215,7 @@ def _make(
             return f"{NO_PLAN}{type(error).__name__}: {error}"
         return made.text() if made.chosen else NO_PLAN + made.reason
 
-    text = _from_rank_0(world, choose)
+    text = world.text_of_rank_0(choose)
     if text.startswith(NO_PLAN):
         return "", f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}"
     return text, f"plan: measured and chosen in {duration(time.perf_counter() - begin)}"

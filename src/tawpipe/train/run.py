@@ -21,17 +21,17 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
-from tawpipe.model.build import BuiltModel, build_model, longest_allowed, resolve_model
+from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig, config_text
-from tawpipe.train.generate import generate
 from tawpipe.train.loop import Training
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
+from tawpipe.train.sample import sample
 
 ROWS_LOOKED_AT = 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -111,7 +111,7 @@ def run(config: TrainConfig) -> int:
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.last < config.steps
     if config.sample.tokens and not stopped:
-        results.append(("sample", _sample(config, pipeline, data)))
+        results.append(("sample", sample(config, pipeline, data)))
     if config.export.enabled and not stopped:
         folder = pipeline.export(
             config.output_path / "model",
@@ -154,7 +154,7 @@ def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
 
 
 def open_stores(config: TrainConfig, world: World, injector: Injector | None = None) -> tuple[Disk, Memory | None]:
-    """Where this run keeps its states; if not in memory, those of runs before it in this folder go there."""
+    """The stores of this run's states. Without one in memory, what earlier runs in this folder left there goes."""
     settings = config.checkpoint
     folder = config.output_path / "checkpoints"
     disk = Disk(folder, world, keep=settings.keep, keep_every=settings.keep_every, injector=injector)
@@ -299,18 +299,3 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
     if said.host_bytes:
         rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
     return rows
-
-
-def _sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
-    tokenizer = data.tokenizer
-    prompt = tokenizer.encode(config.sample.prompt, add_special_tokens=False) or [0]
-    stop = tokenizer.eos_token_id
-    ids = generate(
-        pipeline,
-        prompt,
-        tokens=config.sample.tokens,
-        window=min(config.sequence_length, longest_allowed(pipeline.chain.config)),
-        seed=config.seed,
-        stop=stop if isinstance(stop, int) else None,
-    )
-    return repr(tokenizer.decode(ids, skip_special_tokens=True))

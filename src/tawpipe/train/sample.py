@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tawpipe.data.prepare import PreparedData
 from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.build import longest_allowed
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.train.config import TrainConfig
 
 CHOICES = 40
 """Tokens among which each next one is drawn: the likeliest."""
@@ -52,3 +55,19 @@ def generate(
             if token == stop:
                 break
     return ids
+
+
+def sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
+    """The text that ``config.sample`` asks for; call on all ranks."""
+    tokenizer = data.tokenizer
+    prompt = tokenizer.encode(config.sample.prompt, add_special_tokens=False) or [0]
+    stop = tokenizer.eos_token_id
+    ids = generate(
+        pipeline,
+        prompt,
+        tokens=config.sample.tokens,
+        window=min(config.sequence_length, longest_allowed(pipeline.chain.config)),
+        seed=config.seed,
+        stop=stop if isinstance(stop, int) else None,
+    )
+    return repr(tokenizer.decode(ids, skip_special_tokens=True))
