@@ -38,6 +38,7 @@ class Contender(Protocol):
     @property
     def sleeper(self) -> Sleeper | None:
         """Computes for it, at a pace that the harness sets; None where it really computes."""
+        ...
 
     def step(self) -> None:
         """One complete training step on this rank. None of its communication is under way when it returns."""
@@ -48,6 +49,7 @@ class Contender(Protocol):
         COMPUTE is the sleeping that stands for computation, of which a real workload has none. A lane of transfers is
         also busy while it waits for the other side.
         """
+        ...
 
     def close(self) -> None:
         """Give back threads, groups and memory. No step may follow."""

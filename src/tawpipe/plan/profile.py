@@ -194,7 +194,7 @@ class _Bench:
             chain.bind(unit, flat)
         batch = self._batch(lengths)
         hidden = torch.randn(1, sum(lengths), _hidden(chain), dtype=self.dtype, device=self.device)
-        context = self._context(batch) if spec.kind == "layer" else None
+        context = self._context(batch) if spec.kind == "layer" else ()
 
         def forward(leaf: torch.Tensor) -> torch.Tensor:
             return chain.layer(block, leaf, context) if spec.kind == "layer" else chain.embed(batch)[0]

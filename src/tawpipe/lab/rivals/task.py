@@ -32,24 +32,31 @@ class Task(Protocol):
     @property
     def sleeper(self) -> Sleeper | None:
         """Computes in the place of modules that are timed; None for those that compute."""
+        ...
 
     def parts(self) -> Iterator[nn.Module]:
         """The parts of the whole model, in their order, each of them made when it is wanted where that can be."""
+        ...
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
         """The model made of all ``parts``. It takes inputs and gives outputs, see ``batch`` and ``loss``."""
+        ...
 
     def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
         """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output."""
+        ...
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of some micro-batches of a step, [micro-batches, ...]; the same on whatever rank."""
+        ...
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The part that these micro-batches add to the loss of a step."""
+        ...
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
         """None where weights are left as they are."""
+        ...
 
 
 def task_of(workload: Workload, busy: BusyTime) -> Task:
