@@ -5,6 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 SETTINGS := pyproject.toml requirements-ci.txt
 READY := .venv/.ready
+# Many tests are several processes that wait for each other: two at a time keep two cores busy.
+TEST_PROCESSES ?= 2
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
 # A torch that is installed already, new enough and made for this GPU, is used as it is.
@@ -22,7 +24,7 @@ train: $(READY)  ## train with the defaults, or with ARGS
 	@$(BIN)/tawpipe train $(ARGS)
 
 test: $(READY)  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-slow: $(READY)  ## run the whole grid, which the tests cover in part
 	@$(BIN)/python -m pytest -m slow $(ARGS)

@@ -81,7 +81,9 @@ def test_strategies_alone_and_their_timelines(tmp_path):
     assert drawn == {"c-tawpipe-spread.png", "c-flat.png"}
 
 
-@pytest.mark.parametrize("name", shipped_suites())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "paper-24")) for name in shipped_suites()]
+)
 def test_every_suite_can_be_read_and_bounded(name):
     suite = load_suite(name)
     for cell in suite.cells:

@@ -17,7 +17,7 @@ TOPOLOGIES = [
     pytest.param(1, 4, marks=pytest.mark.slow),
     (2, 2),
     pytest.param(4, 1, marks=pytest.mark.slow),
-    (3, 2),
+    LARGE,
 ]
 STRATEGIES = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp"]
 LIMIT = {"float64": 1e-10, "float32": 1e-5}
@@ -167,7 +167,8 @@ def test_evaluation_between_steps_changes_nothing(pool):
 @pytest.mark.parametrize(
     "knobs",
     [
-        *({"strategy": strategy} for strategy in STRATEGIES),
+        {"strategy": "tawpipe-striped"},
+        *(pytest.param({"strategy": name}, marks=pytest.mark.slow) for name in STRATEGIES if name != "tawpipe-striped"),
         {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
         {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
         {"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True},

@@ -64,6 +64,7 @@ def test_an_error_in_a_lane_comes_out_at_once_with_its_action(pool):
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_bf16_compute_with_fp32_masters_learns(pool):
     losses = pool.run("cases:low_precision", 2, 2)[0]
     assert losses[-1] < losses[0] - 0.1

@@ -332,7 +332,7 @@ def test_sigterm_ends_a_run_in_good_order(trained):
 @pytest.mark.parametrize(
     "cases",
     [
-        ("kill:push", "bitflip:save"),
+        pytest.param(("kill:push", "bitflip:save"), marks=pytest.mark.slow),
         pytest.param(
             ("disk-full:save", "exit:save", "hang:forward", "nan:backward", "kill:load"), marks=pytest.mark.slow
         ),

@@ -134,7 +134,7 @@ def examine(store: Store, folders: Sequence[Path]) -> Source:
     for seal in seals:
         places: dict[tuple[int, str], list[int]] = {}
         for rank, seen in enumerate(everyone):
-            machine = 0 if store.shared else store.world.hosts.node_of(rank)  # one name, but another folder on each
+            machine = 0 if store.shared else store.world.machines.node_of(rank)  # one name, but another folder on each
             for folder in (folder for folder in seen if seen[folder] == seal):
                 places.setdefault((machine, folder), []).append(rank)
         seers = [(folder, ranks) for (_, folder), ranks in places.items()]

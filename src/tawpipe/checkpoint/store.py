@@ -170,7 +170,7 @@ class Memory:
     def __init__(self, root: Path, world: World, group: World) -> None:
         self.root, self.world, self._connections = root, world, group.group
         self.group: World | None = group
-        nodes, rank = world.hosts, world.rank
+        nodes, rank = world.machines, world.rank
         self.folder = root / f"node-{nodes.node_of(rank)}"
         self.leads = nodes.local_of(rank) == 0
         self._to = _neighbour(nodes, rank)

@@ -17,7 +17,7 @@ from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
-from tawpipe.schedule.step import Schedule, StepSpec, chosen
+from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import Spread, build, register, step_of, strategies
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.topology import Topology
@@ -79,7 +79,11 @@ class OurSettings:
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
-        return {name: value for name, value in {**chosen(self.schedule), **vars(self)}.items() if name in KNOBS}
+        return {
+            name: value
+            for name, value in {**vars(self.schedule), **vars(self)}.items()
+            if name in KNOBS and value is not None
+        }
 
 
 OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")

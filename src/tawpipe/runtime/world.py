@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,34 +33,32 @@ class World:
     """This process among the others.
 
     Args:
-        topology: what schedules take for nodes, all of them equally large.
+        nodes: the nodes of the run; where they are virtual, as the user wants them.
         group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
         patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
-        uneven: the real nodes where these are not equally large.
-        machines: as the launcher numbers them, where ``topology`` may group their processes otherwise.
+        launched: the nodes as the launcher numbers them, where ``nodes`` may group their processes otherwise.
     """
 
-    topology: Topology
+    nodes: Topology
     rank: int
     device: torch.device
     group: dist.ProcessGroup | None
     patient: dist.ProcessGroup | None = None
-    uneven: Topology | None = None
-    machines: Topology | None = None
+    launched: Topology | None = None
 
     @property
-    def hosts(self) -> Topology:
+    def machines(self) -> Topology:
         """The processes by the machine whose loss they do not survive."""
-        return self.machines or self.nodes
+        return self.launched or self.nodes
 
-    @property
-    def nodes(self) -> Topology:
-        """The real nodes."""
-        return self.uneven or self.topology
+    @cached_property
+    def topology(self) -> Topology:
+        """What schedules take for nodes, all of them equally large."""
+        return self.nodes.evened()
 
     @property
     def size(self) -> int:
-        return self.topology.world_size
+        return self.nodes.world_size
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``values`` (a CPU tensor) on all ranks, in place."""
@@ -253,8 +252,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         topology = Topology.grid(nodes, launch.world_size // nodes)
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
     assert isinstance(patient, dist.ProcessGroup)
-    uneven = None if topology.is_even else topology
-    return World(topology.evened(), launch.rank, picked, dist.group.WORLD, patient, uneven, machines)
+    return World(topology, launch.rank, picked, dist.group.WORLD, patient, machines)
 
 
 def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:

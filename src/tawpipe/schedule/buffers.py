@@ -49,27 +49,14 @@ class Kind(StrEnum):
 WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT})
 GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
-ACTIVATIONS = frozenset(
-    {
-        Kind.INPUT,
-        Kind.INPUT_GRADIENT,
-        Kind.CONTEXT,
-        Kind.GRAPH,
-        Kind.ATTENTION,
-        Kind.OFFLOADED,
-        Kind.RELOADED,
-        Kind.LOSS,
-    }
-)
+ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT}
 TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
 STAYING = frozenset({Kind.OFFLOADED, Kind.RELOADED})
 """Activations whose places are there for the whole run, see blocks.py."""
-_POOLS = {"W": Kind.WEIGHT, "S": Kind.WEIGHT, "G": Kind.GRADIENT, "H": Kind.GRADIENT, "A": Kind.GRADIENT} | {
-    "R": Kind.GRADIENT
-}
+_POOLS = dict.fromkeys("WS", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)
 """First letter of a pool's name -> kind: whole units ``W``, slices ``S``; whole gradients ``G``, slices ``H``, sums in
 the node ``A``, and what arrives on the way home ``R``.
 """

@@ -10,14 +10,13 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import (
     STAYING,
     Buffer,
@@ -312,13 +311,3 @@ class Schedule:
             peak = max(peak, total)
             total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)
         return peak
-
-    def counts(self, rank: int) -> Counter[Op]:
-        """How many actions of every kind a rank has."""
-        return Counter(action.op for action in self.programs[rank])
-
-
-def chosen(settings: ScheduleSettings) -> dict[str, Any]:
-    """Settings as plain data, those left open (None) left out."""
-    values = {one.name: getattr(settings, one.name) for one in fields(settings)}
-    return {name: value for name, value in values.items() if value is not None}
