@@ -79,11 +79,8 @@ class OurSettings:
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
-        return {
-            name: value
-            for name, value in {**vars(self.schedule), **vars(self)}.items()
-            if name in KNOBS and value is not None
-        }
+        schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
+        return {name: value for name, value in {**schedule, **vars(self)}.items() if name in KNOBS}
 
 
 OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")
