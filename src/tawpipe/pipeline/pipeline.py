@@ -155,6 +155,8 @@ class Pipeline:
         probe_step = self._step_of(self.world.size)  # checks the settings before anything is allocated
         if self._given is not None and (self._given.model, self._given.topology) != (self.spec, probe_step.topology):
             raise UserError("schedule", f"one for {self._given.topology}", f"one for this model on {self.world.nodes}")
+        if self._given is not None and not self._given.training:
+            raise UserError("schedule", "one that only goes forward", "one of a training step")
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._savings: list[Saving] = []
         self.step_number = 0

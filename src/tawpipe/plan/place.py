@@ -75,7 +75,8 @@ def find_homes(request: PlanRequest, step: StepSpec, *, although_even: bool = Fa
         step: homes in its settings are not looked at.
         although_even: look for them where nodes, links and layers are alike, too.
     """
-    if not step.strategy.places(request.topology) or request.topology.num_nodes == 1:
+    placed = isinstance(step.strategy, WeightStrategy) and step.strategy.places(request.topology)
+    if not placed or request.topology.num_nodes == 1:
         return None
     task = _Task(request, step)
     usual = {IN_TURN: task.seconds(task.in_turn)}
@@ -146,7 +147,7 @@ class _Task:
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
         self.kept = np.array([unit.numel * widths.at_home(trainable=unit.trainable) for unit in model.units])
 
-        assert isinstance(step.strategy, WeightStrategy)
+        assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
         tour = step.strategy.tour(step)
         coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
         counts = Counter((True, one) for one in _staggered(coming, topology.num_nodes))

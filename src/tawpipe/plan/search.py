@@ -156,7 +156,8 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     for other in strategies(runs=True).values():
         if other is strategy:
             break
-        if type(other) in type(strategy).__mro__:  # it differs in what nodes keep, and there is one node
+        parts = ("place", "home", "route", "build")  # the rest is what nodes keep, and there is one node
+        if all(getattr(type(strategy), part, None) is getattr(type(other), part, None) for part in parts):
             return f"the same as {other.name} on one node"
     return ""
 
