@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tawpipe.errors import UserError
 from tawpipe.options import bounded, describe
@@ -102,6 +102,33 @@ def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> Sch
         if known[name] is not None and type(value) is not type(known[name]):  # of the others step_of looks at the value
             raise UserError(f"{where}: {name}", value, describe(type(known[name])))
     return ScheduleSettings(**{**values, **fixed})
+
+
+def check_values(settings: ScheduleSettings) -> None:
+    """Look for values that no strategy could work with: below the field's minimum, or not among its choices. None is left open  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501
+    no more: ``Strategy.settle`` comes first.
+
+    Raises:
+        UserError: the first of them.
+    """
+    hints = get_type_hints(ScheduleSettings)
+    for one in fields(settings):
+        value, choices = getattr(settings, one.name), _choices(hints[one.name])
+        if value in choices:
+            continue
+        least, numbers = one.metadata.get("minimum"), isinstance(value, int) and not isinstance(value, bool)
+        if least is not None and not (numbers and value >= least):
+            expected = " or ".join((f"at least {least}", *choices))
+            raise UserError(f"schedule.{one.name}", value, expected)
+        if least is None and choices:
+            raise UserError(f"schedule.{one.name}", value, f"one of {', '.join(choices)}")
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The words that a type allows."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(word for part in get_args(hint) for word in _choices(part))
 
 
 def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:

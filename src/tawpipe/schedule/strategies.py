@@ -26,7 +26,7 @@ from tawpipe.schedule.routes.ring import place_on_ring, ring_traffic
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute
 from tawpipe.schedule.routes.weipipe import build_weipipe
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec, share_micro_batches
 from tawpipe.schedule.step import LinkTraffic, Schedule, StepSpec, Strategy
 from tawpipe.schedule.weight_strategy import WeightStrategy
@@ -424,10 +424,7 @@ def step_of(
     """
     strategy = strategy or find(settings.strategy)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
-    for name, least in (("micro_batches_per_visit", 1), ("look_ahead", 0), ("gradient_buffers", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"schedule.{name}", getattr(settings, name), f"at least {least}")
-    _check_choices(settings)
+    check_values(settings)
     step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches)
     layers, offloaded = model.num_layers, settings.offloaded_layers
     if not 0 <= offloaded <= layers:
@@ -441,22 +438,6 @@ def step_of(
     assert len(micro_batches) == topology.world_size and step.topology.is_even
     _ = step.homes  # and whether units can live there
     return step
-
-
-def _check_choices(settings: ScheduleSettings) -> None:
-    compressions = ("none", "int8", "fp8")
-    choices = {
-        "gradients_scope": ("visit", "step"),
-        "weights_compression": compressions,
-        "gradients_compression": compressions,
-        "reduce_dtype": ("float32", "same"),
-    }
-    for name, allowed in choices.items():
-        if getattr(settings, name) not in allowed:
-            raise UserError(f"schedule.{name}", getattr(settings, name), f"one of {', '.join(allowed)}")
-    cached = settings.step_cache
-    if cached != "all" and (isinstance(cached, bool) or not isinstance(cached, int) or cached < 0):
-        raise UserError("schedule.step_cache", cached, "a number of units, 0 or more, or all")
 
 
 def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
