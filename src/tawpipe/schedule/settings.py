@@ -105,8 +105,10 @@ def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> Sch
 
 
 def check_values(settings: ScheduleSettings) -> None:
-    """Look for values that no strategy could work with: below the field's minimum, or not among its choices. None is left open  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501  # noqa: E501
-    no more: ``Strategy.settle`` comes first.
+    """Look for values that no strategy could work with: below the field's minimum, or not among its choices.
+
+    Args:
+        settings: with nothing left open, see ``Strategy.settle``.
 
     Raises:
         UserError: the first of them.
