@@ -107,9 +107,14 @@ def test_more_micro_batches_in_a_pipeline_are_added():
 # the search
 
 
-def test_the_search_tries_every_strategy_and_puts_the_best_first():
+@pytest.fixture(scope="module")
+def found() -> list[Candidate]:
+    """What a search finds for the plain request."""
+    return search(plan_request())
+
+
+def test_the_search_tries_every_strategy_and_puts_the_best_first(found):
     asked = plan_request()
-    found = search(asked)
     known = strategies()
     assert {one.strategy for one in found} == {name for name in known if known[name].candidate}
     played = [one for one in found if one.prediction is not None]
@@ -121,8 +126,8 @@ def test_the_search_tries_every_strategy_and_puts_the_best_first():
     assert plan.chosen.strategy in plan.reason
 
 
-def test_memory_rules_strategies_out():
-    free = Plan.of(plan_request(), search(plan_request()))
+def test_memory_rules_strategies_out(found):
+    free = Plan.of(plan_request(), found)
     assert free.chosen is not None and free.chosen.prediction is not None
     least = min(one.prediction.peak_bytes for one in free.candidates if one.prediction is not None)
     tight = plan_request(memory=free.chosen.prediction.peak_bytes - 1)
@@ -179,9 +184,9 @@ def test_uneven_nodes_have_plans(monkeypatch):
 # the answer
 
 
-def test_the_contract_of_the_json():
+def test_the_contract_of_the_json(found):
     asked = plan_request(flops=1e9, peak_flops=1e12)
-    content = json.loads(json.dumps(Plan.of(asked, search(asked)).as_json(), allow_nan=False))
+    content = json.loads(json.dumps(Plan.of(asked, found).as_json(), allow_nan=False))
     assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
     keys = {"strategy", "knobs", "runnable", "step_seconds", "tokens_per_second_per_device", "mfu"}
     keys |= {"exposed_communication_s", "idle_s", "link_bytes", "peak_gib", "fits"}
@@ -192,9 +197,8 @@ def test_the_contract_of_the_json():
     assert 0 < first["mfu"] < 1
 
 
-def test_a_saved_plan_is_settings(tmp_path):
-    asked = plan_request()
-    plan = Plan.of(asked, search(asked))
+def test_a_saved_plan_is_settings(found, tmp_path):
+    plan = Plan.of(plan_request(), found)
     plan.save(tmp_path / "plan.yaml")
     saved = load_plan(tmp_path / "plan.yaml")
     assert plan.chosen is not None and plan.chosen.step is not None
@@ -387,11 +391,10 @@ def test_what_fits_nowhere_ends_with_1(capsys):
 # plans that are run
 
 
-def test_plans_agree_and_one_repeats_bit_by_bit(pool):
+def test_plans_agree_and_one_repeats_bit_by_bit(pool, found):
     """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
-    asked = plan_request()
     names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")
-    chosen = [one for one in search(asked) if one.strategy in names]
+    chosen = [one for one in found if one.strategy in names]
     assert len(chosen) == 5
     results = []
     for one in (*chosen, chosen[0]):

@@ -84,7 +84,10 @@ def test_bytes_and_room():
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"strategy": "tawpipe-spread", "weights_compression": "int8", "gradients_compression": "int8"},
+        pytest.param(
+            {"strategy": "tawpipe-spread", "weights_compression": "int8", "gradients_compression": "int8"},
+            marks=pytest.mark.slow,
+        ),
         {
             "strategy": "tawpipe-spread",
             "weights_compression": "fp8",
@@ -94,7 +97,7 @@ def test_bytes_and_room():
         {"strategy": "tawpipe-striped", "weights_compression": "int8", "gradients_compression": "fp8"},
         pytest.param({"strategy": "tawpipe-whole", "gradients_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "tawpipe-spread", "gradients_compression": "fp8"}, marks=pytest.mark.slow),
-        {"strategy": "flat", "weights_compression": "fp8"},
+        pytest.param({"strategy": "flat", "weights_compression": "fp8"}, marks=pytest.mark.slow),
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 6
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "tawpipe.pipeline.pipeline"]
 
 
 class WorkerPool:
@@ -60,7 +61,9 @@ class WorkerPool:
             self.close()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # Forked from one process that has imported what takes seconds: pools are restarted now and then.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         os.environ["OMP_NUM_THREADS"] = "1"
         for _ in range(SIZE):
             mine, theirs = context.Pipe()

@@ -27,6 +27,8 @@ from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
@@ -120,21 +122,21 @@ def test_going_back_leaves_no_checkpoint_of_the_other_history(trained):
     """After a resume from step 2, the step 4 of the first run must not be what auto chooses."""
     shutil.copytree(trained / "first", trained / "back")
     older = str(trained / "back" / "checkpoints" / "step-00000002")
-    words = ("--nproc", "1", "--steps", "3", "--checkpoint.every", "1", "--export.enabled", "false")
-    done = run(trained, "back", "--resume", older, *words)
-    assert done.returncode == 0, done.stderr
+    words = ("--steps", "3", "--checkpoint.every", "1", "--export.enabled", "false")
+    assert alone(trained, "back", "--resume", older, *words) == 0
     found = sorted(path.name for path in (trained / "back" / "checkpoints").iterdir())
     assert found == ["step-00000002", "step-00000003"]
 
 
 def test_a_failed_start_does_not_block_the_next(trained):
-    expect_refusal(run(trained, "typo", "--data", "nothing/*.txt", "--nproc", "1"), "--data")
-    words = ("--nproc", "1", "--steps", "1", "--export.enabled", "false", "--sample.tokens", "0")
-    assert run(trained, "typo", *words).returncode == 0
+    assert alone(trained, "typo", "--data", "nothing/*.txt") == 2
+    assert alone(trained, "typo", "--steps", "1", "--export.enabled", "false", "--sample.tokens", "0") == 0
 
 
-def test_a_model_that_is_nowhere_is_the_models_fault(home):
-    expect_refusal(run(home, "nomodel", "--model", str(home / "missing"), "--nproc", "1"), "--model", "missing")
+def test_a_model_that_is_nowhere_is_the_models_fault(home, capsys):
+    assert alone(home, "nomodel", "--model", str(home / "missing")) == 2
+    said = capsys.readouterr().err
+    assert "--model" in said and "missing" in said
 
 
 def test_under_torchrun(trained):
@@ -169,7 +171,7 @@ def test_nodes_of_different_sizes(trained):
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(trained):
-    words = [sys.executable, *command(trained, "killed", "--steps", "100000", "--evaluation.every", "0")]
+    words = [sys.executable, *command(trained, "killed", "--nproc", "2", "--steps", "100000", *QUIET)]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -177,13 +179,13 @@ def test_a_killed_worker_ends_the_run_and_is_named(trained):
             if line.startswith("step"):
                 break
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        victim = next(pid for pid in children if b"RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        victim = next(pid for pid in children if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
         os.kill(int(victim), signal.SIGKILL)
         begin = time.monotonic()
         _, stderr = process.communicate(timeout=30)
         assert time.monotonic() - begin < 20
         assert process.returncode == 1
-        assert "rank 2" in stderr and "SIGKILL" in stderr
+        assert "rank 1" in stderr and "SIGKILL" in stderr
         assert not any(Path(f"/proc/{pid}/environ").exists() for pid in children)
     finally:
         process.kill()
@@ -196,13 +198,17 @@ def expect_refusal(done, *words: str) -> None:
         assert word in done.stderr
 
 
-def test_refusals_that_only_workers_can_find(home):
+def test_refusals_that_only_workers_can_find(home, capsys):
     expect_refusal(run(home, "r1", "--data", "nothing/*.txt", "--nproc", "1"), "--data", "nothing/*.txt")
     T5Config(vocab_size=512).save_pretrained(home / "t5")
-    expect_refusal(run(home, "r2", "--model", str(home / "t5"), "--nproc", "1"), "--model", "t5")
+    assert alone(home, "r2", "--model", str(home / "t5")) == 2
+    said = capsys.readouterr().err
+    assert "--model" in said and "t5" in said
     small = LlamaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     small.save_pretrained(home / "small")
-    expect_refusal(run(home, "r3", "--model", str(home / "small"), "--nproc", "1"), "--tokenizer", "300")
+    assert alone(home, "r3", "--model", str(home / "small")) == 2
+    said = capsys.readouterr().err
+    assert "--tokenizer" in said and "300" in said
     assert not any(path.is_file() for name in ("r1", "r2", "r3") for path in (home / name).rglob("*")), "left behind"
 
 
@@ -264,20 +270,17 @@ def test_a_folder_that_cannot_be_written(home):
     expect_refusal(run(home, "file/output"), "--output")
 
 
-def test_unreadable_files_are_named_and_skipped(home):
+def test_unreadable_files_are_named_and_skipped(home, capfd):
     mixed = home / "mixed"
     mixed.mkdir()
     for path in list((home / "corpus").iterdir())[:30]:
         shutil.copy(path, mixed)
     (mixed / "latin.txt").write_bytes("Grüße aus Köln".encode("latin-1") * 10)
-    done = run(home, "mixed-run", "--data", str(mixed / "*.txt"), "--nproc", "1", "--steps", "1")
-    assert done.returncode == 0, done.stderr
-    assert "latin.txt" in done.stdout + done.stderr
+    assert alone(home, "mixed-run", "--data", str(mixed / "*.txt"), "--steps", "1") == 0
+    assert "latin.txt" in "".join(capfd.readouterr())
 
 
 # bad days
-
-QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
 
 
 @pytest.mark.slow
@@ -308,7 +311,10 @@ def listening(pid: int) -> set[str]:
 
 
 def test_sigterm_ends_a_run_in_good_order(trained):
-    words = [sys.executable, *command(trained, "stopped", "--steps", "100000", "--resume", "auto", *QUIET)]
+    words = [
+        sys.executable,
+        *command(trained, "stopped", "--nproc", "2", "--steps", "100000", "--resume", "auto", *QUIET),
+    ]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
