@@ -183,10 +183,10 @@ def test_kept_weights_enter_a_node_once_a_step(strategy):
 
 
 def test_what_keeping_costs_is_in_the_pools():
-    model = llama(4)
+    model = llama(8)
     plain, cached = (make(model, 3, 2, 12, strategy="tawpipe-spread", step_cache=cache) for cache in (0, "all"))
     slices = [sum(p.count * p.elements for p in one.pools[0] if p.name.startswith("S")) for one in (plain, cached)]
-    assert slices[1] == sum(home.padded // 2 for home in cached.homes)
+    assert slices[0] < slices[1] <= sum(home.padded // 2 for home in cached.homes)
     weights = [one.pool_elements(0, Kind.WEIGHT) for one in (plain, cached)]
     assert weights[1] - weights[0] == slices[1] - slices[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +56,23 @@ def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> i
     """
     stripe = -(-numel // parts)
     return -(-stripe // multiple) * multiple
+
+
+ALIKE = 0.01
+"""Units whose sizes differ by less than this share are padded to one size: an embedding and a head with the final norm
+then share their buffers.
+"""
+
+
+def alike_sizes(sizes: Sequence[int]) -> list[int]:
+    """The elements that homes are made for, in place of ``sizes``.
+
+    >>> alike_sizes([1000, 400, 1004, 402, 999])
+    [1004, 402, 1004, 402, 1004]
+    """
+    chosen: dict[int, int] = {}
+    largest = 0
+    for size in sorted(set(sizes), reverse=True):
+        largest = largest if largest and size >= largest * (1 - ALIKE) else size
+        chosen[size] = largest
+    return [chosen[size] for size in sizes]

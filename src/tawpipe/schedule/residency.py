@@ -63,7 +63,10 @@ def plan_stays(uses: Sequence[Sequence[int]], *, capacity: int, busy: int, reuse
                 place = holds.index(unit)
             else:
                 free = [p for p in range(capacity) if last_use[p] < number - busy or holds[p] is None]
-                place = max(free, key=lambda p: (next_use[p] if reuse else 0, -last_use[p], -p))
+                # Of what is not needed again, what was used before: fewer buffers may do.
+                place = max(
+                    free, key=lambda p: (next_use[p] if reuse else 0, reuse and last_use[p] >= 0, -last_use[p], -p)
+                )
             holds[place], next_use[place], last_use[place] = unit, later[number][unit], number
             stays[number][unit] = Stay(place, held)
     return stays

@@ -14,7 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, forward, offload, reload
 from tawpipe.schedule.buffers import Buffer
-from tawpipe.schedule.placement import Home
+from tawpipe.schedule.placement import Home, alike_sizes
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.settings import spell_homes
@@ -65,8 +65,9 @@ class WeightStrategy(Strategy):
                 expected = f"{len(units)} {what}, one for every unit, from 0 to {places - 1}"
                 raise UserError("schedule.homes", wanted, expected)
         at: tuple[int | None, ...] = homes or (None,) * len(units)
+        sizes = alike_sizes([unit.numel for unit in units])
         return tuple(
-            self.home(topology, unit.numel, unit.blocks[0], where) for unit, where in zip(units, at, strict=True)
+            self.home(topology, size, unit.blocks[0], where) for unit, size, where in zip(units, sizes, at, strict=True)
         )
 
     def tour(self, step: StepSpec, *, training: bool = True) -> Tour:

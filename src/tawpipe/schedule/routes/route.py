@@ -6,6 +6,7 @@ A route turns a visit into transfer actions; index arithmetic about who sends wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,15 +25,17 @@ class Pools:
     Args:
         homes: of all units; units of one padded size share their pools.
         visited: the units that are on a device together, for every visit that can occur.
+        in_order: visits occur in this order, round after round with something else between the rounds. Then units that
+            are far apart, as those of the embedding and the head are, do with the buffers of one.
     """
 
-    def __init__(self, homes: Sequence[Home], visited: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, homes: Sequence[Home], visited: Sequence[tuple[int, ...]], *, in_order: bool = False) -> None:
         sizes = sorted({home.padded for home in homes})
         self._class = [sizes.index(home.padded) for home in homes]
-        self._together = {
-            size: max(sum(self._class[unit] == size for unit in units) for units in visited)
-            for size in range(len(sizes))
-        }
+        self._in_order = in_order
+        self._counts = [Counter(self._class[unit] for unit in units) for units in visited]
+        """For every visit the units of each size class."""
+        self._most: dict[tuple[int, int], int] = {}
         self._made: dict[str, tuple[int, int]] = {}
         """Pool -> elements of a buffer, most buffers."""
         self._next: dict[str, int] = {}
@@ -44,7 +47,15 @@ class Pools:
 
     def visiting(self, purpose: str, unit: int, *, elements: int, visits: int) -> Buffer:
         """The next buffer of a pool that serves ``visits`` visits at a time."""
-        return self.take(purpose, unit, elements=elements, limit=visits * self._together[self._class[unit]])
+        return self.take(purpose, unit, elements=elements, limit=self._at_once(self._class[unit], visits))
+
+    def _at_once(self, size: int, visits: int) -> int:
+        """The most units of a size class in so many visits."""
+        if (size, visits) not in self._most:
+            counts = [count[size] for count in self._counts]
+            windows = (counts[i : i + visits] for i in range(max(1, len(counts) - visits + 1)))
+            self._most[size, visits] = max(map(sum, windows)) if self._in_order else visits * max(counts)
+        return self._most[size, visits]
 
     def take(self, purpose: str, unit: int, *, elements: int, limit: int) -> Buffer:
         """The next buffer of a pool that has at most ``limit`` of them."""
@@ -96,7 +107,8 @@ class Route(ABC):
         self.node, self.local = self.topology.node_of(rank), self.topology.local_of(rank)
         self.with_weights = [visit for visit in tour.visits if visit.weight_index is not None]
         self.with_gradients = [visit for visit in tour.visits if visit.gradient_index is not None]
-        self.pools = Pools(self.homes, [block.units for block in self.model.blocks])
+        backward = [visit.block for visit in self.with_gradients if visit.round == 0]
+        self.pools = Pools(self.homes, [self.model.trainable_units(block) for block in backward], in_order=True)
         self.full: dict[tuple[int, int], Buffer] = {}
         """(visit with weights, unit) -> buffer with the full unit."""
         self.resident: dict[int, Buffer] = {}
