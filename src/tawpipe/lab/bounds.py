@@ -60,14 +60,21 @@ class Bounds:
 
 
 def workload_model(workload: TimedWorkload) -> ModelSpec:
-    """The workload as builders see it: equal layers, an embedding and a head without weights."""
-    layers = range(workload.layers)
-    blocks = (
-        BlockSpec((), "embedding", backward_reads_weights=False, needs_backward=False),
-        *(BlockSpec((i,), "layer") for i in layers),
-        BlockSpec((), "head"),
-    )
-    return ModelSpec(blocks, tuple(UnitSpec(workload.layer_elements, True, (i + 1,)) for i in layers))
+    """The workload as builders see it: equal layers, an embedding and a head with weights or without."""
+    last, units = workload.layers + 1, list[UnitSpec]()
+
+    def unit(size_bytes: int, *blocks: int) -> tuple[int, ...]:
+        if not size_bytes:
+            return ()
+        units.append(UnitSpec(size_bytes // 4, True, blocks))
+        return (len(units) - 1,)
+
+    ends = (0, last) if workload.tied else (0,)
+    embedding = unit(workload.embedding_bytes, *ends)
+    layers = [BlockSpec(unit(workload.layer_bytes, i), "layer") for i in range(1, last)]
+    head = embedding if workload.tied else unit(workload.head_bytes, last)
+    first = BlockSpec(embedding, "embedding", backward_reads_weights=False, needs_backward=bool(embedding))
+    return ModelSpec((first, *layers, BlockSpec(head, "head")), tuple(units))
 
 
 def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
@@ -76,6 +83,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
         layers=workload.layers,
         forward_s=workload.forward_s,
         backward_s=workload.backward_input_s + workload.backward_weight_s,
+        head_s=workload.head_s,
         between=between,
         inside=inside,
         **settings,
@@ -192,9 +200,10 @@ def shipped_bounds(
             workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
         )
     first, last = 1, 1
+    sizes = [part.elements for part in workload.parts]
     if name == "zero3":
-        first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), workload.layers)
-    shares = {"first": first / workload.layers, "last": last / workload.layers}
+        first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), len(sizes))
+    shares = {"first": sum(sizes[:first]) / sum(sizes), "last": sum(sizes[-last:]) / sum(sizes)}
     kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
     return _sharded_bounds(workload, topology, between, kind)
 
@@ -202,23 +211,26 @@ def shipped_bounds(
 def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic) -> Bounds:
     """Bounds of data parallelism with sharded weights.
 
-    By dependencies, whatever is overlapped: before all computing come the weights of the first layer; or, before all of
-    it but the other layers' forward passes of the first round, all weights. Likewise backward: after all computing the
-    gradients of the layer that is done last leave; after all of it but the other layers' backward passes of the last
-    round, all gradients of that round, because none exists before.
+    By dependencies, whatever is overlapped: before all computing come the weights of the first part that takes time,
+    and of those before it; or, before all of it but the other parts' forward passes of the first round, all weights.
+    Likewise backward: after all computing the gradients of the part that is done last leave; after all of it but the
+    other parts' backward passes of the last round, all gradients of that round, because none exists before.
     """
-    weight, layers = workload.layers * workload.layer_bytes, workload.layers
-    backward_s = workload.backward_input_s + workload.backward_weight_s
+    parts = workload.parts
+    weight = 4 * sum(part.elements for part in parts)
     per_device = -(-workload.micro_batches // topology.world_size)
-    compute = layers * per_device * (workload.forward_s + backward_s)
+    compute = per_device * sum(part.forward_s + part.backward_s for part in parts)
+    begins = next(i for i, part in enumerate(parts) if part.forward_s or i == len(parts) - 1)
+    share_of_first = 4 * sum(part.elements for part in parts[: begins + 1]) / weight
     size = -(-per_device // kind.rounds)
     first = min(size, per_device)
     last = per_device - (kind.rounds - 1) * size
     moved = weight * kind.total
     rate = between.node_rate(topology.local_size)
     weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
-    before = max(weights_in / layers, weights_in - (layers - 1) * first * workload.forward_s)
-    after = max(gradients_out / layers, gradients_out - (layers - 1) * last * backward_s)
+    before = max(weights_in * share_of_first, weights_in - first * sum(part.forward_s for part in parts[:-1]))
+    last_s = last * sum(part.backward_s for part in parts[:-1])
+    after = max(gradients_out * 4 * parts[0].elements / weight, gradients_out - last_s)
     link = between.busy_s(topology.local_size, moved, moved)
     each = (moved,) * topology.num_nodes
     return Bounds(compute, link, max(link, before + compute + after), each, each)
@@ -234,14 +246,16 @@ def _pipeline_bounds(name: str, workload: TimedWorkload, topology: Topology, bet
     By dependencies: the last rank's first pass comes after P - 1 stages forward (and an activation over every border),
     and where weight gradients are not split off, P - 1 stages backward come after its last one: the bubble (P-1)/v of a
     micro-batch's time, so that a step takes at least (M + (P-1)/v) / M of its computing. ZBV fills the end with weight
-    gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them.
+    gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them, and the last
+    one the head besides.
     """
     devices = topology.world_size
     node = nodes_of_stages(name, topology, stages)
     moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, stages)
     layers_per_stage = workload.layers / len(node)
     backward_s = workload.backward_input_s + workload.backward_weight_s
-    compute = workload.compute_s / devices
+    head_s = workload.micro_batches * workload.head_s
+    compute = (workload.compute_s - head_s) / devices + head_s
     borders = sum(a != b for a, b in pairwise(node[:devices]))
     crossing = borders * workload.activation_bytes / between.bytes_per_s
     needed = (devices - 1) * layers_per_stage * workload.forward_s + crossing + compute

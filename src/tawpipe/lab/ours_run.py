@@ -148,7 +148,9 @@ class _SleepingCompute:
             self._sleep(self._workload.forward_s)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
-        if self._model.blocks[action.block].kind == "layer":
+        if self._model.blocks[action.block].kind == "head":
+            self._sleep(self._workload.head_s)
+        elif self._model.blocks[action.block].kind == "layer":
             again = self._step.recomputes(action.block)
             self._sleep(self._workload.backward_input_s - (self._workload.forward_s if again == "none" else 0))
             self._sleep(self._workload.backward_weight_s)

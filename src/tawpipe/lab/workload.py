@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from tawpipe.errors import UserError
 
@@ -26,12 +26,25 @@ def check_whole(settings: object, **least: int) -> None:
             raise UserError(name, value, f"a whole number of at least {number}")
 
 
+class TimedPart(NamedTuple):
+    """A part of a timed model: its weights and, for a micro-batch, its seconds."""
+
+    elements: int
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+
+    @property
+    def backward_s(self) -> float:
+        return self.backward_input_s + self.backward_weight_s
+
+
 @dataclass(frozen=True)
 class TimedWorkload:
     """A model as sizes and seconds.
 
     Args:
-        layers: decoder layers; embedding and head cost nothing here.
+        layers: decoder layers.
         layer_bytes: weights of a layer, fp32.
         forward_s: of a layer and micro-batch.
         backward_input_s: the gradient of the input, with the recomputation of the forward pass before it.
@@ -39,6 +52,12 @@ class TimedWorkload:
         micro_batches: of one step, over all devices.
         activation_bytes: of the boundary between two layers, for one micro-batch.
         optimizer: run AdamW on the home stripes, instead of leaving the update out.
+        embedding_bytes, head_bytes: weights of the model's ends, fp32; 0 leaves them out. A lookup takes no time.
+        head_s: of loss and gradients of a micro-batch.
+        tied: the head uses the weights of the embedding, which it has none of its own besides.
+
+    Raises:
+        UserError: ends that contradict each other.
     """
 
     layers: int
@@ -49,8 +68,16 @@ class TimedWorkload:
     micro_batches: int
     activation_bytes: int
     optimizer: bool = True
+    embedding_bytes: int = 0
+    head_bytes: int = 0
+    head_s: float = 0.0
+    tied: bool = False
 
     kind: ClassVar[str] = "timed"
+
+    def __post_init__(self) -> None:
+        if self.tied and (self.head_bytes or not self.embedding_bytes):
+            raise UserError("tied", True, "an embedding with bytes and a head without")
 
     def split(self, parts: int) -> TimedWorkload:
         """The same work with every layer cut into ``parts`` equal layers.
@@ -60,11 +87,12 @@ class TimedWorkload:
         """
         if parts < 1 or self.layer_elements % parts:
             raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
-        return replace(self.faster(parts), layers=self.layers * parts, layer_bytes=self.layer_bytes // parts)
+        each = replace(self.faster(parts), layers=self.layers * parts, layer_bytes=self.layer_bytes // parts)
+        return replace(each, head_s=self.head_s)
 
     def faster(self, times: int) -> TimedWorkload:
         """The same bytes with computing that is so many times as fast."""
-        seconds = ("forward_s", "backward_input_s", "backward_weight_s")
+        seconds = ("forward_s", "backward_input_s", "backward_weight_s", "head_s")
         return replace(self, **{name: getattr(self, name) / times for name in seconds})
 
     @property
@@ -74,7 +102,15 @@ class TimedWorkload:
     @property
     def compute_s(self) -> float:
         """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
-        return self.layers * self.micro_batches * (self.forward_s + self.backward_input_s + self.backward_weight_s)
+        return self.micro_batches * sum(part.forward_s + part.backward_s for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[TimedPart, ...]:
+        """Embedding, layers and head, as far as there are any. The head's time is a third for each of its passes."""
+        layer = TimedPart(self.layer_elements, self.forward_s, self.backward_input_s, self.backward_weight_s)
+        before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
+        head = TimedPart(self.head_bytes // 4, *[self.head_s / 3] * 3)
+        return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
 
 
 @dataclass(frozen=True)

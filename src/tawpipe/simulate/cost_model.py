@@ -134,17 +134,27 @@ class CostModel:
 
     @classmethod
     def timed(
-        cls, *, layers: int, forward_s: float, backward_s: float, between: LinkModel, inside: LinkModel, **settings: Any
+        cls,
+        *,
+        layers: int,
+        forward_s: float,
+        backward_s: float,
+        between: LinkModel,
+        inside: LinkModel,
+        head_s: float = 0.0,
+        **settings: Any,
     ) -> CostModel:
-        """The lab's timed workload: ``layers`` equal layers, an embedding and a head that cost nothing.
+        """The lab's timed workload: ``layers`` equal layers, an embedding that takes no time, and a head.
 
         Args:
             forward_s: of a layer and micro-batch.
             backward_s: both gradients and the recomputation.
+            head_s: of the loss and its gradients.
             settings: other fields of the model.
         """
         layer = BlockCost(Seconds(forward_s), Seconds(backward_s))
-        return cls((BlockCost(), *[layer] * layers, BlockCost()), between, inside, **settings)
+        head = BlockCost(backward=Seconds(head_s))
+        return cls((BlockCost(), *[layer] * layers, head), between, inside, **settings)
 
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)

@@ -123,9 +123,7 @@ class _Zero:
         self.sleeper = Sleeper(self._busy)
         self.gradient_norm: Tensor | float | None = None
         config = self._config(topology)
-        self.layers = [
-            self._shard(TimedLayer(workload, self.sleeper), config, deepspeed) for _ in range(workload.layers)
-        ]
+        self.layers = [self._shard(TimedLayer(part, self.sleeper), config, deepspeed) for part in workload.parts]
         self.model = TimedChain(self.layers, workload, embeds=True)
         if workload.optimizer:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -135,8 +133,8 @@ class _Zero:
 
     def _config(self, topology: Topology) -> dict[str, Any]:
         """The configuration for ``deepspeed.initialize``; sizes are numbers of weights."""
-        settings, layer = self.settings, self.workload.layer_elements
-        everything = self.workload.layers * layer
+        settings, sizes = self.settings, [part.elements for part in self.workload.parts]
+        layer, everything = max(sizes), sum(sizes)
         resharded = settings.reshard_after_forward
         return {
             "train_micro_batch_size_per_gpu": settings.micro_batches_per_gather,
@@ -151,7 +149,7 @@ class _Zero:
                 "contiguous_gradients": False,
                 "reduce_bucket_size": layer,
                 "stage3_prefetch_bucket_size": settings.prefetch * layer,
-                "stage3_max_live_parameters": ((1 if resharded else self.workload.layers) + settings.prefetch) * layer,
+                "stage3_max_live_parameters": ((1 if resharded else len(sizes)) + settings.prefetch) * layer,
                 "stage3_max_reuse_distance": layer if resharded else 2 * everything,
                 "stage3_param_persistence_threshold": 0,
                 "memory_efficient_linear": False,  # or torch's own is replaced for everybody in the process

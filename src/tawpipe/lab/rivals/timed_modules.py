@@ -20,8 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tawpipe.errors import UserError
 from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.workload import TimedPart, TimedWorkload
 
 INITIAL_WEIGHT = 0.01
 LEARNING_RATE = 1e-4
@@ -64,25 +65,22 @@ class _Join(torch.autograd.Function):
 
 
 class TimedLayer(nn.Module):
-    """A layer: a flat fp32 weight and sleeps.
+    """A part of the model, most of which are layers: a flat fp32 weight and sleeps.
 
     An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
     """
 
-    def __init__(self, workload: TimedWorkload, sleeper: Sleeper) -> None:
+    def __init__(self, part: TimedPart, sleeper: Sleeper) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((workload.layer_elements,), INITIAL_WEIGHT))
-        self.sleeper = sleeper
-        self.forward_s = workload.forward_s
-        self.backward_input_s = workload.backward_input_s
-        self.backward_weight_s = workload.backward_weight_s
+        self.weight = nn.Parameter(torch.full((part.elements,), INITIAL_WEIGHT))
+        self.part, self.sleeper = part, sleeper
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[0]
-        self.sleeper.compute(self.forward_s * count)
+        self.sleeper.compute(self.part.forward_s * count)
         # In this order: the weight part must be the younger node.
-        hidden = _InputPart.apply(x, self.sleeper, self.backward_input_s * count)
-        weight = _WeightPart.apply(self.weight, self.sleeper, self.backward_weight_s * count)
+        hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count)
+        weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count)
         return _Join.apply(hidden, weight)  # type: ignore[return-value]
 
 
@@ -115,23 +113,34 @@ def timed_loss(output: Tensor) -> Tensor:
 
 
 class TimedTask:
-    """The timed workload for rivals; see `tawpipe.lab.rivals.task.Task`. Its parts are layers."""
+    """The timed workload for rivals; see `tawpipe.lab.rivals.task.Task`.
+
+    Its parts are layers, with an embedding and a head where these have weights or time.
+
+    Raises:
+        UserError: a workload that rivals cannot run.
+    """
 
     largest_norm = LARGEST_NORM
     has_loss = False
 
     def __init__(self, workload: TimedWorkload, busy: BusyTime) -> None:
-        self.workload, self.num_parts, self.sleeper = workload, workload.layers, Sleeper(busy)
+        if workload.tied:
+            raise UserError("tied", True, "false, with rivals: a weight of two parts is not theirs to shard")
+        self.workload, self.num_parts, self.sleeper = workload, len(workload.parts), Sleeper(busy)
 
     def parts(self) -> Iterator[nn.Module]:
-        return (TimedLayer(self.workload, self.sleeper) for _ in range(self.num_parts))
+        return (TimedLayer(part, self.sleeper) for part in self.workload.parts)
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
         return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, embeds=True)
 
     def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
         cut = self.workload.split(parts_per_layer)
-        layers = [TimedLayer(cut, self.sleeper) for _ in range(cut.layers // num_stages)]
+        count, begin = cut.layers // num_stages, bool(cut.embedding_bytes)
+        first = 0 if index == 0 else begin + index * count
+        last = len(cut.parts) if index == num_stages - 1 else begin + (index + 1) * count
+        layers = [TimedLayer(part, self.sleeper) for part in cut.parts[first:last]]
         return TimedChain(layers, self.workload, embeds=index == 0)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
