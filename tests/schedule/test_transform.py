@@ -14,7 +14,8 @@ from schedules import llama, make, schedules
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.traffic import link_elements
-from tawpipe.schedule.transform import without_overlap
+from tawpipe.schedule.transform import for_one_thread, without_overlap
+from tawpipe.simulate import CostModel, LinkModel, play
 
 
 @settings(max_examples=80, deadline=None)
@@ -50,3 +51,29 @@ def test_staggered_programs_cannot_simply_be_put_on_one_lane(strategy):
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(replace(schedule, programs=simply))
     verify(without_overlap(schedule))
+
+
+# one issuing thread that may block
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedule=schedules(), seed=st.integers(0, 1000))
+def test_one_thread_that_blocks_can_issue_every_schedule(schedule, seed):
+    sorted_ = for_one_thread(schedule)
+    verify(sorted_, one_thread=True)
+    check_numbers(sorted_, seed=seed)
+    for before, after in zip(schedule.programs, sorted_.programs, strict=True):
+        for lane in Lane:
+            assert [one for one in before if one.lane is lane] == [one for one in after if one.lane is lane]
+
+
+@pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
+def test_staggered_programs_need_that_and_take_as_long(strategy):
+    schedule = make(llama(6), 3, 2, 24, strategy=strategy)
+    verify(schedule)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify(schedule, one_thread=True)
+    links = {"between": LinkModel(3e5, 1e-3), "inside": LinkModel(1e7, 1e-4)}
+    costs = CostModel.timed(layers=6, forward_s=0.002, backward_s=0.006, **links)
+    before, after = (play(one, costs).step_times for one in (schedule, for_one_thread(schedule)))
+    assert before == pytest.approx(after)

@@ -31,6 +31,7 @@ from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 
 
@@ -82,8 +83,8 @@ class OurContender:
         settings = settings_of(name, knobs)
         self.name, self.knobs = name, settings.spelled_out()
         self._rule = UpdateRule(clip_norm=settings.clip_norm)
-        self.schedule = schedule_of(name, workload, topology, knobs)
-        verify(self.schedule)
+        self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
+        verify(self.schedule, one_thread=True)
         self._busy = BusyTime()
         self.sleeper = Sleeper(self._busy)
         units = []

@@ -55,6 +55,7 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import build, step_of, strategy_of
+from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -250,9 +251,9 @@ class Pipeline:
             raise UserError("batch", f"{rows} rows", "at least one row")
         count = self._deal.count(rows)
         if (count, training) not in self._schedules:
-            schedule = self._build(count, training=training)
+            schedule = for_one_thread(self._build(count, training=training))
             if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
-                verify(schedule, steps=2 if training else 1)
+                verify(schedule, steps=2 if training else 1, one_thread=True)
             elif self.world.rank == 0:
                 logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
             if self.injector is not None and training:

@@ -128,6 +128,10 @@ class Strategy(ABC):
     """Settings that it has no use for, with the reason; ``check`` refuses any value but the neutral one."""
     runs: ClassVar[bool] = True
     """False for strategies that the clock knows and the runtime cannot run."""
+    one_order: ClassVar[bool] = False
+    """True if all ranks go through transfers in one order, so that a thread which blocks in one waits for nobody who
+    waits for it; the programs of others are sorted before they run (``transform.for_one_thread``).
+    """
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
 

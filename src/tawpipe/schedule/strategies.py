@@ -52,6 +52,7 @@ class Spread(WeightStrategy):
 
     name = "tawpipe-spread"
     summary = "every unit over all processes: it crosses each slow link once, then is gathered inside the node"
+    one_order = True
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         return Home.over(tuple(node[i] for i in range(topology.local_size) for node in topology.nodes), numel)
@@ -87,6 +88,7 @@ class Striped(Spread):
 
     name = "tawpipe-striped"
     summary = "every unit over the processes of one node, which sends it to the others"
+    one_order = False
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         return Home.over(topology.nodes[block % topology.num_nodes if at is None else at], numel)
@@ -146,6 +148,7 @@ class Flat(WeightStrategy):
 
     name = "flat"
     summary = "every unit over all processes alike, gathered by all of them at once (FSDP, ZeRO-3)"
+    one_order = True
     refusals = {
         "step_cache": "there is no group that could keep slices between one rank and all of them",
         "gradients_scope": "there is no group in which gradients could add up between one rank and all of them",
@@ -187,6 +190,7 @@ class Hybrid(WeightStrategy):
 
     name = "hsdp"
     summary = "a copy of everything in every node; only gradients cross the slow links"
+    one_order = True
     defaults = {"gradients_scope": "step"}
     refusals = {
         "step_cache": "every node has its own home of every unit and pulls nothing",

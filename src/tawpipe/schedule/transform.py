@@ -27,6 +27,20 @@ def without_overlap(schedule: Schedule) -> Schedule:
     return replace(schedule, name=f"{schedule.name}, without overlap", programs=programs)
 
 
+def for_one_thread(schedule: Schedule) -> Schedule:
+    """The same actions on the same lanes, in programs that one thread can issue which may block at any of them.
+
+    Lanes keep their order, and buffers theirs, so that what waits for what, and every time, stays as it was. Strategies
+    whose ranks all go through one order (``Strategy.one_order``) are left as they are.
+
+    Raises:
+        ScheduleError: there is no such order.
+    """
+    if schedule.step.strategy.one_order:
+        return schedule
+    return replace(schedule, programs=tuple(map(tuple, _Sequence(schedule).programs())))
+
+
 @dataclass(eq=False)
 class _Waiting:
     """An action that has not had its turn."""

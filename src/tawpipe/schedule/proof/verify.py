@@ -10,6 +10,11 @@ under the rules that hold for NCCL and for gloo in strict mode:
   exchange when all its parts have. Parts between two ranks on one lane and group match in the order in which they were
   issued.
 
+With ``one_thread`` a stricter rule holds: a rank's actions begin in the order of its program, each when the one before
+it has ended, on whichever lane. On CUDA one thread issues all of them, and whatever blocks it (a connection that NCCL
+makes, memory that the driver maps) couples all lanes. What ends although every action blocks ends wherever some do or
+none: there is an order of all events that keeps to more than is asked for.
+
 Which action the play starts first makes no difference to what it finds: order matters only where buffers or lanes
 impose it.
 
@@ -35,18 +40,19 @@ from tawpipe.schedule.traffic import link_elements
 __all__ = ["Content", "ScheduleError", "verify"]
 
 
-def verify(schedule: Schedule, *, steps: int | None = None) -> None:
+def verify(schedule: Schedule, *, steps: int | None = None, one_thread: bool = False) -> None:
     """Play some steps of a schedule, one after the other without a barrier, and check what the module's head lists.
 
     Args:
         steps: by default 2 of training, after which all repeats, and 1 of a forward-only schedule: nothing orders
             the losses of one such step before those of the next, whoever plays them waits for each.
+        one_thread: prove it for one issuing thread that may block at any action, see ``transform.for_one_thread``.
 
     Raises:
         ScheduleError: what is wrong, and where.
     """
     check_forms(schedule)
-    _Play(schedule, steps or (2 if schedule.training else 1)).run()
+    _Play(schedule, steps or (2 if schedule.training else 1), one_thread=one_thread).run()
     check_programs(schedule)
     counted = link_elements(schedule)
     formula = schedule.step.strategy.traffic(schedule.step, training=schedule.training)
@@ -57,10 +63,11 @@ def verify(schedule: Schedule, *, steps: int | None = None) -> None:
 class _Play:
     """The clockless play: what may start starts, until all has ended or the rest waits for ever."""
 
-    def __init__(self, schedule: Schedule, steps: int) -> None:
+    def __init__(self, schedule: Schedule, steps: int, *, one_thread: bool = False) -> None:
         self.schedule, self.steps, self.topology = schedule, steps, schedule.topology
+        self.one_thread = one_thread
         self.contents = Contents(schedule)
-        self.lanes: dict[tuple[int, Lane], deque[Running]] = {}
+        self.lanes: dict[tuple[int, Lane | None], deque[Running]] = {}
         self.waiters: dict[int, list[Running]] = {}
         self.rendezvous: Rendezvous[Running] = Rendezvous(str)
         self.everything: list[Running] = []  # ids stay unique while their objects live
@@ -77,7 +84,10 @@ class _Play:
                 running.waits = len(waits_for)
                 for other in waits_for:
                     self.waiters.setdefault(other, []).append(running)
-                self.lanes.setdefault((rank, action.lane), deque()).append(running)
+                self.lanes.setdefault(self._lane(running), deque()).append(running)
+
+    def _lane(self, running: Running) -> tuple[int, Lane | None]:
+        return running.rank, None if self.one_thread else running.action.lane
 
     def run(self) -> None:
         ready = deque(self.lanes)
@@ -89,13 +99,13 @@ class _Play:
                 continue
             for ended in self._start(queue[0]):
                 finished += 1
-                lane = self.lanes[ended.rank, ended.action.lane]
+                lane = self.lanes[self._lane(ended)]
                 assert lane[0] is ended
                 lane.popleft()
-                ready.append((ended.rank, ended.action.lane))
+                ready.append(self._lane(ended))
                 for waiter in self.waiters.pop(id(ended), ()):
                     waiter.waits -= 1
-                    ready.append((waiter.rank, waiter.action.lane))
+                    ready.append(self._lane(waiter))
         if finished < len(self.everything):
             stuck = "\n  ".join(str(queue[0]) for queue in self.lanes.values() if queue)
             raise ScheduleError(f"deadlock: these wait for ever\n  {stuck}")
