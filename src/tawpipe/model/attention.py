@@ -205,13 +205,12 @@ def packed_attention(
         )
         return output.transpose(1, 2).contiguous(), None
 
-    parts = []
-    for rows, tokens in documents.regions():
-        own = (rows, slice(None), tokens)
-        parts.append(kernels.fused(query[own], key[own], value[own], window, scale, dropout).transpose(1, 2))
-    if len(parts) == 1:
-        return parts[0].contiguous(), None
-    return torch.cat(parts, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    regions = [(rows, slice(None), tokens) for rows, tokens in documents.regions()]
+    if len(regions) == 1:
+        return kernels.fused(query, key, value, window, scale, dropout).transpose(1, 2).contiguous(), None
+    cut = zip(*(kernels.parts(tensor, regions) for tensor in (query, key, value)), strict=True)
+    outputs = [kernels.fused(*own, window, scale, dropout).transpose(1, 2) for own in cut]
+    return torch.cat(outputs, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @cache

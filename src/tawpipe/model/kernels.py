@@ -5,7 +5,7 @@ slices of explicit scores. None of them ever holds a matrix of S x S.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Place = tuple[slice, slice, slice]
+"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,21 +125,47 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     j = torch.arange(size + window - 1, device=query.device)[None, :]
     mask = torch.zeros(size, size + window - 1, dtype=query.dtype, device=query.device)
     mask.masked_fill_((j < i) | (j > i + window - 1), float("-inf"))
-    parts = []
-    for first in range(0, length, size):
-        last, oldest = min(first + size, length), max(0, first - window + 1)
+    every, starts = slice(None), range(0, length, size)
+    tokens = [(max(0, first - window + 1), first, min(first + size, length)) for first in starts]
+    queries = parts(query, [(every, every, slice(first, last)) for _, first, last in tokens])
+    seen = [(every, every, slice(oldest, last)) for oldest, _, last in tokens]
+    slices = []
+    for (oldest, first, last), own, keys, values in zip(
+        tokens, queries, parts(key, seen), parts(value, seen), strict=True
+    ):
         skipped = window - 1 - (first - oldest)
-        parts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                key[:, :, oldest:last],
-                value[:, :, oldest:last],
-                attn_mask=mask[: last - first, skipped : skipped + last - oldest],
-                dropout_p=dropout,
-                scale=scale,
-            )
+        hidden = mask[: last - first, skipped : skipped + last - oldest]
+        slices.append(
+            F.scaled_dot_product_attention(own, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
         )
-    return torch.cat(parts, dim=2)
+    return torch.cat(slices, dim=2)
+
+
+class Parts(torch.autograd.Function):
+    """Parts of a tensor [b, heads, S, d], whose gradients are added up in fp32 (fp64 for fp64) where they overlap.
+
+    Slicing instead would make a gradient of the whole tensor's size for every part, and add them in its own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, places: tuple[Place, ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.places = (tensor.shape, tensor.dtype, tensor.device), places
+        return tuple(tensor[place] for place in places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        shape, dtype, device = ctx.like
+        total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            if gradient is not None:
+                total[place] += gradient
+        return total.to(dtype), None
+
+
+def parts(tensor: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
+    """Parts of a tensor [b, heads, S, d], as ``Parts`` says."""
+    return Parts.apply(tensor, tuple(places))  # type: ignore[return-value]
 
 
 class SlicedScores(torch.autograd.Function):
@@ -215,10 +244,6 @@ class SlicedScores(torch.autograd.Function):
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None, None, None
-
-
-Place = tuple[slice, slice, slice]
-"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
 
 def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
