@@ -537,17 +537,38 @@ def test_ranks_with_different_batches_are_refused(pool):
     assert all("the same global batch" in message for message in messages)
 
 
-@pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
-def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
+def _longrope() -> Any:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     config = Phi3Config(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors},
     )  # fmt: skip
+    return real_model(config)
+
+
+@pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
+def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
     batch, documents = packed([0], [lengths])
     if right:
-        right_or_refused(lambda: real_model(config), batch, documents=documents)
+        right_or_refused(_longrope, batch, documents=documents)
     else:
         with pytest.raises(UserError, match="longrope"):
-            piped_numbers(lambda: real_model(config), batch)
+            piped_numbers(_longrope, batch)
+
+
+@pytest.mark.parametrize("make", [_longrope, lambda: real_model(family_config("gemma3"))])
+def test_rotary_angles_are_computed_once_for_a_micro_batch(make):
+    """Not for every chunk of the head again, which does not read them."""
+    model = make()
+    pipeline, calls = piped(model, loss_chunk_tokens=3), []
+    angles = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+    for module in angles:
+        module.register_forward_hook(lambda *_: calls.append(1))
+    for step in range(3):  # the first also tries every block twice
+        calls.clear()
+        pipeline.step(rows_of(step))
+        pipeline.drain()
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["all"])
+    assert len(calls) == 3 * len(kinds)
+    pipeline.close()
