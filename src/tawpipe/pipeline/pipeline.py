@@ -33,7 +33,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.loss import Loss
+from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -193,11 +193,11 @@ class Pipeline:
             strict=strict,
             timeout=timeout,
         )
+        vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
+        chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(
-                self.chain, self.spec, chunk_tokens=self.settings.loss_chunk_tokens, compiled=compile_layers
-            ),
+            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
