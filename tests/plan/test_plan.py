@@ -319,6 +319,14 @@ def test_what_no_format_had_is_refused():
         planned_settings({"strategy": "flat", "kept_units": 3}, DEFAULT)
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("H100", "bfloat16")])
+def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_path, capsys):
+    words = [word for word in WORDS if word not in ("--dtype", "float32")]
+    assert main([*words, "--device-name", device, "--save", str(tmp_path / "plan.yaml")]) == 0
+    assert f"; {dtype} (auto: " in capsys.readouterr().out
+    assert load_plan(tmp_path / "plan.yaml")["weight_bytes"] == getattr(torch, dtype).itemsize
+
+
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
 def test_a_broken_plan_is_named(tmp_path, content):
     (tmp_path / "plan.yaml").write_text(content)
@@ -337,6 +345,7 @@ def test_the_command(tmp_path, capsys):
     said, progress = capsys.readouterr()
     assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
     assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
+    assert "float32 (as --dtype says)" in said
     assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
     assert main([*WORDS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] in strategies(runs=True)

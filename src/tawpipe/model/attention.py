@@ -208,8 +208,11 @@ def packed_attention(
     regions = [(rows, slice(None), tokens) for rows, tokens in documents.regions()]
     if len(regions) == 1:
         return kernels.fused(query, key, value, window, scale, dropout).transpose(1, 2).contiguous(), None
-    cut = zip(*(kernels.parts(tensor, regions) for tensor in (query, key, value)), strict=True)
-    outputs = [kernels.fused(*own, window, scale, dropout).transpose(1, 2) for own in cut]
+    queries, keys, values = (kernels.parts(tensor, regions) for tensor in (query, key, value))
+    outputs = [
+        kernels.fused(*own, window=window, scale=scale, dropout=dropout).transpose(1, 2)
+        for own in zip(queries, keys, values, strict=True)
+    ]
     return torch.cat(outputs, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
