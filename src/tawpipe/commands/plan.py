@@ -19,6 +19,7 @@ def run(argv: Sequence[str]) -> int:
     _check(arguments)
     import torch
 
+    from tawpipe.model.attention_kernel import activate_flash
     from tawpipe.model.flops import KNOWN_DEVICES
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.machine import Device
@@ -48,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
+    activate_flash(here)  # as the training run does
     request = request_of(
         arguments.model,
         machine,

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.attention as library
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Place = tuple[slice, slice, slice]
 """Rows, heads and tokens of a tensor [b, heads, S, d]."""
@@ -108,6 +111,29 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor[:, :, None].expand(rows, own, heads // own, length, dim).reshape(rows, heads, length, dim)
 
 
+def flash_in_use() -> str:
+    """The flash attention that torch calls: FA2, or what ``activate_flash_attention_impl`` was given."""
+    current = getattr(library, "current_flash_attention_impl", None)
+    return (current and current()) or "FA2"
+
+
+def _kernels_with(dropout: float) -> AbstractContextManager[object]:
+    """A context without kernels that have no dropout: what stands in for flash attention 2 fails if it is given one."""
+    if dropout == 0 or flash_in_use() == "FA2":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def whole_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one document per row by cuDNN, which torch prefers where it is faster, or by flash attention.
+
+    [b, heads, S, d] in and out; fewer heads of keys and values are not copied.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
 def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
     """Attention of one document per row by torch's fused kernels; with a window in slices of queries, each against the
     keys it sees.
@@ -117,7 +143,8 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     length = query.shape[2]
     if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
+        with _kernels_with(dropout):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
 
     size = min(max(window // 2, 64), 1024)
     # One additive mask for all slices: row i is query `first + i`, column j is key `first - (window - 1) + j`.

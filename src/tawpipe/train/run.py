@@ -22,6 +22,7 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
+from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
@@ -65,6 +66,7 @@ def run(config: TrainConfig) -> int:
     given = config
     dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
     config = replace(config, dtype=dtype)
+    activate_flash(world.device)
     followed = follow_plan(
         config,
         world,
@@ -99,7 +101,9 @@ def run(config: TrainConfig) -> int:
         _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
-    before = _plan_rows(config, pipeline, f"{dtype} ({why})")
+    text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
+    kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
+    before = _plan_rows(config, pipeline, [("dtype", f"{dtype} ({why})"), ("attention", kernel)])
     console.plan(before)
 
     training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
@@ -277,11 +281,11 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
     ]
 
 
-def _plan_rows(config: TrainConfig, pipeline: Pipeline, dtype: str) -> list[tuple[str, str]]:
+def _plan_rows(config: TrainConfig, pipeline: Pipeline, computing: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Rows that say what is about to happen and what it costs, before the first step.
 
     Args:
-        dtype: in which it computes, in words.
+        computing: rows that say what it computes in and with.
     """
     said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
@@ -290,7 +294,7 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline, dtype: str) -> list[tupl
             "batch",
             f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}",
         ),
-        ("dtype", dtype),
+        *computing,
         ("strategy", said.strategy),
         ("schedule", said.schedule),
     ]
