@@ -537,6 +537,21 @@ def test_ranks_with_different_batches_are_refused(pool):
     assert all("the same global batch" in message for message in messages)
 
 
+_TABLES = {
+    "gpt2": lambda: real_model(family_config("gpt2", n_positions=16, max_position_embeddings=16)),
+    "opt": lambda: opt(max_position_embeddings=16),
+}
+
+
+@pytest.mark.parametrize("family", _TABLES)
+def test_rows_longer_than_a_table_of_positions_hold_documents_that_are_not(family):
+    """Positions are looked up anew for every document."""
+    batch, documents = packed([0], [[14, 16, 10], [16, 15, 9]])
+    right_or_refused(_TABLES[family], batch, documents=documents)
+    with pytest.raises(UserError, match="batch: got 'position 39'; below 16"):
+        piped_numbers(_TABLES[family], rows_of(length=40))
+
+
 def _longrope() -> Any:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     config = Phi3Config(

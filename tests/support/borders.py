@@ -382,4 +382,4 @@ def different_batches(world: World) -> str:
 def opt(**config: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 40, "num_hidden_layers": 3, "dropout": 0.0}
     given = {"num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
-    return real_model(OPTConfig(**sizes, **given, **config))
+    return real_model(OPTConfig(**{**sizes, **given, **config}))
