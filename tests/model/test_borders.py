@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, Phi3Config, RobertaConfig
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen2MoeConfig, RobertaConfig
 
 from borders import (
     LENGTH,
@@ -535,6 +535,19 @@ def test_ranks_with_different_batches_are_refused(pool):
     """As a script for DDP gives them, of whose batches only a part would be used."""
     messages = pool.run("borders:different_batches", 2, 1)
     assert all("the same global batch" in message for message in messages)
+
+
+def test_some_layers_of_qwen2_moe_have_a_window():
+    """Its mask function is a sliding window that is made of two functions."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_experts_per_tok": 2}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = Qwen2MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, **experts, **window,
+    )  # fmt: skip
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
+    assert right_or_refused(lambda: real_model(config), batch, documents=documents) == "right"
 
 
 _TABLES = {
