@@ -157,7 +157,7 @@ def test_the_chosen_kernel_is_the_one_that_is_called(monkeypatch, offer, lengths
 def test_whole_rows_are_computed_as_document_by_document(heads):
     query, key, value = (torch.randn(2, n, 9, 8, dtype=torch.float64) for n in (4, heads, heads))
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    outputs = [kernels.whole_rows(*leaves, 0.3), kernels.fused(*leaves, None, 0.3, 0.0)]
+    outputs = [kernels.whole_rows(query, key, value, 0.3), kernels.fused(query, key, value, None, 0.3, 0.0)]
     torch.testing.assert_close(*outputs)
     gradients = [torch.autograd.grad(output.square().sum(), leaves) for output in outputs]
     torch.testing.assert_close(*gradients)
