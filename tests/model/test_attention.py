@@ -182,3 +182,38 @@ def test_memory_at_64k_tokens_stays_far_below_a_mask(lengths: str, heads: int, w
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 256, f"{done.stdout.strip()} MiB"
+
+
+def test_gradients_of_keys_that_many_slices_see_are_added_up_in_fp32():
+    """Of a sliding window in bf16: what the slices give is added in fp32 and rounded once, not once for every slice."""
+    window, length = 256, 1024
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, arriving = (torch.randn(1, 2, length, 8, generator=generator).bfloat16() for _ in range(4))
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    kernels.fused(leaves[0], leaves[1], leaves[2], window, 8**-0.5, 0.0).backward(arriving)
+
+    sums = [torch.zeros(1, 2, length, 8) for _ in "kv"]
+    for first in range(0, length, window // 2):
+        last, oldest = first + window // 2, max(0, first - window + 1)
+        i, j = torch.arange(first, last)[:, None], torch.arange(oldest, last)
+        hidden = torch.zeros(last - first, last - oldest, dtype=torch.bfloat16)
+        hidden.masked_fill_((j > i) | (j <= i - window), float("-inf"))
+        own = [t[:, :, cut].detach().requires_grad_() for t, cut in
+               ((query, slice(first, last)), (key, slice(oldest, last)), (value, slice(oldest, last)))]  # fmt: skip
+        output = nn.functional.scaled_dot_product_attention(*own, attn_mask=hidden, scale=8**-0.5)
+        output.backward(arriving[:, :, first:last])
+        for total, leaf in zip(sums, own[1:], strict=True):
+            assert leaf.grad is not None
+            total[:, :, oldest:last] += leaf.grad
+    for leaf, total in zip(leaves[1:], sums, strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, total.bfloat16())
+
+
+def test_parts_without_a_gradient_and_parts_that_overlap():
+    tensor = torch.zeros(1, 1, 6, 1, dtype=torch.bfloat16, requires_grad=True)
+    cuts = [slice(0, 4), slice(2, 6), slice(0, 6), *[slice(0, 4)] * 8]
+    parts = kernels.parts(tensor, [(slice(None), slice(None), cut) for cut in cuts])
+    # In bf16 1 + 2**-9 is 1, however often it is added.
+    sum([parts[0].sum(), *(part.sum() * 2**-9 for part in parts[3:])], parts[1].sum()).backward()
+    assert tensor.grad is not None
+    assert tensor.grad.flatten().tolist() == [1 + 2**-6, 1 + 2**-6, 2 + 2**-6, 2 + 2**-6, 1, 1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, Phi3Config, RobertaConfig
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen2MoeConfig, RobertaConfig
 
 from borders import (
     LENGTH,
@@ -537,17 +537,66 @@ def test_ranks_with_different_batches_are_refused(pool):
     assert all("the same global batch" in message for message in messages)
 
 
-@pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
-def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
+def test_some_layers_of_qwen2_moe_have_a_window():
+    """Its mask function is a sliding window that is made of two functions."""
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_experts_per_tok": 2}
+    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = Qwen2MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, **experts, **window,
+    )  # fmt: skip
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
+    assert right_or_refused(lambda: real_model(config), batch, documents=documents) == "right"
+
+
+_TABLES = {
+    "gpt2": lambda: real_model(family_config("gpt2", n_positions=16, max_position_embeddings=16)),
+    "opt": lambda: opt(max_position_embeddings=16),
+}
+
+
+@pytest.mark.parametrize("family", _TABLES)
+def test_rows_longer_than_a_table_of_positions_hold_documents_that_are_not(family):
+    """Positions are looked up anew for every document."""
+    batch, documents = packed([0], [[14, 16, 10], [16, 15, 9]])
+    right_or_refused(_TABLES[family], batch, documents=documents)
+    with pytest.raises(UserError, match="batch: got 'position 39'; below 16"):
+        piped_numbers(_TABLES[family], rows_of(length=40))
+
+
+def _longrope() -> Any:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     config = Phi3Config(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors},
     )  # fmt: skip
+    return real_model(config)
+
+
+@pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
+def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
     batch, documents = packed([0], [lengths])
     if right:
-        right_or_refused(lambda: real_model(config), batch, documents=documents)
+        right_or_refused(_longrope, batch, documents=documents)
     else:
         with pytest.raises(UserError, match="longrope"):
-            piped_numbers(lambda: real_model(config), batch)
+            piped_numbers(_longrope, batch)
+
+
+@pytest.mark.parametrize("make", [_longrope, lambda: real_model(family_config("gemma3"))])
+def test_rotary_angles_are_computed_once_for_a_micro_batch(make):
+    """Not for every chunk of the head again, which does not read them."""
+    model = make()
+    pipeline, calls = piped(model, loss_chunk_tokens=3), []
+    angles = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+    for module in angles:
+        module.register_forward_hook(lambda *_: calls.append(1))
+    for step in range(3):  # the first also tries every block twice
+        calls.clear()
+        pipeline.step(rows_of(step))
+        pipeline.drain()
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["all"])
+    assert len(calls) == 3 * len(kinds)
+    pipeline.close()

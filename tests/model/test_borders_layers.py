@@ -214,6 +214,12 @@ def _scales_first(layer: Any, hidden: Tensor, call: Any) -> Tensor:
     return own(layer, hidden.mul_(1.5), **call)
 
 
+def _scales_unseen(layer: Any, hidden: Tensor, call: Any) -> Tensor:
+    """As kernels of one's own do: autograd's versions do not know about it."""
+    hidden.data.mul_(1.5)
+    return own(layer, hidden, **call)
+
+
 def _adds_last(layer: Any, hidden: Tensor, call: Any) -> Tensor:
     found = own(layer, hidden.clone(), **call)
     hidden += found
@@ -243,6 +249,7 @@ def _rotary_last(layer: Any, hidden: Tensor, call: Any) -> Tensor:
 IN_PLACE = [
     _adds_first,
     _scales_first,
+    _scales_unseen,
     _adds_last,
     _scales_its_result,
     _rotary_first,
@@ -256,7 +263,7 @@ def test_a_layer_changes_what_it_is_given(layer, recompute):
     right_or_refused(llama(layer), rows_of(), refused="in place", recompute=recompute)
 
 
-@pytest.mark.parametrize("layer", [_adds_first, _rotary_first])
+@pytest.mark.parametrize("layer", [_adds_first, _scales_unseen, _rotary_first])
 def test_a_layer_changes_what_it_is_given_while_inputs_are_offloaded(layer):
     right_or_refused(llama(layer), rows_of(), refused="in place", offloaded_layers=3, micro_batches_per_visit=3)
 

@@ -201,6 +201,23 @@ def test_gradients_of_bf16_weights_are_added_in_fp32():
     assert all(parameter.grad is None for parameter in chain.model.parameters())
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_chunks_are_added_in_fp32_into_a_bf16_buffer(held: bool):
+    """Where gradients travel in bf16: a thousand chunks of a head, each too small for bf16 beside the first."""
+    chain = Chain(real_model(family_config("llama")))
+    chain.prepare("cpu", torch.bfloat16)
+    head = chain.spec.blocks[-1].units[-1]
+    unit, flat = chain.units[head], torch.full((chain.units[head].numel + 3,), 2.0, dtype=torch.bfloat16)
+    parameter = chain._parameters[head][0]
+    chain.collect(head, flat, accumulate=held, in_chunks=True)
+    for gradient in (1.0, *[2**-9] * 1024):
+        (parameter * gradient).sum().backward()
+    chain.finish_collect(head)
+    assert (unit.slots[0].view(flat) == (5.0 if held else 3.0)).all()
+    assert (flat[unit.numel :] == (2.0 if held else 0.0)).all(), "padding"
+    assert all(one.grad is None for one in chain.model.parameters())
+
+
 def test_a_parameter_outside_of_its_visit_is_nan():
     holder = Holder(real_model(family_config("llama")))
     hidden, _ = holder.chain.embed(packed_batch(LENGTHS))

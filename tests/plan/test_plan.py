@@ -18,7 +18,9 @@ from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
+from tawpipe.model.loss import loss_chunk
 from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.measure import machine_of, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
@@ -71,6 +73,31 @@ def test_an_estimate_counts_the_operations():
     assert layer.forward.per_token == pytest.approx(2 * numel / 0.5e12)
     assert layer.backward.of(size_of([64])) == pytest.approx(3 * layer.forward.of(size_of([64])))
     assert found.blocks[0].forward == Seconds() and "estimated" in found.source
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "device", "chunk"),
+    [
+        (0, torch.bfloat16, "cuda", 2688),  # 4 GiB of logits
+        (0, torch.float64, "cpu", 1024),  # at least
+        (300, torch.bfloat16, "cuda", 300),
+    ],
+)
+def test_the_chunk_of_the_head_follows_from_the_vocabulary(given, dtype, device, chunk):
+    assert loss_chunk(given, 128256, dtype, device) == chunk
+    assert loss_chunk(given, 1000, dtype, device) == (given or 8192)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "same"])
+@pytest.mark.parametrize(("row", "chunk", "most"), [(512, 0, 1024), (65536, 0, 8192), (65536, 100, 100)])
+def test_a_plan_counts_the_logits_of_one_chunk_and_of_no_more_than_there_is(row, chunk, most, reduce_dtype):
+    """And where gradients travel in bf16, the buffer in which those of the head's chunks are added up."""
+    machine = machine_of("2x2@10gbit", device=Device("H100", 2**36))
+    chosen = ScheduleSettings(loss_chunk_tokens=chunk, reduce_dtype=reduce_dtype)
+    found = request_of("tiny", machine, sequence_length=row, global_batch=8, micro_batch=2, settings=chosen)
+    head = 8192 * 256 + 256
+    sums = 4 * head if reduce_dtype == "same" and most < 2 * row else 0
+    assert found.profile.fixed_working == most * 8192 * 12 + sums
 
 
 # predictions
@@ -296,6 +323,14 @@ def test_what_no_format_had_is_refused():
         planned_settings({"strategy": "flat", "kept_units": 3}, DEFAULT)
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("H100", "bfloat16")])
+def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_path, capsys):
+    words = [word for word in WORDS if word not in ("--dtype", "float32")]
+    assert main([*words, "--device-name", device, "--save", str(tmp_path / "plan.yaml")]) == 0
+    assert f"; {dtype} (auto: " in capsys.readouterr().out
+    assert load_plan(tmp_path / "plan.yaml")["weight_bytes"] == getattr(torch, dtype).itemsize
+
+
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
 def test_a_broken_plan_is_named(tmp_path, content):
     (tmp_path / "plan.yaml").write_text(content)
@@ -314,6 +349,7 @@ def test_the_command(tmp_path, capsys):
     said, progress = capsys.readouterr()
     assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
     assert "measuring 3 kinds of blocks on this CPU, 64 tokens" in progress
+    assert "float32 (as --dtype says)" in said
     assert load_plan(tmp_path / "plan.yaml")["global_batch"] == 8
     assert main([*WORDS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] in strategies(runs=True)

@@ -356,6 +356,18 @@ def wide_norm(world: World, *, how: str) -> dict[str, float]:
     return {name: float((found[name] - g).norm() / g.norm()) for name, g in expected.items() if g.any()}  # type: ignore
 
 
+def head_gradient(world: World, *, dtype: str, chunk: int, reduce_dtype: str) -> Tensor | None:
+    """The gradient of the head of one model, whose weights bf16 holds exactly; on rank 0."""
+    model = llama()().to(torch.bfloat16).to(torch.float32)
+    pipeline = piped(
+        model, world=world, dtype=getattr(torch, dtype), loss_chunk_tokens=chunk, reduce_dtype=reduce_dtype
+    )
+    pipeline.step(rows_of(rows=2, length=512))
+    gradient = pipeline.gradient("lm_head.weight")
+    pipeline.close()
+    return gradient
+
+
 def different_batches(world: World) -> str:
     """What comes of a step for which every rank has rows of its own."""
     pipeline = make_pipeline(llama()(), dtype=torch.float64, world=world, strict=True)
@@ -370,4 +382,4 @@ def different_batches(world: World) -> str:
 def opt(**config: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 40, "num_hidden_layers": 3, "dropout": 0.0}
     given = {"num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
-    return real_model(OPTConfig(**sizes, **given, **config))
+    return real_model(OPTConfig(**{**sizes, **given, **config}))

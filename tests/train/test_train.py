@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,6 +48,7 @@ def trained(home) -> Path:
     assert "link of a node" in done.stdout and "sample" in done.stdout
     assert "plan: measured and chosen in" in done.stdout
     assert "\nweights: random (seed 0)\n" in done.stdout
+    assert re.search(r"dtype +float32 \(auto: on the CPU\)", done.stdout)
     return home
 
 
@@ -114,6 +116,7 @@ def test_resume_goes_on_with_the_identical_losses(trained):
     assert done.returncode == 0, done.stderr
     assert "weights: resumed from" in done.stdout and "step 2, 12 samples consumed" in done.stdout
     assert "weights: random" not in done.stdout
+    assert "float32 (auto: as in the checkpoint)" in done.stdout
     before, after = rows(trained, "first"), rows(trained, "again")
     assert [row["loss"] for row in after] == [row["loss"] for row in before]
 
@@ -244,8 +247,10 @@ def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, c
     """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
     GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=160).save_pretrained(home / "table")
     words = ("--model", str(home / "table"), "--streaming", streaming, "--packing", "fit", "--sequence-length", "400")
+    words += ("--plan", "auto")
     sample = ("--sample.tokens", "3", "--sample.prompt", "def " * 200)
     assert alone(home, f"long-{streaming}", *words, "--steps", "2", *sample) == 0, capsys.readouterr().err
+    assert "plan: measured and chosen" in capsys.readouterr().out
     short = (home / "corpus" / "0.txt").read_text()
     (home / "later.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [short] * 6 + ["a b " * 900]))
     later = ("--data", str(home / "later.jsonl"), "--stream-window", "2", "--validation-fraction", "0")

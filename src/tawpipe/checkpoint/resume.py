@@ -36,6 +36,7 @@ class RunState:
         fingerprint: of the data, so that a changed corpus can be named.
         data_state: what the dataset needs besides the position.
         plan: that the run followed, empty for none; it is followed again on the same topology.
+        dtype: in which the run computed; empty in states of earlier versions.
         topology, versions: for the reader.
     """
 
@@ -46,6 +47,7 @@ class RunState:
     data_state: dict[str, Any] = field(default_factory=dict)
     topology: str = ""
     plan: str = ""
+    dtype: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -57,7 +59,15 @@ class RunState:
         """
         try:
             state = cls(**manifest["run"])
-            kinds = {"step": int, "samples": int, "seed": int, "fingerprint": str, "data_state": dict, "plan": str}
+            kinds = {
+                "step": int,
+                "samples": int,
+                "seed": int,
+                "fingerprint": str,
+                "data_state": dict,
+                "plan": str,
+                "dtype": str,
+            }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):
                     raise TypeError(f"{name} is {getattr(state, name)!r}")

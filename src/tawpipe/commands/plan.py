@@ -10,7 +10,7 @@ from pathlib import Path
 from tawpipe.errors import UserError
 
 PROBE = "probe"
-DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -19,6 +19,7 @@ def run(argv: Sequence[str]) -> int:
     _check(arguments)
     import torch
 
+    from tawpipe.model.attention_kernel import activate_flash
     from tawpipe.model.flops import KNOWN_DEVICES
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.machine import Device
@@ -26,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, crossing, explain, json_text
     from tawpipe.plan.search import search
+    from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
     from tawpipe.schedule.settings import ScheduleSettings
 
@@ -34,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         probed = probe_machine(arguments.device)
         if probed is None:
             return 0  # rank 0 plans
-    here, dtype = pick_device(arguments.device, 0), getattr(torch, arguments.dtype)
+    here = pick_device(arguments.device, 0)
     name = "CPU" if (arguments.device_name or "").upper() == "CPU" else arguments.device_name
     device = Device(name or "")
     if here.type == "cuda" and not device.name:  # clusters are planned on one of their machines
@@ -43,14 +45,18 @@ def run(argv: Sequence[str]) -> int:
     if not machine.device.name and not machine.device.flops:
         known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
         raise UserError("--device-name", "nothing", f"what {arguments.topology} computes with: {known}")
+    same, kind = device_name(here) == machine.device.name, "cpu" if machine.device.name == "CPU" else "cuda"
+    fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
+    dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
+    activate_flash(here)  # as the training run does
     request = request_of(
         arguments.model,
         machine,
         sequence_length=arguments.sequence_length,
         global_batch=arguments.global_batch,
         micro_batch=arguments.micro_batch,
-        dtype=dtype,
+        dtype=getattr(torch, dtype),
         lengths=_lengths(arguments.lengths),
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,
@@ -62,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     )
     talk = not arguments.json
     if talk:
-        print(f"{request.machine.topology}; {request.profile.source}")
+        print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
     plan = Plan.of(request, search(request, tell=tell))
     if arguments.json:
         print(json_text(plan))
@@ -129,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)"
     )
     parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
         "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
+from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import unsupported
 
@@ -192,26 +193,33 @@ def packed_attention(
     if window is not None and window >= documents.max_length:
         window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        reason = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)
-        if reason is None:
+    offer = Offer.of(query.device)
+    if offer.capability is not None:
+        problem = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)
+        whole = window is None and len(documents.spans) == documents.rows and cudnn_takes(query.shape[-1])
+        kernel, why = choose_kernel(offer, query.dtype, problem, whole_rows=whole)
+        if kernel == "varlen":
             return kernels.varlen(query, key, value, documents, window, scale), None
-        _warn_once(f"{type(module).__name__}: slower attention, document by document, because {reason}")
+        if kernel == "cudnn":
+            return kernels.whole_rows(query, key, value, scale).transpose(1, 2).contiguous(), None
+        _warn_once(f"{type(module).__name__}: slower attention, document by document, because {why}")
 
     # The CPU's fused kernel has no dropout, and no kernel has caps or sinks: those compute their scores in slices.
-    if softcap is not None or s_aux is not None or (dropout > 0 and not query.is_cuda):
+    if softcap is not None or s_aux is not None or (dropout > 0 and offer.capability is None):
         output: Tensor = kernels.SlicedScores.apply(  # type: ignore[assignment]
             query, key, value, s_aux, documents, window, scale, dropout, softcap
         )
         return output.transpose(1, 2).contiguous(), None
 
-    parts = []
-    for rows, tokens in documents.regions():
-        own = (rows, slice(None), tokens)
-        parts.append(kernels.fused(query[own], key[own], value[own], window, scale, dropout).transpose(1, 2))
-    if len(parts) == 1:
-        return parts[0].contiguous(), None
-    return torch.cat(parts, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    regions = [(rows, slice(None), tokens) for rows, tokens in documents.regions()]
+    if len(regions) == 1:
+        return kernels.fused(query, key, value, window, scale, dropout).transpose(1, 2).contiguous(), None
+    queries, keys, values = (kernels.parts(tensor, regions) for tensor in (query, key, value))
+    outputs = [
+        kernels.fused(*own, window=window, scale=scale, dropout=dropout).transpose(1, 2)
+        for own in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(outputs, dim=1).reshape(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @cache

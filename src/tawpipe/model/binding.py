@@ -25,10 +25,15 @@ NEED_WEIGHTS = (
 
 @dataclass(eq=False)
 class _Collection:
-    """The buffer that a unit's gradients go into, and the parameters whose gradient has come."""
+    """The buffer that a unit's gradients go into, and the parameters whose gradient has come.
+
+    Args:
+        target: a narrower buffer that takes the sum in the end, with what it holds if the flag beside it says so.
+    """
 
     flat: Tensor
     accumulate: bool
+    target: tuple[Tensor, bool] | None = None
     arrived: set[int] = field(default_factory=set)
 
 
@@ -122,7 +127,7 @@ class UnitBinding:
         for parameter, placeholder in zip(self._parameters[unit], self._placeholders[unit], strict=True):
             parameter.data = placeholder
 
-    def collect(self, unit: int, flat: Tensor, accumulate: bool) -> None:
+    def collect(self, unit: int, flat: Tensor, accumulate: bool, *, in_chunks: bool = False) -> None:
         """Let gradients of the unit's parameters go into ``flat`` from now on, while autograd runs.
 
         Args:
@@ -130,16 +135,30 @@ class UnitBinding:
             flat: [numel] or longer; its dtype may be wider than the parameters'.
             accumulate: add to what ``flat`` holds. Otherwise its content counts for nothing: a parameter's first
                 gradient is copied, later ones (the head's chunks) are added.
+            in_chunks: every parameter gets many gradients. They are added up in fp32 even if ``flat`` is narrower, in a
+                buffer that lives until ``finish_collect``.
         """
         assert self.units[unit].trainable and unit not in self._collections
         assert flat.numel() >= self.units[unit].numel
-        self._collections[unit] = _Collection(flat, accumulate)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        if in_chunks and flat.dtype != wide:
+            self._collections[unit] = _Collection(torch.empty_like(flat, dtype=wide), False, (flat, accumulate))
+        else:
+            self._collections[unit] = _Collection(flat, accumulate)
 
     def finish_collect(self, unit: int) -> None:
         """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""
         collection = self._collections.pop(unit)
-        if collection.accumulate:
-            return
+        if not collection.accumulate:
+            self._zero_the_rest(unit, collection)
+        if collection.target is not None:
+            target, add = collection.target
+            if add:
+                target.add_(collection.flat)
+            else:
+                target.copy_(collection.flat)
+
+    def _zero_the_rest(self, unit: int, collection: _Collection) -> None:
         slots = self.units[unit].slots
         if not collection.arrived:
             collection.flat.zero_()

@@ -22,7 +22,17 @@ from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.refuse import refuse_adapters, refuse_unsupported, unsupported
-from tawpipe.model.stubs import Feed, Feeder, LayerCall, LayersReached, Recorder, Tape, modules_above, view_with_layers
+from tawpipe.model.stubs import (
+    Feed,
+    Feeder,
+    LayerCall,
+    LayersReached,
+    Recorder,
+    Tape,
+    modules_above,
+    remember_angles,
+    view_with_layers,
+)
 from tawpipe.model.units import build_blocks, build_units
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 
@@ -94,6 +104,7 @@ class Chain(UnitBinding):
         feeders = [Feeder(layer, self._feed) for layer in self.layers]
         self._embedding_side, own = view_with_layers(self.model, self.path, recorders)
         self._head_side, own_too = view_with_layers(self.model, self.path, feeders)
+        remember_angles(own_too)
         self._views = [*own, *own_too]
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:

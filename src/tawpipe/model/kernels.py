@@ -5,15 +5,21 @@ slices of explicit scores. None of them ever holds a matrix of S x S.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.attention as library
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Place = tuple[slice, slice, slice]
+"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +111,29 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor[:, :, None].expand(rows, own, heads // own, length, dim).reshape(rows, heads, length, dim)
 
 
+def flash_in_use() -> str:
+    """The flash attention that torch calls: FA2, or what ``activate_flash_attention_impl`` was given."""
+    current = getattr(library, "current_flash_attention_impl", None)
+    return (current and current()) or "FA2"
+
+
+def _kernels_with(dropout: float) -> AbstractContextManager[object]:
+    """A context without kernels that have no dropout: what stands in for flash attention 2 fails if it is given one."""
+    if dropout == 0 or flash_in_use() == "FA2":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def whole_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention of one document per row by cuDNN, which torch prefers where it is faster, or by flash attention.
+
+    [b, heads, S, d] in and out; fewer heads of keys and values are not copied.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
 def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
     """Attention of one document per row by torch's fused kernels; with a window in slices of queries, each against the
     keys it sees.
@@ -114,7 +143,8 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     length = query.shape[2]
     if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
+        with _kernels_with(dropout):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
 
     size = min(max(window // 2, 64), 1024)
     # One additive mask for all slices: row i is query `first + i`, column j is key `first - (window - 1) + j`.
@@ -122,21 +152,47 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     j = torch.arange(size + window - 1, device=query.device)[None, :]
     mask = torch.zeros(size, size + window - 1, dtype=query.dtype, device=query.device)
     mask.masked_fill_((j < i) | (j > i + window - 1), float("-inf"))
-    parts = []
-    for first in range(0, length, size):
-        last, oldest = min(first + size, length), max(0, first - window + 1)
+    every, starts = slice(None), range(0, length, size)
+    tokens = [(max(0, first - window + 1), first, min(first + size, length)) for first in starts]
+    queries = parts(query, [(every, every, slice(first, last)) for _, first, last in tokens])
+    seen = [(every, every, slice(oldest, last)) for oldest, _, last in tokens]
+    slices = []
+    for (oldest, first, last), own, keys, values in zip(
+        tokens, queries, parts(key, seen), parts(value, seen), strict=True
+    ):
         skipped = window - 1 - (first - oldest)
-        parts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                key[:, :, oldest:last],
-                value[:, :, oldest:last],
-                attn_mask=mask[: last - first, skipped : skipped + last - oldest],
-                dropout_p=dropout,
-                scale=scale,
-            )
+        hidden = mask[: last - first, skipped : skipped + last - oldest]
+        slices.append(
+            F.scaled_dot_product_attention(own, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
         )
-    return torch.cat(parts, dim=2)
+    return torch.cat(slices, dim=2)
+
+
+class Parts(torch.autograd.Function):
+    """Parts of a tensor [b, heads, S, d], whose gradients are added up in fp32 (fp64 for fp64) where they overlap.
+
+    Slicing instead would make a gradient of the whole tensor's size for every part, and add them in its own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, places: tuple[Place, ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.places = (tensor.shape, tensor.dtype, tensor.device), places
+        return tuple(tensor[place] for place in places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        shape, dtype, device = ctx.like
+        total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        for place, gradient in zip(ctx.places, gradients, strict=True):
+            if gradient is not None:
+                total[place] += gradient
+        return total.to(dtype), None
+
+
+def parts(tensor: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
+    """Parts of a tensor [b, heads, S, d], as ``Parts`` says."""
+    return Parts.apply(tensor, tuple(places))  # type: ignore[return-value]
 
 
 class SlicedScores(torch.autograd.Function):
@@ -215,10 +271,6 @@ class SlicedScores(torch.autograd.Function):
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None, None, None
-
-
-Place = tuple[slice, slice, slice]
-"""Rows, heads and tokens of a tensor [b, heads, S, d]."""
 
 
 def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:

@@ -21,6 +21,34 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(logits [b, c, V], labels [b, c], already shifted) -> the sum, not the mean, over the labels that count."""
 
 
+CHUNK = 1024, 8192
+"""Positions in a chunk, at least and at most, that ``loss_chunk`` chooses: each chunk writes a gradient of the whole
+head, which costs more than the chunk's own products where it is short."""
+LOGITS_BYTES = {"cpu": 2**30, "cuda": 2**32}
+"""Bytes for logits that ``loss_chunk`` does not exceed; processes on a CPU share its memory."""
+
+
+def logits_bytes(vocabulary: int, dtype: torch.dtype) -> int:
+    """Bytes that the loss of one position takes: log-probabilities, their gradient and that of the logits, in fp32 or
+    wider.
+    """
+    return 3 * vocabulary * torch.promote_types(dtype, torch.float32).itemsize
+
+
+def loss_chunk(setting: int, vocabulary: int, dtype: torch.dtype, device: str) -> int:
+    """Positions whose logits exist at one time: what ``ScheduleSettings.loss_chunk_tokens`` says, or for 0 what fits.
+
+    >>> loss_chunk(0, 128256, torch.bfloat16, "cuda"), loss_chunk(0, 32000, torch.bfloat16, "cuda")
+    (2688, 8192)
+
+    Args:
+        device: its type, cpu or cuda.
+    """
+    least, most = CHUNK
+    fitting = LOGITS_BYTES[device] // logits_bytes(vocabulary, dtype) // 128 * 128
+    return setting or max(least, min(fitting, most))
+
+
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of cross-entropies over the labels that count, in fp32, or in fp64 for fp64 logits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -112,6 +112,41 @@ class Feeder(Stub):
         return (feed.hidden,) if feed.returns_tuple else feed.hidden
 
 
+class Remembered(Stub):
+    """Stub that computes once for every shape of input and gives the same again, for results that nobody reads.
+
+    The head runs for each chunk of positions, with the code before the layers as well: rotary angles would be computed
+    for every chunk, and where they depend on the longest document so far the host waits for the device.
+    """
+
+    MOST = 8
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.__dict__["results"] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = [*enumerate(args), *kwargs.items()]
+        key = tuple(
+            (name, value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (name, repr(value))
+            for name, value in named
+        )
+        results = self.__dict__["results"]
+        if key not in results:
+            if len(results) >= self.MOST:
+                results.clear()
+            results[key] = self.__dict__["layer"](*args, **kwargs)
+        return results[key]
+
+
+def remember_angles(view: Sequence[nn.Module]) -> None:
+    """Let the modules of a view, each with its own list of children, compute rotary angles once for every shape."""
+    for module in view:
+        for name, child in module._modules.items():
+            if child is not None and any(key.endswith("inv_freq") for key in child._buffers):
+                module._modules[name] = Remembered(child)
+
+
 def modules_above(model: nn.Module, path: str) -> list[nn.Module]:
     """The model, and the modules between it and the layer list at ``path``."""
     ends = (end for end, letter in enumerate(path) if letter == ".")

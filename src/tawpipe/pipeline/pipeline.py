@@ -33,12 +33,13 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.loss import Loss
+from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
@@ -78,8 +79,9 @@ class Pipeline:
         micro_batch: rows computed at once.
         schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
             for batches of as many micro-batches as it has.
-        dtype: in which weights travel and blocks compute. Masters, gradients at home and optimizer state are fp32 (fp64
-            for fp64).
+        dtype: in which weights travel and blocks compute; ``auto`` is bf16 where every device computes in it (GPUs
+            from compute capability 8 on), else fp32. Masters, gradients at home and optimizer state are fp32 (fp64 for
+            fp64).
         clip_norm: largest global gradient norm; None switches clipping off, but not the check for finite numbers, which
             ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
             ``drain`` or ``save`` says so.
@@ -109,7 +111,7 @@ class Pipeline:
         loss: Loss | None = None,
         micro_batch: int = 1,
         schedule: ScheduleSettings | Strategy | Schedule | str = DEFAULT,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = AUTO,
         clip_norm: float | None = 1.0,
         compile_layers: bool = False,
         seed: int = 0,
@@ -127,6 +129,7 @@ class Pipeline:
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
+        dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, self.world)[0]]
         self.dtype = dtype
         self._given = schedule if isinstance(schedule, Schedule) else None
         self._strategy, self.settings = strategy_of(schedule)
@@ -194,11 +197,11 @@ class Pipeline:
             strict=strict,
             timeout=timeout,
         )
+        vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
+        chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(
-                self.chain, self.spec, chunk_tokens=self.settings.loss_chunk_tokens, compiled=compile_layers
-            ),
+            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
@@ -586,12 +589,12 @@ class Pipeline:
         return None if flat is None else slot.view(flat).clone()
 
 
-def _check_settings(*, micro_batch: int, dtype: torch.dtype, clip_norm: float | None, seed: int) -> None:
+def _check_settings(*, micro_batch: int, dtype: torch.dtype | str, clip_norm: float | None, seed: int) -> None:
     if micro_batch < 1:
         raise UserError("micro_batch", micro_batch, "at least 1")
     # fp16 would need loss scaling: gradients of single tokens are below its range.
-    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise UserError("dtype", dtype, "torch.float32, torch.bfloat16 or torch.float64")
+    if dtype not in (AUTO, *DTYPES.values()):
+        raise UserError("dtype", dtype, "torch.float32, torch.bfloat16, torch.float64 or 'auto'")
     if clip_norm is not None and not clip_norm > 0:
         raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
     if seed < 0:

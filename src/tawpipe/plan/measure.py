@@ -13,6 +13,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.build import build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
+from tawpipe.model.loss import loss_chunk
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.request import PlanRequest
@@ -116,19 +117,25 @@ def request_of(
     master = torch.promote_types(dtype, torch.float32)
     reduce = dtype if settings.reduce_dtype == "same" else master
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
+    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", sequence_length * micro_batch
+    chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
+    found = _profile(
+        made,
+        machine,
+        profile,
+        dtype,
+        sequence_length,
+        min(chunk, tokens),
+        peak,
+        here or torch.device("cpu"),
+        tell,
+    )
+    if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
+        head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
+        found = replace(found, fixed_working=found.fixed_working + head * master.itemsize)
     return PlanRequest(
         model=made.spec,
-        profile=_profile(
-            made,
-            machine,
-            profile,
-            dtype,
-            sequence_length,
-            settings.loss_chunk_tokens,
-            peak,
-            here or torch.device("cpu"),
-            tell,
-        ),
+        profile=found,
         machine=machine,
         global_batch=global_batch,
         micro_batch=micro_batch,

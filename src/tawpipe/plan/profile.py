@@ -18,6 +18,7 @@ from tawpipe.console import duration
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
+from tawpipe.model.loss import logits_bytes
 from tawpipe.runtime.compute import loss_in_chunks
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
@@ -120,7 +121,7 @@ def measure(
         kept,
         _hidden(chain) * dtype.itemsize,
         kept["graph"],
-        chunk_tokens * chain.config.get_text_config().vocab_size * (4 + 4 + dtype.itemsize),
+        chunk_tokens * logits_bytes(chain.config.get_text_config().vocab_size, dtype),
         f"measured on {where}, {tokens} tokens",
     )
 
@@ -150,7 +151,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
         {"graph": graph, "kept": 3 * _hidden(chain) * dtype.itemsize},
         _hidden(chain) * dtype.itemsize,
         graph,
-        chunk_tokens * config.vocab_size * (4 + 4 + dtype.itemsize),
+        chunk_tokens * logits_bytes(config.vocab_size, dtype),
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
     )
 

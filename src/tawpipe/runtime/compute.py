@@ -134,9 +134,10 @@ class Compute:
         block, m, b = self.spec.blocks[action.block], action.micro_batch, action.block
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
-        for unit, buffer in zip(units, action.gradients, strict=True):
-            self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads)
         held: _OnDevice = self._held[context(m)]
+        in_chunks = block.kind == "head" and held.batch.input_ids.numel() > self.chunk_tokens
+        for unit, buffer in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads, in_chunks=in_chunks)
         wanted = input_gradient(m, b) in action.writes
         gradient = None
         if block.kind == "head":

@@ -124,7 +124,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
                 stored[saved.untyped_storage().data_ptr()] = saved
             return saved
 
-        leaf = hidden.detach().requires_grad_()
+        leaf = torch.ones_like(hidden).requires_grad_()  # not what there is: numbers, so that changes of them show
         try:
             hooks = saved_tensors_hooks(store, lambda saved: saved)
             with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:

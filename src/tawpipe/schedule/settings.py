@@ -62,8 +62,9 @@ class ScheduleSettings:
     paper; for comparisons."""
     reduce_dtype: Literal["float32", "same"] = "float32"
     """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
-    loss_chunk_tokens: int = bounded(1024, minimum=1)
-    """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
+    loss_chunk_tokens: int = bounded(0, minimum=0)
+    """Tokens whose logits exist at one time; those of a long sequence never do. 0 for 1024 to 8192, as many as take 4
+    GiB on a GPU or 1 GiB on a CPU."""
 
 
 DEFAULT = ScheduleSettings()

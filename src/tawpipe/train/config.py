@@ -154,9 +154,10 @@ class TrainConfig(DataSettings):
     """Optimizer steps in the whole run, those before a resume included."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
-    dtype: Dtype = "float32"
-    """Type in which the model computes and in which weights travel. Master weights and optimizer state are float32
-    (float64 under float64)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type in which the model computes and in which weights travel: auto is bfloat16 on GPUs that compute in it, else
+    float32, and in a resumed run what it was before. Master weights and optimizer state are float32 (float64 under
+    float64)."""
     learning_rate: float = bounded(2e-3, above=0)
     """Highest learning rate, after the warm-up."""
     output: str = "runs/{time}"

@@ -327,6 +327,7 @@ class Training:
             data_state=self.data.train.state_dict(self.samples),
             topology=str(self.world.nodes),
             plan=self.plan,
+            dtype=str(self.pipeline.dtype).removeprefix("torch."),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 

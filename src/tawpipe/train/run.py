@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
+from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
@@ -34,7 +37,6 @@ from tawpipe.train.planned import PLAN, check_model, follow_plan
 from tawpipe.train.sample import sample
 
 ROWS_LOOKED_AT = 15
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def run(config: TrainConfig) -> int:
@@ -61,6 +63,10 @@ def run(config: TrainConfig) -> int:
     start = _choose_start(config, console, disk, memory, injector, restarts)
     earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
+    given = config
+    dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
+    config = replace(config, dtype=dtype)
+    activate_flash(world.device)
     followed = follow_plan(
         config,
         world,
@@ -70,7 +76,7 @@ def run(config: TrainConfig) -> int:
         lengths=lambda: _typical_lengths(data, config.sequence_length),
         tell=console.line,
     )
-    given, config, plan = config, followed.config, followed.text
+    config, plan = followed.config, followed.text
     if followed.line:
         console.line(followed.line)
     built = build_model(
@@ -95,7 +101,9 @@ def run(config: TrainConfig) -> int:
         _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
-    before = _plan_rows(config, pipeline)
+    text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
+    kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
+    before = _plan_rows(config, pipeline, [("dtype", f"{dtype} ({why})"), ("attention", kernel)])
     console.plan(before)
 
     training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
@@ -273,8 +281,12 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
     ]
 
 
-def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]:
-    """Rows that say what is about to happen and what it costs, before the first step."""
+def _plan_rows(config: TrainConfig, pipeline: Pipeline, computing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Rows that say what is about to happen and what it costs, before the first step.
+
+    Args:
+        computing: rows that say what it computes in and with.
+    """
     said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
         ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
@@ -282,6 +294,7 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
             "batch",
             f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}",
         ),
+        *computing,
         ("strategy", said.strategy),
         ("schedule", said.schedule),
     ]

@@ -1,0 +1,137 @@
+"""The kernel that attention is computed with: the fastest that the device and the installed software have.
+
+* Flash attention 3 on Hopper, where its package is installed (``activate_flash``); torch puts it under its own name of
+  flash attention 2, so that the call for packed documents stays the same.
+* cuDNN on Hopper and Blackwell for rows of one document, where torch itself takes it first: it is faster there than
+  flash attention 2, and on Ampere slower.
+* Flash attention 2 otherwise, and torch's fused kernels document by document for what it cannot do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.attention as library
+
+from tawpipe.model import kernels
+from tawpipe.model.kernels import flash_in_use
+
+logger = logging.getLogger(__name__)
+HALF = (torch.bfloat16, torch.float16)
+Kernel = Literal["varlen", "cudnn", "documents"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a device and the software offer for attention.
+
+    Args:
+        capability: CUDA compute capability; None on the CPU.
+        flash: the flash attention that torch calls, FA2 unless it was told otherwise.
+        cudnn: torch takes cuDNN before flash attention.
+    """
+
+    capability: tuple[int, int] | None = None
+    flash: str = "FA2"
+    cudnn: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Offer:
+        """The offer of this process's device, as it is now."""
+        if device.type != "cuda":
+            return cls()
+        capability, cudnn = _fixed(device)
+        usable = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+        return cls(capability, flash_in_use(), cudnn and usable)
+
+
+@cache
+def _fixed(device: torch.device) -> tuple[tuple[int, int], bool]:
+    """Compute capability, and whether torch prefers cuDNN on it: from cuDNN 9.15.1 on, on Hopper and Blackwell."""
+    capability = torch.cuda.get_device_capability(device)
+    version = 0 if torch.version.hip else torch.backends.cudnn.version() or 0
+    return capability, capability[0] in (9, 10) and version > 91500
+
+
+def activate_flash(device: torch.device) -> None:
+    """Let torch use flash attention 3 in this process, on Hopper and where its package is installed.
+
+    For processes that are ours: it replaces a kernel for everything in the process, and has no dropout.
+    """
+    activate = getattr(library, "activate_flash_attention_impl", None)
+    if device.type != "cuda" or torch.version.hip or activate is None or flash_in_use() != "FA2":
+        return
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        try:
+            activate("FA3")
+        except (ImportError, RuntimeError, ValueError, AttributeError, OSError) as problem:
+            logger.info("flash attention 3 is not used: %s", problem)
+
+
+def choose_kernel(offer: Offer, dtype: torch.dtype, problem: str | None, *, whole_rows: bool) -> tuple[Kernel, str]:
+    """The kernel for some documents, and why it is not the one for packed documents.
+
+    Args:
+        problem: what the kernel for packed documents lacks (``kernels.why_not_varlen``).
+        whole_rows: every row is one document, without a window, and heads have a size that cuDNN takes.
+    """
+    if offer.capability is None:
+        return "documents", "on the CPU"
+    if dtype not in HALF:
+        return "documents", f"no kernel for packed documents computes in {str(dtype).removeprefix('torch.')}"
+    if offer.capability[0] < 8:
+        return "documents", "flash attention needs a device of compute capability 8"
+    if problem is not None:
+        return "documents", problem
+    return "cudnn" if whole_rows and offer.cudnn and offer.flash == "FA2" else "varlen", ""
+
+
+def attention_kernel(
+    offer: Offer,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> str:
+    """The kernel's name for the reader, before anything has run."""
+    if softcap is not None or sinks or (dropout > 0 and offer.capability is None):
+        what = "soft caps" if softcap is not None else "sinks" if sinks else "dropout on the CPU"
+        return f"explicit scores in slices, because no fused kernel has {what}"
+    problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
+    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
+    if kernel == "documents":
+        return f"torch's fused kernels (SDPA), document by document: {why}"
+    name = f"flash attention {offer.flash.removeprefix('FA')} (varlen)"
+    if offer.flash == "FA2" and offer.capability is not None and offer.capability[0] == 9:
+        name += "; flash attention 3 would be faster, and is not installed or not activated"
+    if choose_kernel(offer, dtype, problem, whole_rows=cudnn_takes(head_dim))[0] == "cudnn":
+        name += "; cuDNN for rows of one document"
+    return name
+
+
+def cudnn_takes(head_dim: int) -> bool:
+    """True for sizes of heads that cuDNN computes forward and backward in every release."""
+    return head_dim <= 128 and head_dim % 8 == 0
+
+
+def kernel_of_model(config: Any, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> str:
+    """``attention_kernel`` of a model, by its text config and the names of its parameters."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dropouts = [
+        getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    ]
+    return attention_kernel(
+        Offer.of(device),
+        dtype,
+        head_dim,
+        dropout=max((one for one in dropouts if isinstance(one, float)), default=0.0),
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=any(name.endswith("sinks") for name in names),
+    )

@@ -1,0 +1,163 @@
+"""The choice of a kernel for attention, on devices and software that are stood in for."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention as library
+from torch import nn
+from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig
+
+from tawpipe.model import attention_kernel, kernels
+from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention_kernel import Offer, activate_flash, choose_kernel
+from tawpipe.model.attention_kernel import attention_kernel as named
+from tawpipe.model.kernels import Documents
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+AMPERE, HOPPER, TURING = Offer((8, 0)), Offer((9, 0), cudnn=True), Offer((7, 5))
+HOPPER_3 = Offer((9, 0), "FA3", cudnn=True)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("offer", "dtype", "problem", "whole_rows", "expected"),
+    [
+        (AMPERE, BF16, None, True, "varlen"),
+        (HOPPER, BF16, None, False, "varlen"),
+        (HOPPER, BF16, None, True, "cudnn"),
+        (HOPPER_3, BF16, None, True, "varlen"),
+        (HOPPER_3, BF16, "it has no dropout", True, "documents"),
+        (HOPPER, FP32, None, True, "documents"),
+        (TURING, torch.float16, None, True, "documents"),
+        (Offer(), BF16, None, True, "documents"),
+    ],
+)
+def test_the_fastest_kernel_that_the_device_has_is_chosen(offer, dtype, problem, whole_rows, expected):
+    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=whole_rows)
+    assert kernel == expected and bool(why) == (kernel == "documents")
+
+
+@pytest.mark.parametrize(
+    ("offer", "dtype", "options", "words"),
+    [
+        (HOPPER_3, BF16, {}, "flash attention 3 (varlen)"),
+        (HOPPER, BF16, {}, "flash attention 2 (varlen); flash attention 3 would be faster, and is not installed or not "
+         "activated; cuDNN for rows of one document"),
+        (AMPERE, BF16, {}, "flash attention 2 (varlen)"),
+        (AMPERE, FP32, {}, "document by document: no kernel for packed documents computes in float32"),
+        (AMPERE, BF16, {"dropout": 0.1}, "document by document: torch's varlen attention has no dropout"),
+        (AMPERE, BF16, {"softcap": 50.0}, "explicit scores in slices, because no fused kernel has soft caps"),
+        (Offer(), FP32, {}, "document by document: on the CPU"),
+        (Offer(), FP32, {"dropout": 0.1}, "no fused kernel has dropout on the CPU"),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_named_before_it_runs(offer, dtype, options, words):
+    assert named(offer, dtype, 128, **options).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "words"),
+    [
+        (LlamaConfig(), (), "document by document: on the CPU"),
+        (GPT2Config(), (), "no fused kernel has dropout on the CPU"),  # its usual 0.1
+        (Gemma2Config(), (), "soft caps"),
+        (GptOssConfig(), ("model.layers.0.self_attn.sinks",), "sinks"),
+    ],
+)
+def test_what_a_model_needs_of_its_kernel_is_read_from_its_config(config, names, words):
+    assert words in attention_kernel.kernel_of_model(config, names, CPU, FP32)
+
+
+def on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], activate: Any, current: Any = lambda: None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(library, "activate_flash_attention_impl", activate, raising=False)
+    monkeypatch.setattr(library, "current_flash_attention_impl", current, raising=False)
+
+
+def test_flash_attention_3_is_activated_on_hopper_alone(monkeypatch):
+    asked: list[str] = []
+    for capability in ((8, 0), (10, 0), (12, 0), (9, 0)):
+        on(monkeypatch, capability, asked.append)
+        activate_flash(GPU)
+    activate_flash(CPU)
+    on(monkeypatch, (9, 0), asked.append, current=lambda: "FA4")  # the user's own choice stays
+    activate_flash(GPU)
+    assert asked == ["FA3"]
+    assert kernels.flash_in_use() == "FA4"
+
+
+@pytest.mark.parametrize(
+    "problem", [ImportError("flash_attn_interface"), RuntimeError("no kernels"), ValueError("FA3")]
+)
+def test_without_its_package_flash_attention_2_stays(monkeypatch, problem):
+    def fail(name: str) -> None:
+        raise problem
+
+    on(monkeypatch, (9, 0), fail)
+    activate_flash(GPU)
+    assert kernels.flash_in_use() == "FA2"
+
+
+def test_a_torch_without_the_choice_stays_as_it_is(monkeypatch):
+    monkeypatch.delattr(library, "activate_flash_attention_impl", raising=False)
+    monkeypatch.delattr(library, "current_flash_attention_impl", raising=False)
+    activate_flash(GPU)
+    assert kernels.flash_in_use() == "FA2"
+
+
+def test_what_has_no_dropout_is_not_given_any(monkeypatch):
+    """The stand-ins for flash attention 2 in torch raise where they are given dropout."""
+    allowed: list[Any] = []
+
+    @contextmanager
+    def only(backends: Any):
+        allowed.append(backends)
+        yield
+
+    monkeypatch.setattr(kernels, "sdpa_kernel", only)
+    query = torch.randn(1, 2, 4, 8)
+    for flash, dropout in (("FA2", 0.5), ("FA3", 0.0), ("FA3", 0.5)):
+        monkeypatch.setattr(kernels, "flash_in_use", lambda flash=flash: flash)
+        kernels.fused(query, query, query, None, 1.0, dropout)
+    assert len(allowed) == 1 and library.SDPBackend.FLASH_ATTENTION not in allowed[0]
+
+
+@pytest.mark.parametrize(
+    ("offer", "lengths", "window", "options", "expected"),
+    [
+        (HOPPER, (9, 9), None, {}, "whole_rows"),
+        (HOPPER, (4, 5, 9), None, {}, "varlen"),
+        (HOPPER, (9, 9), 4, {}, "varlen"),
+        (HOPPER_3, (9, 9), None, {}, "varlen"),
+        (AMPERE, (9, 9), None, {}, "varlen"),
+        (AMPERE, (9, 9), None, {"dropout": 0.5}, "fused"),
+        (TURING, (9, 9), None, {}, "fused"),
+        (HOPPER, (9, 9), None, {"softcap": 30.0}, None),
+    ],
+)
+def test_the_chosen_kernel_is_the_one_that_is_called(monkeypatch, offer, lengths, window, options, expected):
+    called: list[str] = []
+    query = torch.randn(2, 2, 9, 8, dtype=BF16)
+    monkeypatch.setattr(Offer, "of", lambda device: offer)
+    for name in ("varlen", "whole_rows", "fused"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: called.append(name) or query)
+    assert kernels.why_not_varlen(8, 8, 0.0, None, None, window) is None, "this torch has the kernel"
+    mask = PackedMask(Documents.of(lengths, (2, 9), CPU), window)
+    packed_attention(nn.Identity(), query, query, query, mask, **options)
+    assert called[:1] == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_whole_rows_are_computed_as_document_by_document(heads):
+    query, key, value = (torch.randn(2, n, 9, 8, dtype=torch.float64) for n in (4, heads, heads))
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    outputs = [kernels.whole_rows(query, key, value, 0.3), kernels.fused(query, key, value, None, 0.3, 0.0)]
+    torch.testing.assert_close(*outputs)
+    gradients = [torch.autograd.grad(output.square().sum(), leaves) for output in outputs]
+    torch.testing.assert_close(*gradients)
