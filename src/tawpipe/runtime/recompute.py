@@ -153,6 +153,13 @@ def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
+def attention_bytes(run: Callable[[], object]) -> int:
+    """Bytes of the results of attention in ``run`` that ``keep_attention`` would keep."""
+    with _Attention() as attention:
+        run()
+    return attention.bytes
+
+
 class _Attention(TorchDispatchMode):
     """Adds up the results of attention."""
 

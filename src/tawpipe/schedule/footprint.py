@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tawpipe.schedule.actions import Action
+from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
@@ -50,8 +50,8 @@ class BlockMemory:
         kept: for every token, by kind of activation: what a layer keeps (``graph``, ``kept``), its input included, and
             what all layers of a micro-batch share (``ctx``).
         working: what computing takes at its highest besides what it is given and leaves behind, by kind of block and
-            by what runs (``working_name``): a fixed part, and one for every token. Below zero where memory is given
-            back before the rest is taken.
+            by what runs (``forward full``, ``backward none``, ...): a fixed part, and one for every token. Below zero
+            where memory is given back before the rest is taken.
     """
 
     boundary: int
@@ -67,25 +67,20 @@ class BlockMemory:
         sizes = dict.fromkeys(BOUNDARIES, self.boundary * tokens)
         if pinned:
             sizes[Kind.OFFLOADED] = 1 << (self.boundary * tokens - 1).bit_length()
-        return sizes | {kind: round(self.kept.get(kind, 0) * tokens) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)}
+        return sizes | {
+            kind: round(self.kept.get(kind, 0) * tokens) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)
+        }
 
     def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
         """What an action takes while it computes."""
-        if action.block is None or action.micro_batch is None:
+        if action.block < 0 or action.micro_batch < 0:
             return 0
+        kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
+        recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
         of_kind = self.working.get(schedule.model.blocks[action.block].kind, {})
-        name = working_name(action.op.value.split("_")[0].lower(), schedule.step.recomputes(action.block))
-        fixed, per_token = of_kind.get(name, (0, 0))
+        direction = "forward" if action.op is Op.FORWARD else "backward"
+        fixed, per_token = of_kind.get(f"{direction} {recompute}", (0, 0))
         return round(fixed + per_token * tokens)
-
-
-def working_name(direction: str, recompute: str) -> str:
-    """The name of a pass in ``BlockMemory.working``.
-
-    >>> working_name("backward", "full")
-    'backward full'
-    """
-    return f"{direction} {recompute}"
 
 
 @dataclass(frozen=True)
