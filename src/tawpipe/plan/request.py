@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tawpipe.errors import UserError
@@ -94,6 +94,21 @@ class PlanRequest:
         """Bytes per second of every machine's link to the others, in one direction."""
         machines = range(len(self.machine.nodes))
         return [self.costs.node_link(one).node_rate(self.topology.local_size) for one in machines]
+
+    def with_micro_batch(self, sequences: int) -> PlanRequest:
+        """The same batch, computed in micro-batches of so many rows."""
+        share = sequences / self.micro_batch
+        size = MicroBatchSize(round(self.size.tokens * share), round(self.size.pairs * share))
+        return replace(self, micro_batch=sequences, size=size)
+
+    def with_length(self, length: int) -> PlanRequest:
+        """As many rows of another length: a document that fills its row still does, shorter ones stay as they are."""
+        share = length / self.sequence_length
+        fills = self.size.pairs * self.micro_batch >= self.size.tokens**2
+        pairs = self.size.pairs * share * (share if fills else 1)
+        return replace(
+            self, sequence_length=length, size=MicroBatchSize(length * self.micro_batch, round(pairs)), flops=0.0
+        )
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.

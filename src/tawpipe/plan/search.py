@@ -104,6 +104,25 @@ def fits(request: PlanRequest, needs: Needs) -> bool:
     return all(not most or needed <= most for most, needed in there)
 
 
+def shortage(request: PlanRequest, needs: Needs) -> str:
+    """What is needed and what is there, of the memory that does not suffice; empty if all does."""
+    words = []
+    if request.memory_bytes and needs.device > request.memory_bytes:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items() if size)
+        words.append(f"{gib(needs.device)} GiB of {gib(request.memory_bytes)} on every device ({parts})")
+    if request.machine.host_bytes and needs.host > request.machine.host_bytes:
+        words.append(f"{gib(needs.host)} GiB of {gib(request.machine.host_bytes)} of every host's memory")
+    return " and ".join(words)
+
+
+def gib(size: float) -> str:
+    """
+    >>> gib(3 * 2**30), gib(5 * 2**20)
+    ('3.00', '0.005')
+    """
+    return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
+
+
 def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
     refused = Candidate(strategy.name, None, None, True, False)
     base = replace(request.settings, strategy=strategy.name)

@@ -128,6 +128,8 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
 
         leaf = hidden.detach().requires_grad_()
         try:
+            with _caller_undisturbed(chain.device), torch.no_grad():
+                chain.layer(block, hidden, context)  # the first call gets a copy of its input
             hooks = saved_tensors_hooks(store, lambda saved: saved)
             with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:
                 output = chain.layer(block, leaf, context)

@@ -23,12 +23,14 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
 from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.predict import Needs
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig, config_text
 from tawpipe.train.loop import Training
+from tawpipe.train.memory import check_memory
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 from tawpipe.train.sample import sample
@@ -73,6 +75,14 @@ def run(config: TrainConfig) -> int:
     given, config, plan = config, followed.config, followed.text
     if followed.line:
         console.line(followed.line)
+    needs = check_memory(
+        config,
+        world,
+        vocab_size=vocab_size,
+        dtype=DTYPES[config.dtype],
+        lengths=_typical_lengths(data, config.sequence_length),
+        request=followed.request,
+    )
     built = build_model(
         config.model,
         vocab_size=vocab_size,
@@ -95,7 +105,7 @@ def run(config: TrainConfig) -> int:
         _save_settings(given, plan, console)
     for name in _without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
-    before = _plan_rows(config, pipeline)
+    before = _plan_rows(config, pipeline, needs)
     console.plan(before)
 
     training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
@@ -273,7 +283,7 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
     ]
 
 
-def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]:
+def _plan_rows(config: TrainConfig, pipeline: Pipeline, needs: Needs | None) -> list[tuple[str, str]]:
     """Rows that say what is about to happen and what it costs, before the first step."""
     said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
@@ -291,11 +301,18 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline) -> list[tuple[str, str]]
     rows += [
         ("homes", f"{gib(said.home_bytes)} per process: weights, gradients, optimizer state"),
         ("buffers", f"{gib(said.buffer_bytes)} per process: units on their way"),
-        (
-            "activations",
-            f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted",
-        ),
     ]
+    if needs is None:
+        words = "per process, what one block needs while it computes not counted"
+        rows.append(("activations", f"{gib(said.activation_bytes)} {words}"))
+    else:
+        parts = needs.parts
+        rows += [
+            ("activations", f"{gib(parts['activations'])} per process: what layers keep for their backward passes"),
+            ("working", f"{gib(parts['working'])} per process: what one block needs while it computes"),
+            ("system", f"{gib(parts['system'])} per process: what libraries and the driver take"),
+            ("memory", f"{gib(needs.device)} per process at the highest, all of this together"),
+        ]
     if said.host_bytes:
         rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
     return rows
