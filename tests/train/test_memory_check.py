@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +44,13 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
     assert full is not None and needs.device > full.device
     limit = (needs.device + full.device) // 2
     real = memory.ask
-    shares = lambda *args, **rest: (replace(real(*args, **rest)[0], memory_bytes=limit), "")  # noqa: E731
-    monkeypatch.setattr(memory, "ask", shares)
+
+    def ask(*args: Any, **rest: Any) -> Any:
+        request, problem = real(*args, **rest)
+        assert request is not None
+        return replace(request, memory_bytes=limit), problem
+
+    monkeypatch.setattr(memory, "ask", ask)
     with pytest.raises(UserError) as refused:
         check(monkeypatch, memory_bytes=limit)
     said = str(refused.value)

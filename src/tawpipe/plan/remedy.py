@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, count, takewhile
 from operator import or_
 from typing import Any
 
@@ -35,46 +35,58 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
     yield from _leaner(request, step)
     best = Plan.of(request, search(request)).chosen
     if best is not None and best.step is not None:
-        before, after = settings_of(step), settings_of(best.step)
-        yield _words(after, before, best.seconds)
+        yield f"{' '.join(_options(best.step, step))}: {_time(best.seconds)}"
     yield from smaller(request, step)
 
 
 def smaller(request: PlanRequest, step: StepSpec) -> Iterator[str]:
-    """Smaller micro-batches, and shorter rows, that would fit."""
-    micro_batch = request.micro_batch
-    while micro_batch > 1:
-        micro_batch //= 2
-        if (seconds := _seconds(request.with_micro_batch(micro_batch), step)) is not None:
-            yield f"--micro-batch {micro_batch}: {_time(seconds)}"
-            break
-    length = request.sequence_length
-    while length >= 2 * SMALLEST_ROW:
-        length //= 2
-        if (seconds := _seconds(request.with_length(length), step)) is not None:
-            yield f"--sequence-length {length}: {_time(seconds)} of as many rows"
-            break
+    """Smaller micro-batches, and shorter rows, that would fit: with the settings of ``step``, or with leaner ones."""
+    halves = lambda size, least: takewhile(lambda one: one >= least, (size >> n for n in count(1)))  # noqa: E731
+    asked = [(f"--micro-batch {one}", request.with_micro_batch(one), "") for one in halves(request.micro_batch, 1)]
+    rows = [
+        (f"--sequence-length {one}", request.with_length(one), " of as many rows")
+        for one in halves(request.sequence_length, SMALLEST_ROW)
+    ]
+    *_, lean = (step, *_changed(step, _together(request, step)))
+    for ways in (asked, rows):
+        found = ((words, _seconds(other, one), one, of) for one in (step, lean) for words, other, of in ways)
+        for words, seconds, one, of in found:
+            if seconds is not None:
+                yield f"{' '.join([words, *_options(one, step)])}: {_time(seconds)}{of}"
+                break
+
+
+def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    if request.has_host and "offloaded_layers" not in step.strategy.refusals:
+        return [*LEANER, {"recompute": "full", "offloaded_layers": request.model.num_layers}]
+    return list(LEANER)
+
+
+def _together(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    return list(accumulate(_changes(request, step), or_))
+
+
+def _changed(step: StepSpec, changes: Iterable[dict[str, Any]]) -> Iterator[StepSpec]:
+    """The step with each of these changes, where that is another one."""
+    for change in changes:
+        try:
+            other = with_settings(
+                step, **{name: one for name, one in change.items() if name not in step.strategy.refusals}
+            )
+        except UserError:
+            continue
+        if other != step:
+            yield other
 
 
 def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[str]:
     """Every change by itself that suffices; if none does, all of them up to the one with which it fits."""
-    changes, before = list(LEANER), settings_of(step)
-    if request.has_host and "offloaded_layers" not in step.strategy.refusals:
-        changes.append({"recompute": "full", "offloaded_layers": request.model.num_layers})
-    together = list(accumulate(changes, or_))
-    for attempt in (changes, together):
-        found = False
-        for change in attempt:
-            try:
-                other = with_settings(step, **change)
-            except UserError:  # not for this strategy
-                continue
-            if other != step and (seconds := _seconds(request, other)) is not None:
-                yield _words(settings_of(other), before, seconds)
-                found = True
-                if attempt is together:
-                    return
-        if found:
+    for changes, most in ((_changes(request, step), None), (_together(request, step), 1)):
+        tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
+        fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
+        for other, seconds in fitting[:most]:
+            yield f"{' '.join(_options(other, step))}: {_time(seconds)}"
+        if fitting:
             return
 
 
@@ -87,10 +99,12 @@ def _seconds(request: PlanRequest, step: StepSpec) -> float | None:
         return None
 
 
-def _words(after: dict[str, Any], before: dict[str, Any], seconds: float) -> str:
-    changed = [f"--schedule.{name.replace('_', '-')} {value}" for name, value in after.items() if value != before[name]]
-    return f"{' '.join(changed)}: {_time(seconds)}"
+def _options(after: StepSpec, before: StepSpec) -> list[str]:
+    """The settings of one step that are not those of the other, as one types them."""
+    values, others = settings_of(after), settings_of(before)
+    named = ((name.replace("_", "-"), value) for name, value in values.items() if value != others[name])
+    return [f"--schedule.{name} {value}" for name, value in named]
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s a step"
+    return f"{seconds:.4g} s a step"

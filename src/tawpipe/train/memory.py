@@ -74,5 +74,5 @@ def _refuse(config: TrainConfig, machine: Machine, request: PlanRequest) -> str:
     seconds = predict(request, step).step_seconds
     found = "; ".join(ways) or "no setting that was tried does: more devices, or a smaller model"
     raise UserError(
-        "memory", f"a run that needs {lacks}", f"what fits (this would take {seconds:.3g} s a step): {found}"
+        "memory", f"a run that needs {lacks}", f"what fits (this would take {seconds:.4g} s a step): {found}"
     )
