@@ -41,7 +41,7 @@ from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import fits, search
-from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
@@ -102,11 +102,8 @@ def request_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabRequ
         profile=Profile(
             blocks,
             machine.update_s,
-            {"graph": NEVER, "kept": NEVER},
-            workload.activation_bytes,
-            working=0,
-            fixed_working=0,
-            source=cell.name,
+            BlockMemory(workload.activation_bytes, {"graph": NEVER, "kept": NEVER}),
+            cell.name,
         ),
         machine=uniform(
             cell.nodes,
@@ -132,7 +129,7 @@ def limit_of(cell: Cell, machine: Emulation, random_: random.Random) -> int:
     asked = request_of(cell, machine)
     most = asked.micro_batches // asked.topology.world_size
     few, many = (
-        sum(memory_quickly(asked, asked.step(ScheduleSettings(micro_batches_per_visit=k))).values()) for k in (1, most)
+        memory_quickly(asked, asked.step(ScheduleSettings(micro_batches_per_visit=k))).device for k in (1, most)
     )
     return int(few + (share - 0.4) / 0.6 * (many - few) * 1.2)
 

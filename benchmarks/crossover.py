@@ -25,7 +25,7 @@ from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.predict import predict
 from tawpipe.plan.profile import EFFICIENCY, Profile, size_of
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.strategies import strategies
@@ -56,7 +56,7 @@ def request_of(hidden: int, length: int, machine: Machine) -> PlanRequest:
     forward = Seconds(0.0, 2 * numel / FLOPS, 2 * hidden / FLOPS)
     backward = Seconds(0.0, 3 * forward.per_token, 3 * forward.per_pair)
     costs = (BlockCost(), *[BlockCost(forward, backward)] * LAYERS, BlockCost())
-    profile = Profile(costs, 3e-11, {"graph": 34 * hidden, "kept": 6 * hidden}, 2 * hidden, 0, 0, "formula")
+    profile = Profile(costs, 3e-11, BlockMemory(2 * hidden, {"graph": 34 * hidden, "kept": 6 * hidden}), "formula")
     count = PER_DEVICE * NODES * LOCAL
     return PlanRequest(model, profile, machine, count, 1, length, size_of([length]), Widths(2, 4, 4, 2))
 

@@ -31,7 +31,7 @@ from tawpipe.plan.machine import uniform
 from tawpipe.plan.predict import predict
 from tawpipe.plan.profile import Profile, size_of
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
@@ -84,7 +84,7 @@ def request_of(hidden: int, length: int, micro_batch: int, rates: Rates) -> Plan
     )
     units = [UnitSpec(table, True, (0,)), *(UnitSpec(numel, True, (i + 1,)) for i in range(LAYERS))]
     model = ModelSpec(blocks, (*units, UnitSpec(table, True, (LAYERS + 1,))))
-    profile = Profile((BlockCost(), *[layer] * LAYERS, head), 3e-11, {}, 2 * hidden, 0, 0, "formula")
+    profile = Profile((BlockCost(), *[layer] * LAYERS, head), 3e-11, BlockMemory(2 * hidden, {}), "formula")
     return PlanRequest(
         model,
         profile,

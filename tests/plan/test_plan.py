@@ -63,7 +63,8 @@ def test_a_measured_profile_has_a_cost_for_every_block():
     layer = found.blocks[1]
     assert 0 < layer.forward.of(size) < layer.backward.of(size)
     assert found.blocks[-1].backward.of(size) > 0 and found.update_s > 0
-    assert found.kept["graph"] > found.kept["kept"] > found.boundary == 256 * 4
+    memory = found.memory
+    assert memory.kept["graph"] > memory.kept["kept"] > memory.boundary == 256 * 4
 
 
 def test_an_estimate_counts_the_operations():
@@ -118,8 +119,8 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
     schedule = build(step)
     whole = _play(asked, schedule)
     assert made.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
-    assert made.memory == memory_of(asked, schedule)
-    assert memory_quickly(asked, step) == made.memory
+    assert made.needs == memory_of(asked, schedule)
+    assert memory_quickly(asked, step) == made.needs
     assert bound_of(asked, step) <= made.step_seconds * 1.001
 
 
@@ -174,7 +175,7 @@ def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     assert free.step is not None and free.step.settings.offloaded_layers == 0
     lean = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1, "step_cache": 0, "recompute": "full"}
     steps = {layers: with_settings(free.step, **lean, offloaded_layers=layers) for layers in (0, LAYERS // 2, LAYERS)}
-    sizes = {layers: sum(memory_quickly(plan_request(machine), step).values()) for layers, step in steps.items()}
+    sizes = {layers: memory_quickly(plan_request(machine), step).device for layers, step in steps.items()}
     assert sizes[LAYERS] < sizes[LAYERS // 2] < sizes[0]
     used = []
     for memory in (sizes[0] - 1, sizes[LAYERS // 2] - 1, sizes[LAYERS]):

@@ -9,7 +9,8 @@ from schedules import llama
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.profile import Profile, size_of
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.footprint import BlockMemory, Widths
+from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
@@ -19,7 +20,9 @@ LAYERS = 6
 def profile(layers: int = LAYERS, forward_s: float = 0.01) -> Profile:
     layer = BlockCost(Seconds(forward_s), Seconds(3 * forward_s), Seconds(forward_s / 4))
     ends = BlockCost(Seconds(forward_s / 10), Seconds(forward_s / 5))
-    return Profile((ends, *[layer] * layers, ends), 1e-9, {"graph": 300, "kept": 60}, 20, 300, 1000, "made up")
+    kept, backward = {"graph": 300, "kept": 60}, {f"backward {name}": (0, 300) for name in RECOMPUTE}
+    memory = BlockMemory(20, kept, {"layer": backward, "head": {"backward full": (1000, 0)}})
+    return Profile((ends, *[layer] * layers, ends), 1e-9, memory, "made up")
 
 
 def plan_request(

@@ -48,9 +48,9 @@ def made(monkeypatch, plan) -> list[str]:
     """How often a plan was made."""
     calls: list[str] = []
 
-    def make(*_: object) -> tuple[str, str]:
+    def make(*_: object) -> tuple[str, str, None]:
         calls.append("made")
-        return plan, "plan: made now"
+        return plan, "plan: made now", None
 
     monkeypatch.setattr(planned, "_make", make)
     return calls
@@ -133,7 +133,7 @@ def test_a_plan_for_other_nodes_or_types_is_named(saved, plan, tmp_path):
 
 
 def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
-    monkeypatch.setattr(planned, "_make", lambda *_: ("", "plan: none, for a test"))
+    monkeypatch.setattr(planned, "_make", lambda *_: ("", "plan: none, for a test", None))
     found = follow(replace(CONFIG, global_batch=8), state(plan))
     assert found == Followed(replace(CONFIG, global_batch=8), "", "plan: none, for a test")
 

@@ -26,6 +26,7 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.measure import device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, crossing, explain, json_text
+    from tawpipe.plan.remedy import smaller
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
@@ -76,6 +77,11 @@ def run(argv: Sequence[str]) -> int:
         for line in plan.table():
             print(line)
         print(f"\n{plan.reason}")
+        if plan.memory:
+            print(plan.memory)
+        if plan.chosen is None and plan.least is not None and plan.least.step is not None:
+            for line in smaller(request, plan.least.step):
+                print(f"would fit: {line}")
         if plan.chosen and plan.runner_up and (words := crossing(request, plan.chosen, plan.runner_up)):
             print(words)
     if arguments.explain:

@@ -8,7 +8,7 @@
     between: {gbit_per_s: 100, latency_us: 12}     # of every node's link, each way
     between_of: {2: {gbit_per_s: 25}}              # what differs
     inside: {gbyte_per_s: 380, latency_us: 6, shared: false}
-    host: {gbyte_per_s: 50, latency_us: 10, shared: false}
+    host: {gbyte_per_s: 50, latency_us: 10, shared: false, memory_gib: 1900}      # memory: of every node
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Machine:
         between, inside: links of a node to the others, and of its devices to one another.
         between_of: links of single nodes that differ from ``between``.
         host: of a device to its host's memory.
+        host_bytes: of memory that every node's host has for what its devices offload; 0 if that is not known.
     """
 
     nodes: tuple[int, ...]
@@ -61,6 +62,7 @@ class Machine:
     between_of: Mapping[int, LinkModel] = field(default_factory=dict)
     host: LinkModel = field(default_factory=lambda: LinkModel(math.inf))
     device: Device = field(default_factory=Device)
+    host_bytes: int = 0
 
     @property
     def topology(self) -> Topology:
@@ -90,6 +92,8 @@ def spell_machine(machine: Machine) -> dict[str, Any]:
         content["device"]["flops"] = machine.device.flops
     for name in ("between", "inside", "host"):
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
+    if machine.host_bytes:
+        content["host"]["memory_gib"] = round(machine.host_bytes / 2**30, 2)
     if machine.between_of:
         content["between_of"] = {node: _spell_link(link, bits=True) for node, link in machine.between_of.items()}
     return content
@@ -132,6 +136,11 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not nodes or any(not _whole(size, 1) for size in nodes):
         raise UserError(f"{where}: nodes", nodes, "a list with the number of devices of every node, as in [8, 8]")
+    host = content.get("host")
+    host_bytes = 0
+    if isinstance(host, Mapping) and "memory_gib" in host:
+        host_bytes = _memory(host["memory_gib"], f"{where}: host")
+        content = {**content, "host": {name: value for name, value in host.items() if name != "memory_gib"}}
     links = {
         name: _link(content[name], f"{where}: {name}") for name in ("between", "inside", "host") if name in content
     }
@@ -159,18 +168,25 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
         of,
         links.get("host", free),
         _device(content.get("device") or {}, f"{where}: device"),
+        host_bytes,
     )
 
 
 def _device(values: Any, where: str) -> Device:
     _check_mapping(values, ("name", "memory_gib", "flops"), where)
-    memory, flops = values.get("memory_gib") or 0, values.get("flops")
-    for name, value in (("memory_gib", memory), ("flops", flops)):
-        if value is not None and not _number(value, least=0):
-            raise UserError(f"{where}: {name}", value, "a number, 0 or more")
-    if memory > MOST_GIB:
-        raise UserError(f"{where}: memory_gib", memory, f"at most {MOST_GIB:.0e}")
-    return Device(str(values.get("name") or ""), int(memory * 2**30), flops)
+    flops = values.get("flops")
+    if flops is not None and not _number(flops, least=0):
+        raise UserError(f"{where}: flops", flops, "a number, 0 or more")
+    return Device(str(values.get("name") or ""), _memory(values.get("memory_gib") or 0, where), flops)
+
+
+def _memory(gib: Any, where: str) -> int:
+    """Bytes of a number of GiB."""
+    if not _number(gib, least=0):
+        raise UserError(f"{where}: memory_gib", gib, "a number, 0 or more")
+    if gib > MOST_GIB:
+        raise UserError(f"{where}: memory_gib", gib, f"at most {MOST_GIB:.0e}")
+    return int(gib * 2**30)
 
 
 MOST_GIB = 1e9

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,16 +16,21 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
+from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
 
-USABLE = 0.94
-"""Share of a device's memory that a plan may fill: the rest is for the driver, the libraries and what falls between
-blocks in the allocator.
+USABLE = 0.95
+"""Share of a device's memory, or of its host's, that a plan may fill: the rest falls between blocks in the allocator.
+What the driver and the libraries take is counted (``system``).
 """
+DRIVER_BYTES = 700 << 20
+"""Of a GPU that a CUDA context, its loaded kernels and the workspaces of cuBLAS take, where that cannot be measured."""
+COMMUNICATOR_BYTES = 256 << 20
+"""Of a GPU that NCCL takes for one communicator: 4 MiB a channel and neighbour, and less for short messages."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
@@ -68,6 +74,7 @@ def request_of(
     dtype: torch.dtype = torch.bfloat16,
     lengths: Sequence[int] | None = None,
     profile: str = "auto",
+    timed: bool = True,
     vocab_size: int | None = None,
     memory_bytes: int | None = None,
     settings: ScheduleSettings = DEFAULT,
@@ -81,6 +88,7 @@ def request_of(
         lengths: of the documents in a row; one as long as the row by default.
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
+        timed: False where only memory is asked for, which is measured; all seconds are 0.
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``schedule.settings.UNPLANNED``.
         here: this process's device.
@@ -117,36 +125,61 @@ def request_of(
     master = torch.promote_types(dtype, torch.float32)
     reduce = dtype if settings.reduce_dtype == "same" else master
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
+    here = here or torch.device("cpu")
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", sequence_length * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
-    found = _profile(
-        made,
-        machine,
-        profile,
-        dtype,
-        sequence_length,
-        min(chunk, tokens),
-        peak,
-        here or torch.device("cpu"),
-        tell,
-    )
+    measuring = {
+        "dtype": dtype,
+        "device": here,
+        "chunk_tokens": min(chunk, tokens),
+        "packed": len(documents) > 1,
+        "tell": tell,
+    }
+    if timed:
+        found = _profile(made, machine, profile, sequence_length, peak, measuring)
+    else:
+        found = measure(made, tokens=tokens, timed=False, **measuring)
     if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
         head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
-        found = replace(found, fixed_working=found.fixed_working + head * master.itemsize)
+        found = replace(found, memory=found.memory.with_more("head", head * master.itemsize))
+    system_bytes, communicator_bytes = system_of(machine, here)
     return PlanRequest(
         model=made.spec,
         profile=found,
-        machine=machine,
+        machine=replace(machine, host_bytes=int(machine.host_bytes * USABLE)),
         global_batch=global_batch,
         micro_batch=micro_batch,
         sequence_length=sequence_length,
         size=size_of(documents * micro_batch),
-        widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, optimizer_states=2),
+        widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
         memory_bytes=int(limit),
         flops=(chain_flops(made, documents) or 0.0) * global_batch,
         peak_flops=peak,
         settings=settings,
+        system_bytes=system_bytes,
+        communicator_bytes=communicator_bytes,
     )
+
+
+def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:
+    """Bytes of a frozen weight's exact value, which a host keeps where the type of the run would round it."""
+    stored = getattr(chain.config, "dtype", None) or master
+    return master.itemsize if torch.promote_types(stored, dtype) != dtype else 0
+
+
+def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
+    """Bytes of a device that the driver and libraries take, and those of each communicator.
+
+    On a CPU they are this process's, which has loaded the libraries. On a GPU like the plan's they are what is in use
+    and not by torch's allocator, if that is more than what is usual.
+    """
+    if machine.device.name == "CPU":
+        return resident_memory(), 0
+    used = 0
+    if here.type == "cuda" and device_name(here) == machine.device.name:
+        free, total = torch.cuda.mem_get_info(here)
+        used = total - free - torch.cuda.memory_reserved(here)
+    return max(DRIVER_BYTES, used), COMMUNICATOR_BYTES
 
 
 def device_name(here: torch.device) -> str:
@@ -158,21 +191,19 @@ def _profile(
     chain: Chain,
     machine: Machine,
     how: str,
-    dtype: torch.dtype,
     tokens: int,
-    chunk_tokens: int,
     peak: float | None,
-    here: torch.device,
-    tell: Callable[[str], None],
+    measuring: dict[str, Any],
 ) -> Profile:
     if how not in ("auto", "measure", "estimate"):
         raise UserError("--profile", how, "auto, measure or estimate")
+    here = measuring["device"]
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
         most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
-        return measure(chain, dtype=dtype, device=here, tokens=min(tokens, most), chunk_tokens=chunk_tokens, tell=tell)
+        return measure(chain, tokens=min(tokens, most), **measuring)
     if peak is None:
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
-    return estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk_tokens)
+    return estimate(chain, dtype=measuring["dtype"], flops=peak, chunk_tokens=measuring["chunk_tokens"])

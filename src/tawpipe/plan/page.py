@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan import SYSTEM, Plan
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
 from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
-from tawpipe.simulate import MicroBatchSize
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Links so many times as fast."""
@@ -61,7 +60,9 @@ def _sections(plan: Plan) -> Iterator[Section]:
     kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
     limit = request.memory_bytes / 2**30 if request.memory_bytes else None
     yield Section(
-        "Memory of a device", "At its highest.", figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)]
+        "Memory of a device",
+        f"At its highest; {SYSTEM}.",
+        figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)],
     )
     if request.topology.num_nodes > 1:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
@@ -96,7 +97,7 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
         series = {one.strategy: [_seconds(other, one) for other in others] for one in ours}
         figure = lines([one * 8 / 1e9 for one in rates], series, x_title="Gbit/s between nodes", y_title="s per step")
         yield Section("With other links", "Seconds per step.", figures=[figure])
-    longer = [_longer(request, factor) for factor in LENGTHS]
+    longer = [request.with_length(max(2, round(request.sequence_length * factor))) for factor in LENGTHS]
     series = {one.strategy: [_tokens(other, one) for other in longer] for one in ours}
     figure = lines(
         [other.sequence_length for other in longer],
@@ -107,12 +108,6 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     yield Section(
         "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
     )
-
-
-def _longer(request: PlanRequest, factor: float) -> PlanRequest:
-    length = max(2, round(request.sequence_length * factor))
-    size = MicroBatchSize(length * request.micro_batch, length * length * request.micro_batch)
-    return replace(request, sequence_length=length, size=size)
 
 
 def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:

@@ -163,7 +163,7 @@ class _Task:
 
         self.limit = float(self.device_bytes(self.in_turn).max())
         if request.memory_bytes:
-            self.limit += max(0, request.memory_bytes - sum(memory_quickly(request, step).values()))
+            self.limit += max(0, request.memory_bytes - memory_quickly(request, step).device)
 
     def link_of(self, exchange: _Exchange, node: int, home: int) -> tuple[int, int] | None:
         """The machines that send and receive; None if there is nothing to send between machines."""

@@ -14,7 +14,7 @@ from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate, settle
+from tawpipe.plan.search import GAIN, Candidate, gib, settle, shortage
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("s/step", "{:.3f}".format),
@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "peak_gib": ("GiB", "{:.2f}".format),
 }
 """Numbers of a candidate: name in the JSON -> title and text in the table."""
+SYSTEM = "system: what the driver, libraries and communicators take"
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,33 @@ class Plan:
         return words
 
     def _nothing_fits(self) -> str:
-        least = min(
+        least = self.least
+        if least is None or least.prediction is None:
+            return "no strategy can run this model on these machines"
+        lacks = shortage(self.request, least.prediction.needs)
+        return f"nothing fits: {least.strategy} needs least, and that is {lacks}"
+
+    @property
+    def least(self) -> Candidate | None:
+        """The candidate that needs the least memory of a device."""
+        return min(
             (one for one in self.candidates if one.runnable and one.prediction is not None),
             key=lambda one: one.prediction.peak_bytes if one.prediction else 0,
             default=None,
         )
-        if least is None or least.prediction is None:
-            return "no strategy can run this model on these machines"
-        over = (least.prediction.peak_bytes - self.request.memory_bytes) / 2**30
-        return f"nothing fits: {least.strategy} needs least, and lacks {over:.2f} GiB on every device"
+
+    @property
+    def memory(self) -> str:
+        """A sentence on the memory of what was chosen, part by part; empty if nothing was."""
+        if self.chosen is None or self.chosen.prediction is None:
+            return ""
+        needs, there = self.chosen.prediction.needs, self.request.machine.host_bytes
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
+        words = f"GiB of a device: {parts} ({SYSTEM})"
+        if needs.host:
+            known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
+            words += f"; of a node's host {gib(needs.host)} {known}"
+        return words
 
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
@@ -110,7 +129,7 @@ class Plan:
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
         if made is None:
-            return row | dict.fromkeys((*COLUMNS, "memory_gib"))
+            return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib"))
         devices = request.topology.world_size
         tokens = request.global_batch * request.sequence_length
         peak = request.peak_flops
@@ -123,6 +142,7 @@ class Plan:
             "link_bytes": made.link_bytes,
             "peak_gib": made.peak_bytes / 2**30,
             "memory_gib": {name: size / 2**30 for name, size in made.memory.items()},
+            "host_gib": made.needs.host / 2**30,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -242,3 +262,5 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
     for name, size in made.memory.items():
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
+    if made.needs.host:
+        yield f"  host of a node: {made.needs.host / 2**30:.3f} GiB"

@@ -6,6 +6,7 @@ the clock was given. Layers that are alike are written once, with their number.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -19,8 +20,8 @@ from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.settings import PLANNED, UNPLANNED, ScheduleSettings, settings_from
+from tawpipe.schedule.footprint import BlockMemory, Widths
+from tawpipe.schedule.settings import PLANNED, RECOMPUTE, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
@@ -32,6 +33,8 @@ MOST_ALIKE = 100_000
 """Blocks or units in a row, beyond which a plan is damaged."""
 NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops")
 """Parts of a request that are plain numbers."""
+SYSTEM = ("system_bytes", "communicator_bytes")
+"""The same, which earlier versions did not know."""
 
 
 def load_plan(path: Path) -> dict[str, Any]:
@@ -80,11 +83,15 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         ),
         "block_units": [list(block.units) for block in model.blocks],
         "units": _packed([unit.numel, unit.trainable] for unit in model.units),
-        "profile": {name: value for name, value in vars(profile).items() if name != "blocks"},
+        "profile": {
+            "update_s": profile.update_s,
+            "memory": json.loads(json.dumps(asdict(profile.memory))),  # YAML has no tuples
+            "source": profile.source,
+        },
         "size": asdict(request.size),
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
-        **{name: getattr(request, name) for name in NUMBERS},
+        **{name: getattr(request, name) for name in (*NUMBERS, *SYSTEM)},
     }
 
 
@@ -111,12 +118,13 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         costs = tuple(BlockCost(*(Seconds(*part) for part in one[3])) for one in blocks)
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
-            profile=Profile(costs, **content["profile"]),
+            profile=_profile(costs, **content["profile"]),
             machine=machine_from(content["machine"], where=where),
             size=MicroBatchSize(**content["size"]),
             widths=Widths(**content["widths"]),
             settings=ScheduleSettings(**content.get("settings", first_format)),
             **{name: content[name] for name in NUMBERS},
+            **{name: content.get(name, 0) for name in SYSTEM},
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError("PLAN", where, f"a plan that `tawpipe plan --save` or a run wrote ({error!r})") from error
@@ -144,6 +152,15 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
             values[f"{what}_compression"] = values.pop(f"{what}_wire", "dtype").replace("dtype", "none")
     planned = settings_from(values, where="PLAN: schedule")
     return replace(base, **{name: getattr(planned, name) for name in PLANNED})
+
+
+def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **memory: Any) -> Profile:
+    """A profile; earlier versions knew one working set for all blocks."""
+    if "memory" in memory:
+        return Profile(blocks, update_s, BlockMemory(**memory["memory"]), source)
+    line = {f"backward {name}": (memory["fixed_working"], memory["working"]) for name in RECOMPUTE}
+    known = BlockMemory(memory["boundary"], memory["kept"], {"layer": line, "head": line})
+    return Profile(blocks, update_s, known, source)
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tawpipe.plan.request import PlanRequest
+from tawpipe.runtime.transport import needed_groups
 from tawpipe.schedule.footprint import Costs, costs, far_widths
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
@@ -27,6 +28,24 @@ PLAYED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Memory of a step, in bytes.
+
+    Args:
+        parts: of what a device holds, by name.
+        host: of a node's host, for all of its devices; 0 where the host's memory is what devices compute in.
+    """
+
+    parts: Mapping[str, int]
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Bytes of a device."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Time, traffic and memory of a strategy.
 
@@ -34,7 +53,7 @@ class Prediction:
         step_seconds: of a step in the middle of training.
         exposed_communication_s, idle_s: of them, in which a device waits for transfers, and for anything.
         link_bytes: sent over the busiest node's link.
-        memory: parts of what a device holds, in bytes, by name.
+        needs: memory.
         bound_s: what computing and links alone need.
     """
 
@@ -42,25 +61,39 @@ class Prediction:
     exposed_communication_s: float
     idle_s: float
     link_bytes: int
-    memory: Mapping[str, int]
+    needs: Needs
     bound_s: float
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
+    def memory(self) -> Mapping[str, int]:
+        """Parts of what a device holds."""
+        return self.needs.parts
+
+    @property
     def peak_bytes(self) -> int:
-        return sum(self.memory.values())
+        return self.needs.device
 
 
-def memory_of(request: PlanRequest, schedule: Schedule) -> dict[str, int]:
-    """Bytes that a device holds, by parts."""
-    said: Costs = costs(schedule, request.widths, activation_bytes=request.activation_bytes)
-    working = request.profile.working * round(request.size.tokens) + request.profile.fixed_working
-    return {
+def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
+    """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
+    tokens, memory = round(request.size.tokens), request.profile.memory
+    said: Costs = costs(
+        schedule,
+        request.widths,
+        activation_bytes=request.activation_bytes,
+        working=lambda action: memory.working_of(schedule, action, tokens),
+    )
+    parts = {
         "homes": said.home_bytes,
         "buffers": said.buffer_bytes,
         "activations": said.activation_bytes,
-        "working": working,
+        "working": said.working_bytes,
+        "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
+    if request.has_host:
+        return Needs(parts, said.host_bytes * max(request.machine.nodes))
+    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0)
 
 
 def link_bytes_of(timeline: Timeline) -> float:
@@ -120,7 +153,7 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
     return play(build(step), request.costs, steps=PLAYED_STEPS, physical=request.machine.topology)
 
 
-def memory_quickly(request: PlanRequest, step: StepSpec) -> dict[str, int]:
+def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:
     """``memory_of`` without the whole schedule: two rounds hold as much as many."""
     short, _, _ = step.strategy.extended(step, 2)
     return memory_of(request, _build(request, short))

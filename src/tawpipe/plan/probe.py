@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,9 +74,8 @@ def probe(world: World) -> Probe:
     nodes = world.nodes.nodes
     inside, inside_notes = _inside(ruler, nodes)
     between, of, rates, notes = _between(ruler, nodes)
-    host = _host(world)
-    device = _device(world)
-    machine = Machine(tuple(map(len, nodes)), between, inside, of, host, device)
+    host, known = _host(world), machine_unprobed(world)
+    machine = replace(known, between=between, inside=inside, between_of=of, host=host)
     return Probe(machine, rates, (*inside_notes, *notes))
 
 
@@ -259,14 +258,32 @@ def _host(world: World, size: int = 1 << 27) -> LinkModel:
     return LinkModel(2 * size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
 
 
-def _device(world: World) -> Device:
-    """The device with the least memory; on the CPU a process's share of what is free on its machine."""
+def machine_unprobed(world: World) -> Machine:
+    """Nodes, and the memory of the device and of the node that have the least; links are free. Call on all ranks.
+
+    On the CPU a process may use what it has already and its share of what is free on its machine. A host's memory is
+    shared by the nodes that a machine is taken for.
+    """
+    on_machine = len(world.machines.nodes[world.machines.node_of(world.rank)])
+    share, host = free_memory() / on_machine, 0
     if world.device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(world.device).total_memory)
-        name = torch.cuda.get_device_name(world.device)
+        name, host = torch.cuda.get_device_name(world.device), share * max(map(len, world.nodes.nodes))
     else:
-        memory, name = free_memory() / len(world.nodes.nodes[world.nodes.node_of(world.rank)]), "CPU"
-    return Device(name, int(min(world.gather_numbers(memory))))
+        memory, name = share + resident_memory() if share else 0, "CPU"
+    device = Device(name, int(min(world.gather_numbers(memory))))
+    free = LinkModel(float("inf"))
+    nodes = tuple(map(len, world.nodes.nodes))
+    return Machine(nodes, free, free, device=device, host_bytes=int(min(world.gather_numbers(host))))
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds, shared libraries included; 0 where that is not known."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
 
 
 def free_memory() -> int:

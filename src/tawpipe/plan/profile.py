@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from tawpipe.console import duration
-from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
-from tawpipe.model.loss import logits_bytes
-from tawpipe.runtime.compute import loss_in_chunks
-from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.plan.bench import Bench
+from tawpipe.plan.memory import estimate_memory, measure_memory
+from tawpipe.schedule.footprint import BlockMemory
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
 EFFICIENCY = 0.5
@@ -41,19 +40,13 @@ class Profile:
     Args:
         blocks: costs of every block.
         update_s: of the optimizer, for one element.
-        kept: bytes for every token that a layer keeps, by kind of activation (``Schedule.peak_activations``).
-        boundary: bytes of a boundary activation for every token.
-        working: bytes for every token that computing a block takes besides, at most.
-        fixed_working: bytes that it takes whatever the tokens (logits of a chunk).
+        memory: what a micro-batch needs in them.
         source: in words, for the reader.
     """
 
     blocks: tuple[BlockCost, ...]
     update_s: float
-    kept: dict[str, int]
-    boundary: int
-    working: int
-    fixed_working: int
+    memory: BlockMemory
     source: str
 
 
@@ -88,42 +81,36 @@ def measure(
     device: torch.device,
     tokens: int,
     chunk_tokens: int = 1024,
+    packed: bool = False,
+    timed: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``.
 
     Args:
         chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
+        packed: rows hold several documents.
+        timed: False for memory alone, which takes less time; all seconds are 0.
         tell: is given what is measured, before it is and while it takes time.
     """
-    chain.prepare(device, dtype)
-    bench = _Bench(chain, device, dtype, chunk_tokens, tell)
+    bench = Bench(chain, device, dtype, chunk_tokens)
+    memory = measure_memory(bench, tokens=tokens, packed=packed)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    blocks = range(len(chain.blocks))
-    tell(f"measuring {len(set(map(bench.kind, blocks)))} kinds of blocks on {where}, {tokens:,} tokens")
+    source = f"measured on {where}, {tokens} tokens"
+    if not timed:
+        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source)
+    clock, kinds = _Clock(bench, tell), bench.kinds()
+    tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half = max(1, tokens // 2)
     shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
     sizes = [size_of(shape) for shape in shapes]
-    kinds: dict[tuple, int] = {}
     costs: dict[int, BlockCost] = {}
-    for block in blocks:
-        kind = bench.kind(block)
-        if kind not in kinds:
-            kinds[kind] = block
-            timed = [bench.seconds(block, shape) for shape in shapes]
-            forward, backward = (fit(sizes, [one[i] for one in timed]) for i in (0, 1))
-            costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair))
-        costs[block] = costs[kinds[kind]]
-    kept = kept_per_token(chain)
-    return Profile(
-        tuple(costs[block] for block in blocks),
-        bench.update_seconds(),
-        kept,
-        _hidden(chain) * dtype.itemsize,
-        kept["graph"],
-        chunk_tokens * logits_bytes(chain.config.get_text_config().vocab_size, dtype),
-        f"measured on {where}, {tokens} tokens",
-    )
+    for blocks in kinds.values():
+        timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
+        forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
+        costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair)))
+    in_order = tuple(costs[block] for block in range(len(chain.blocks)))
+    return Profile(in_order, clock.update_seconds(), memory, source)
 
 
 def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
@@ -144,102 +131,45 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
         backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair)))
     largest = max(sum(chain.units[u].numel for u in block.units) for block in chain.blocks if block.kind == "layer")
-    graph = int(_hidden(chain) * 34 * dtype.itemsize / 2)
     return Profile(
         tuple(blocks),
         UPDATE_BYTES / ESTIMATED_BYTES_PER_S,
-        {"graph": graph, "kept": 3 * _hidden(chain) * dtype.itemsize},
-        _hidden(chain) * dtype.itemsize,
-        graph,
-        chunk_tokens * logits_bytes(config.vocab_size, dtype),
+        estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens),
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
     )
 
 
-def _hidden(chain: Chain) -> int:
-    return chain.config.get_text_config().hidden_size
+class _Clock:
+    """Times blocks on a bench."""
 
-
-class _Bench:
-    """Runs single blocks with random weights."""
-
-    def __init__(
-        self,
-        chain: Chain,
-        device: torch.device,
-        dtype: torch.dtype,
-        chunk_tokens: int,
-        tell: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.chain, self.device, self.dtype, self.chunk = chain, device, dtype, chunk_tokens
+    def __init__(self, bench: Bench, tell: Callable[[str], None]) -> None:
+        self.bench, self.device = bench, bench.device
         self._tell, self._doing = tell, ""
         self._began = self._told = time.perf_counter()
-
-    def kind(self, block: int) -> tuple:
-        """Blocks of one kind cost the same."""
-        spec = self.chain.blocks[block]
-        shapes = tuple(slot.shape for unit in spec.units for slot in self.chain.units[unit].slots)
-        types = getattr(self.chain.config.get_text_config(), "layer_types", None)
-        return spec.kind, shapes, types[block - 1] if types and spec.kind == "layer" else None, spec.needs_backward
 
     def seconds(self, block: int, lengths: Sequence[int]) -> tuple[float, float]:
         """Seconds of a forward pass, and of a backward pass with the recomputation; for the head of the loss and its
         gradient in both.
         """
-        spec, chain = self.chain.blocks[block], self.chain
-        self._doing = f"block {block} ({spec.kind}), {sum(lengths):,} tokens"
-        trainable = [unit for unit in spec.units if chain.units[unit].trainable]
-        flats = {u: torch.randn(chain.units[u].numel, dtype=self.dtype, device=self.device) * 0.02 for u in spec.units}
-        sums = {u: torch.zeros(chain.units[u].numel, dtype=torch.float32, device=self.device) for u in trainable}
-        for unit, flat in flats.items():
-            chain.bind(unit, flat)
-        batch = self._batch(lengths)
-        hidden = torch.randn(1, sum(lengths), _hidden(chain), dtype=self.dtype, device=self.device)
-        context = self._context(batch) if spec.kind == "layer" else ()
+        chain = self.bench.chain
+        with self.bench.case(block, lengths) as case:
+            spec, batch = case.spec, case.batch.to(self.device)
+            self._doing = f"block {block} ({spec.kind}), {sum(lengths):,} tokens"
 
-        def forward(leaf: torch.Tensor) -> torch.Tensor:
-            return chain.layer(block, leaf, context) if spec.kind == "layer" else chain.embed(batch)[0]
+            def forward(leaf: torch.Tensor) -> torch.Tensor:
+                return chain.layer(block, leaf, case.calls) if spec.kind == "layer" else chain.embed(batch)[0]
 
-        def head() -> torch.Tensor:
-            gradient = torch.empty_like(hidden) if torch.is_grad_enabled() else None
-            return loss_in_chunks(chain, hidden, batch, gradient, 1.0, self.chunk)
+            def head() -> object:
+                return self.bench.head(case)
 
-        def backward() -> None:
-            torch.autograd.backward(forward(hidden.detach().requires_grad_()), hidden)
+            def backward() -> None:
+                torch.autograd.backward(forward(case.hidden.detach().requires_grad_()), case.hidden)
 
-        is_head = spec.kind == "head"
-        forward_s = self._time(head if is_head else lambda: forward(hidden), grad=False)
-        backward_s = self._backward(head if is_head else backward, trainable, sums) if is_head or trainable else 0.0
-        for unit in flats:
-            chain.release(unit)
+            is_head = spec.kind == "head"
+            trained = any(chain.units[unit].trainable for unit in spec.units)
+            forward_s = self._time(head if is_head else lambda: forward(case.hidden), grad=False)
+            backward_s = self._time(head if is_head else backward, grad=True) if is_head or trained else 0.0
         return forward_s, backward_s
-
-    def _batch(self, lengths: Sequence[int]) -> MicroBatch:
-        vocabulary = self.chain.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocabulary, (1, sum(lengths)))
-        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-        return MicroBatch.from_rows(ids, ids, positions).to(self.device)
-
-    def _context(self, batch: MicroBatch):
-        """The arguments that layers are called with; the embedding's weights play no part in it."""
-        units = self.chain.blocks[0].units
-        for unit in units:
-            self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
-        with torch.no_grad():
-            context = self.chain.embed(batch)[1]
-        for unit in units:
-            self.chain.release(unit)
-        return context
-
-    def _backward(self, run: Callable[[], object], trainable: Sequence[int], sums: dict[int, torch.Tensor]) -> float:
-        def once() -> None:
-            for unit in trainable:
-                self.chain.collect(unit, sums[unit], accumulate=True)
-            run()
-            for unit in trainable:
-                self.chain.finish_collect(unit)
-
-        return self._time(once, grad=True)
 
     def _time(self, run: Callable[[], object], *, grad: bool) -> float:
         """The median of a few runs after one that does not count."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
-from tawpipe.schedule.buffers import BOUNDARIES, Kind
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_micro_batches
@@ -33,6 +33,9 @@ class PlanRequest:
         size: work of one micro-batch.
         widths: of numbers at home and on their way.
         memory_bytes: that a device may use; 0 for no limit.
+        system_bytes: of a device that the driver and libraries take for themselves; on a CPU the process that has
+            loaded them.
+        communicator_bytes: of a device that each of its process groups takes.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED``.
@@ -50,6 +53,8 @@ class PlanRequest:
     flops: float = 0.0
     peak_flops: float | None = None
     settings: ScheduleSettings = DEFAULT
+    system_bytes: int = 0
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -81,7 +86,7 @@ class PlanRequest:
             size=self.size,
             reduce_scatter="ring",
             host=machine.host,
-            boundary_bytes=profile.boundary,
+            boundary_bytes=profile.memory.boundary,
         )
 
     @property
@@ -89,6 +94,21 @@ class PlanRequest:
         """Bytes per second of every machine's link to the others, in one direction."""
         machines = range(len(self.machine.nodes))
         return [self.costs.node_link(one).node_rate(self.topology.local_size) for one in machines]
+
+    def with_micro_batch(self, sequences: int) -> PlanRequest:
+        """The same batch, computed in micro-batches of so many rows."""
+        share = sequences / self.micro_batch
+        size = MicroBatchSize(round(self.size.tokens * share), round(self.size.pairs * share))
+        return replace(self, micro_batch=sequences, size=size)
+
+    def with_length(self, length: int) -> PlanRequest:
+        """As many rows of another length: a document that fills its row still does, shorter ones stay as they are."""
+        share = length / self.sequence_length
+        fills = self.size.pairs * self.micro_batch >= self.size.tokens**2
+        pairs = self.size.pairs * share * (share if fills else 1)
+        return replace(
+            self, sequence_length=length, size=MicroBatchSize(length * self.micro_batch, round(pairs)), flops=0.0
+        )
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.
@@ -113,6 +133,9 @@ class PlanRequest:
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:
         """Bytes of one activation of every kind."""
-        tokens = round(self.size.tokens)
-        kept = {kind: self.profile.kept.get(kind, 0) * tokens for kind in (Kind.GRAPH, Kind.ATTENTION)}
-        return dict.fromkeys(BOUNDARIES, self.profile.boundary * tokens) | kept
+        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host)
+
+    @property
+    def has_host(self) -> bool:
+        """True if devices have memory of their own, and their host's besides."""
+        return self.machine.device.name != "CPU"

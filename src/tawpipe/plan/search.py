@@ -15,7 +15,7 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
-from tawpipe.plan.predict import PLAYED_ROUNDS, Prediction, bound_of, memory_quickly, one_for_all, predict
+from tawpipe.plan.predict import PLAYED_ROUNDS, Needs, Prediction, bound_of, memory_quickly, one_for_all, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.settings import DEFAULT, spell_homes
 from tawpipe.schedule.step import StepSpec, Strategy
@@ -98,9 +98,29 @@ def describe(request: PlanRequest, candidate: Candidate) -> str:
     return f"{candidate.strategy}: {candidate.seconds:.3f} s, {gib:.1f} GiB{fits}{homes}"
 
 
-def fits(request: PlanRequest, memory: dict[str, int] | Any) -> bool:
-    """True if so much memory is there."""
-    return not request.memory_bytes or sum(memory.values()) <= request.memory_bytes
+def fits(request: PlanRequest, needs: Needs) -> bool:
+    """True if so much memory is there, on every device and on every host, as far as it is known."""
+    there = ((request.memory_bytes, needs.device), (request.machine.host_bytes, needs.host))
+    return all(not most or needed <= most for most, needed in there)
+
+
+def shortage(request: PlanRequest, needs: Needs) -> str:
+    """What is needed and what is there, of the memory that does not suffice; empty if all does."""
+    words = []
+    if request.memory_bytes and needs.device > request.memory_bytes:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items() if size)
+        words.append(f"{gib(needs.device)} GiB of {gib(request.memory_bytes)} on every device ({parts})")
+    if request.machine.host_bytes and needs.host > request.machine.host_bytes:
+        words.append(f"{gib(needs.host)} GiB of {gib(request.machine.host_bytes)} of every host's memory")
+    return " and ".join(words)
+
+
+def gib(size: float) -> str:
+    """
+    >>> gib(3 * 2**30), gib(5 * 2**20)
+    ('3.00', '0.005')
+    """
+    return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
 def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
@@ -191,7 +211,7 @@ def _best_elsewhere(request: PlanRequest, strategy: Strategy) -> Candidate:
         except UserError as error:
             why_not = why_not or str(error)
             continue
-        good = fits(request, made.memory)
+        good = fits(request, made.needs)
         played.append((not good, made.step_seconds if good else made.peak_bytes, made, layout))
     if not played:
         return replace(refused, why_not=why_not or "a pipeline needs several devices")
@@ -237,7 +257,7 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
         other = with_settings(step, homes=spell_homes(homes.of_unit))
         moved = predict(request, other)
         gain = GAIN if moved.peak_bytes >= made.peak_bytes * (1 - LESS_MEMORY) else -GAIN
-        if moved.step_seconds < made.step_seconds * (1 - gain) and fits(request, moved.memory):
+        if moved.step_seconds < made.step_seconds * (1 - gain) and fits(request, moved.needs):
             step, made = other, moved
     return replace(candidate, step=step, prediction=made, homes=homes)
 
@@ -256,7 +276,7 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
         if fewer < offloaded:
             yield {"offloaded_layers": fewer}
     # What a layer keeps besides its input stays on the device, and so does its input.
-    if request.profile.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
+    if request.profile.memory.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
         yield {"recompute": "selective", "offloaded_layers": 0}
     for share in (4, 2, 1) if layers else ():
         last = max(1, layers // share)
@@ -271,4 +291,4 @@ def _leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
 
 def _relieved(request: PlanRequest, strategy: Strategy) -> bool:
     """True if the host's memory can take activations: not where that is what a device computes in."""
-    return "offloaded_layers" not in strategy.refusals and request.machine.device.name != "CPU"
+    return "offloaded_layers" not in strategy.refusals and request.has_host

@@ -124,7 +124,8 @@ class Compute:
         else:
             again = partial(self._random.again, self._state(action), self._seed(action, given))
             output = self._drawing(action, given, lambda: keep_attention(layer, leaf, again=again))
-        self._held[kept] = (leaf, output)
+        # Not the output: its memory belongs to the next block's input, and goes with that.
+        self._held[kept] = (leaf, get_gradient_edge(output))
         return output.detach()
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
@@ -153,17 +154,17 @@ class Compute:
             with torch.enable_grad():
                 hidden = None
                 if kept := next((buffer for buffer in action.reads if buffer.kind in SAVED), None):
-                    hidden, output = self._held[kept]
+                    hidden, graph = self._held[kept]
                 elif block.kind == "layer":
                     source = next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))
                     hidden = self._held[source].detach().requires_grad_(wanted)
                     layer = partial(self.chain.layer, b, hidden, held.calls)
-                    output = self._drawing(action, given, layer)
+                    graph = get_gradient_edge(self._drawing(action, given, layer))
                 elif held.embedded is not None:
-                    output, held.embedded = held.embedded, None  # type: ignore[assignment]
+                    graph, held.embedded = held.embedded, None
                 else:
-                    output, _ = self._drawing(action, given, lambda: self.chain.embed(held.batch))
-                torch.autograd.backward(output, arriving)
+                    graph = get_gradient_edge(self._drawing(action, given, lambda: self.chain.embed(held.batch))[0])
+                torch.autograd.backward(graph, arriving)
             if hidden is not None:
                 gradient = hidden.grad
         if wanted:

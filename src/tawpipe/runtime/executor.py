@@ -221,6 +221,10 @@ class Executor:
         end.issued = True
         return StepResult(ended, values)
 
+    def on_compute(self, run: Callable[[], None]) -> None:
+        """Run something on the lane that computes, after what has been submitted to it; wait until it is done."""
+        self._lanes[Lane.COMPUTE].submit(run, (), "a measurement").wait()
+
     @property
     def compute_s(self) -> float:
         """Seconds for which this rank has computed since the executor was made, in actions that have ended."""

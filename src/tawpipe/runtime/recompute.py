@@ -107,43 +107,59 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     every token.
 
     Counted by running the first and the last layer on a few tokens; the layer that keeps more counts. What is kept
-    grows with the tokens alone, because no kernel keeps a matrix of scores. To be called before the first step, while
-    parameters are placeholders: they do not count.
+    grows with the tokens alone, because no kernel keeps a matrix of scores. A layer's input counts, its output does
+    not: that is the next block's input; nor does what all layers of a micro-batch share, such as position embeddings.
+    To be called before the first step, while parameters are placeholders: they do not count.
     """
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
     most = {"graph": 0, "kept": 0, "attention": 0}
     with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)
+    shared = {_place(one) for one in tree_leaves([vars(call) for call in context]) if isinstance(one, Tensor)}
     layers = [i for i, block in enumerate(chain.blocks) if block.kind == "layer"]
     for block in {layers[0], layers[-1]}:
         stored: dict[int, Tensor] = {}
 
         def store(saved: Tensor, stored: dict[int, Tensor] = stored) -> Tensor:
             if saved.untyped_storage().nbytes() > saved.element_size():  # else a placeholder of a weight
-                stored[saved.untyped_storage().data_ptr()] = saved
+                stored[_place(saved)] = saved
             return saved
 
         leaf = torch.ones_like(hidden).requires_grad_()  # not what there is: numbers, so that changes of them show
         try:
+            with _caller_undisturbed(chain.device), torch.no_grad():
+                chain.layer(block, hidden, context)  # the first call gets a copy of its input
             hooks = saved_tensors_hooks(store, lambda saved: saved)
             with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:
                 output = chain.layer(block, leaf, context)
         except RuntimeError as error:
             expected = f"full: {chain.block_name(block)} cannot be tried while it has no weights ({error})"
             raise UserError("schedule.recompute", "selective or none", expected) from error
-        stored[output.untyped_storage().data_ptr()] = output
-        total = sum(saved.untyped_storage().nbytes() for saved in stored.values())
+        stored[_place(leaf)] = leaf
+        others = {_place(output), *shared}
+        total = sum(one.untyped_storage().nbytes() for place, one in stored.items() if place not in others)
         most["graph"] = max(most["graph"], total // PROBED_TOKENS)
-        own = attention.bytes + leaf.nbytes + output.nbytes
+        own = attention.bytes + leaf.nbytes
         most["kept"] = max(most["kept"], own // PROBED_TOKENS)
         most["attention"] = max(most["attention"], attention.bytes // PROBED_TOKENS)
     return most
 
 
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
     """A context: within it, what is drawn takes nothing from the caller's generators."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def attention_bytes(run: Callable[[], object]) -> int:
+    """Bytes of the results of attention in ``run`` that ``keep_attention`` would keep."""
+    with _Attention() as attention:
+        run()
+    return attention.bytes
 
 
 class _Attention(TorchDispatchMode):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.buffers import BOUNDARIES, Kind
+from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
@@ -22,12 +23,14 @@ class Widths:
         gradient: of gradients that are summed and travel.
         master: of weights and gradients at home.
         optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype.
+        exact: of a frozen weight's exact value in the host's memory; 0 where the weight's type holds it.
     """
 
     weight: int
     gradient: int
     master: int
     optimizer_states: int
+    exact: int = 0
 
     def at_home(self, *, trainable: bool) -> int:
         """Bytes of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one
@@ -36,6 +39,53 @@ class Widths:
         if not trainable:
             return self.weight
         return self.master * (2 + self.optimizer_states) + (self.weight if self.weight != self.master else 0)
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes that a micro-batch needs in blocks of a model, besides weights and gradients of weights in their buffers.
+
+    Args:
+        boundary: of a block's input, for every token.
+        kept: for every token, by kind of activation: what a layer keeps (``graph``, ``kept``), its input included, and
+            what all layers of a micro-batch share (``ctx``).
+        working: what computing takes at its highest besides what it is given and leaves behind, by kind of block and
+            by what runs (``forward full``, ``backward none``, ...): a fixed part, and one for every token. Below zero
+            where memory is given back before the rest is taken.
+    """
+
+    boundary: int
+    kept: Mapping[str, float]
+    working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def with_more(self, kind: str, amount: int) -> BlockMemory:
+        """The same with so many bytes more whenever a block of a kind computes."""
+        more = {name: (fixed + amount, per_token) for name, (fixed, per_token) in self.working.get(kind, {}).items()}
+        return replace(self, working={**self.working, kind: more})
+
+    def activations(self, tokens: int, *, pinned: bool = False) -> dict[Kind, int]:
+        """Bytes of one activation of every kind, for a micro-batch.
+
+        Args:
+            pinned: the host's memory is pinned, which comes in powers of two.
+        """
+        sizes = dict.fromkeys(BOUNDARIES, self.boundary * tokens)
+        if pinned:
+            sizes[Kind.OFFLOADED] = 1 << (self.boundary * tokens - 1).bit_length()
+        return sizes | {
+            kind: round(self.kept.get(kind, 0) * tokens) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)
+        }
+
+    def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
+        """What an action takes while it computes."""
+        if action.block < 0 or action.micro_batch < 0:
+            return 0
+        kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
+        recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
+        of_kind = self.working.get(schedule.model.blocks[action.block].kind, {})
+        direction = "forward" if action.op is Op.FORWARD else "backward"
+        fixed, per_token = of_kind.get(f"{direction} {recompute}", (0, 0))
+        return round(fixed + per_token * tokens)
 
 
 @dataclass(frozen=True)
@@ -48,8 +98,10 @@ class Costs:
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
         buffer_bytes: pools of units and slices on their way, messages in 8 bits included.
         activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
-        host_bytes: activations that wait in the host's memory, and, of a pipeline, which alone knows them, exact values
-            of frozen units that the compute dtype rounds.
+        working_bytes: what computing a block takes besides, if that is known. Where it is, both are those of the moment
+            at which they are most together.
+        host_bytes: activations that wait in the host's memory, and exact values of frozen units that the compute dtype
+            rounds.
     """
 
     parameters: int
@@ -61,6 +113,7 @@ class Costs:
     home_bytes: int
     buffer_bytes: int
     activation_bytes: int
+    working_bytes: int = 0
     host_bytes: int = 0
 
 
@@ -73,12 +126,18 @@ def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float
 
 
 def costs(
-    schedule: Schedule, widths: Widths, *, activation_bytes: Mapping[Kind, int], nodes: Topology | None = None
+    schedule: Schedule,
+    widths: Widths,
+    *,
+    activation_bytes: Mapping[Kind, int],
+    working: Callable[[Action], int] = lambda _: 0,
+    nodes: Topology | None = None,
 ) -> Costs:
     """Add up a schedule.
 
     Args:
         activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
+        working: bytes that an action takes besides while it runs.
         nodes: the real ones, where the schedule was built for others.
     """
     ranks = schedule.played
@@ -95,6 +154,9 @@ def costs(
     ]
     on_host = {kind: each for kind, each in activation_bytes.items() if kind is Kind.OFFLOADED}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind is not Kind.OFFLOADED}
+    held = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
+    activations, computing = max(held, key=sum, default=(0, 0))
+    exact = [schedule.home_elements(rank, trainable=False) * widths.exact for rank in ranks]
     settings, units = schedule.step.settings, schedule.model.units
     far = far_widths(settings, widths)
     return Costs(
@@ -110,8 +172,9 @@ def costs(
         link_received_bytes=tuple(link.bytes_received(*far) for link in traffic),
         home_bytes=max(home),
         buffer_bytes=max(buffers),
-        activation_bytes=max(schedule.peak_activations(rank, on_device) for rank in ranks),
-        host_bytes=max(schedule.peak_activations(rank, on_host) for rank in ranks),
+        activation_bytes=activations,
+        working_bytes=computing,
+        host_bytes=max(schedule.peak_activations(r, on_host) + own for r, own in zip(ranks, exact, strict=True)),
     )
 
 

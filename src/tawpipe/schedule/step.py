@@ -10,7 +10,7 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -307,11 +307,14 @@ class Schedule:
                 these are counted.
         """
         sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
+        return max((held for _, held in self.activations(rank, sizes)), default=0)
+
+    def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
+        """Every action of a program, and what is kept while it runs: what it writes and what it frees included."""
         passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
         staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
-        total = peak = sum(sizes.get(buffer.kind, 0) for buffer in staying)
+        total = sum(sizes.get(buffer.kind, 0) for buffer in staying)
         for action in self.programs[rank]:
             total += sum(passing.get(buffer.kind, 0) for buffer in action.writes)
-            peak = max(peak, total)
+            yield action, total
             total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)
-        return peak

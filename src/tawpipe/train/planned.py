@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -32,13 +32,19 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import TrainConfig
 
+if TYPE_CHECKING:
+    from tawpipe.plan.machine import Machine
+    from tawpipe.plan.request import PlanRequest
+
 logger = logging.getLogger(__name__)
 PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
-MEMORY = {"cuda": 0.85, "cpu": 0.5}
-"""Share of what a device has that a plan made at the start of a run fills, by its own prediction."""
+MEMORY = {"cuda": 0.95, "cpu": 0.8}
+"""Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
+between blocks in an allocator, and a CPU's memory is also that of files and other processes.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,13 @@ class Followed:
         config: with the schedule that was decided.
         text: of the plan, for checkpoints and the output folder; empty without one.
         line: for the console.
+        request: what was measured for a plan that was made now.
     """
 
     config: TrainConfig
     text: str = ""
     line: str = ""
+    request: PlanRequest | None = field(default=None, compare=False)
 
 
 def follow_plan(
@@ -77,6 +85,7 @@ def follow_plan(
         UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
     """
     given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleSettings(), name)]
+    request: PlanRequest | None = None
     same_nodes = earlier is not None and earlier.topology == str(world.nodes)
     if config.plan not in ("none", "auto"):
         text, line = world.text_of_rank_0(lambda: _read(config)), f"plan: {config.plan}"
@@ -86,13 +95,13 @@ def follow_plan(
             text, line = "", SETTINGS_HOLD
         elif problem := _mismatch(yaml.safe_load(text), config, world, dtype):
             tell(f"the plan of the checkpoint is for something else: {problem}")
-            text, line = _make(config, world, vocab_size, dtype, lengths(), tell)
+            text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell)
     elif config.plan == "none" or given or same_nodes:
         text, line = "", SETTINGS_HOLD if given and config.plan == "auto" else ""
     else:
-        text, line = _make(config, world, vocab_size, dtype, lengths(), tell)
+        text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell)
     if not text:
-        return Followed(config, "", line)
+        return Followed(config, "", line, request)
     plan = yaml.safe_load(text)
     if mismatch := _mismatch(plan, config, world, dtype):
         raise mismatch
@@ -104,7 +113,7 @@ def follow_plan(
             raise UserError(option, getattr(config.schedule, name), expected)
     config = replace(config, schedule=chosen)
     check_bounds(config)
-    return Followed(config, text, f"{line}: {plan['reason']}")
+    return Followed(config, text, f"{line}: {plan['reason']}", request)
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
@@ -166,22 +175,54 @@ def _make(
     dtype: torch.dtype,
     lengths: Sequence[int],
     tell: Callable[[str], None],
-) -> tuple[str, str]:
-    """Measure links and blocks, search, choose; the plan as text, or nothing, and a line.
-
-    Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
-    """
-    from tawpipe.plan.measure import request_of
+) -> tuple[str, str, PlanRequest | None]:
+    """Measure links and blocks, search, choose; the plan as text, or nothing, a line, and what was measured."""
     from tawpipe.plan.plan import Plan
     from tawpipe.plan.probe import probe
-    from tawpipe.plan.request import PlanRequest
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
     tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
     machine = probe(world).machine
-    request: PlanRequest | None = None
-    problem = ""
+    request, problem = ask(config, world, machine, vocab_size=vocab_size, dtype=dtype, lengths=lengths, tell=tell)
+
+    def choose() -> str:
+        if request is None:
+            return NO_PLAN + problem
+        try:
+            made = Plan.of(request, search(request))
+        except Exception as error:
+            logger.debug("searching", exc_info=True)
+            return f"{NO_PLAN}{type(error).__name__}: {error}"
+        return made.text() if made.chosen else NO_PLAN + made.reason
+
+    text = world.text_of_rank_0(choose)
+    if text.startswith(NO_PLAN):
+        return "", f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}", request
+    return text, f"plan: measured and chosen in {duration(time.perf_counter() - begin)}", request
+
+
+def ask(
+    config: TrainConfig,
+    world: World,
+    machine: Machine,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    timed: bool = True,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[PlanRequest | None, str]:
+    """What a plan for this run is made from, or None and why not, on all ranks.
+
+    Every process measures the blocks, all at the same time, as they will compute: processes on one CPU share it.
+
+    Args:
+        timed: False for what memory is needed, without times.
+    """
+    from tawpipe.plan.measure import request_of
+
+    request, problem = None, ""
     world.barrier()
     try:
         request = request_of(
@@ -193,6 +234,7 @@ def _make(
             dtype=dtype,
             lengths=lengths,
             profile="measure",
+            timed=timed,
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
             settings=config.schedule,
@@ -203,19 +245,6 @@ def _make(
     except Exception as error:  # what is wrong with the model comes again, by name, when it is made
         logger.debug("measuring", exc_info=True)
         problem = f"{type(error).__name__}: {error}"
-    failed = any(world.gather_numbers(float(bool(problem))))
-
-    def choose() -> str:
-        if failed or request is None:
-            return NO_PLAN + (problem or "another process could not measure the blocks")
-        try:
-            made = Plan.of(request, search(request))
-        except Exception as error:
-            logger.debug("searching", exc_info=True)
-            return f"{NO_PLAN}{type(error).__name__}: {error}"
-        return made.text() if made.chosen else NO_PLAN + made.reason
-
-    text = world.text_of_rank_0(choose)
-    if text.startswith(NO_PLAN):
-        return "", f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}"
-    return text, f"plan: measured and chosen in {duration(time.perf_counter() - begin)}"
+    if any(world.gather_numbers(float(bool(problem)))):
+        return None, problem or "another process could not measure the blocks"
+    return request, ""

@@ -25,6 +25,7 @@ from tawpipe.files import replace_text
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, resolve_model
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.predict import Needs
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
@@ -32,6 +33,7 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig, config_text
 from tawpipe.train.loop import Training
+from tawpipe.train.memory import check_memory
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
 from tawpipe.train.sample import sample
@@ -79,6 +81,14 @@ def run(config: TrainConfig) -> int:
     config, plan = followed.config, followed.text
     if followed.line:
         console.line(followed.line)
+    needs = check_memory(
+        config,
+        world,
+        vocab_size=vocab_size,
+        dtype=DTYPES[config.dtype],
+        lengths=_typical_lengths(data, config.sequence_length),
+        request=followed.request,
+    )
     built = build_model(
         config.model,
         vocab_size=vocab_size,
@@ -103,7 +113,7 @@ def run(config: TrainConfig) -> int:
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
     kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
-    before = _plan_rows(config, pipeline, [("dtype", f"{dtype} ({why})"), ("attention", kernel)])
+    before = _plan_rows(config, pipeline, needs, [("dtype", f"{dtype} ({why})"), ("attention", kernel)])
     console.plan(before)
 
     training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
@@ -281,7 +291,9 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
     ]
 
 
-def _plan_rows(config: TrainConfig, pipeline: Pipeline, computing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _plan_rows(
+    config: TrainConfig, pipeline: Pipeline, needs: Needs | None, computing: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
     """Rows that say what is about to happen and what it costs, before the first step.
 
     Args:
@@ -304,11 +316,18 @@ def _plan_rows(config: TrainConfig, pipeline: Pipeline, computing: list[tuple[st
     rows += [
         ("homes", f"{gib(said.home_bytes)} per process: weights, gradients, optimizer state"),
         ("buffers", f"{gib(said.buffer_bytes)} per process: units on their way"),
-        (
-            "activations",
-            f"{gib(said.activation_bytes)} per process, what one block needs while it computes not counted",
-        ),
     ]
+    if needs is None:
+        words = "per process, what one block needs while it computes not counted"
+        rows.append(("activations", f"{gib(said.activation_bytes)} {words}"))
+    else:
+        parts = needs.parts
+        rows += [
+            ("activations", f"{gib(parts['activations'])} per process: what layers keep for their backward passes"),
+            ("working", f"{gib(parts['working'])} per process: what one block needs while it computes"),
+            ("system", f"{gib(parts['system'])} per process: what libraries and the driver take"),
+            ("memory", f"{gib(needs.device)} per process at the highest, all of this together"),
+        ]
     if said.host_bytes:
         rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
     return rows

@@ -1,0 +1,108 @@
+"""A bench: single blocks of a model with random weights, to be timed and weighed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.compute import loss_in_chunks
+from tawpipe.schedule.spec import BlockSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block on the bench, and a micro-batch for it.
+
+    Args:
+        weights: by unit; the block's parameters are views of them.
+        batch: on the CPU.
+        hidden: what the block is given, and as large as what it gives.
+        calls: of the layers, for this micro-batch; none unless the block is one.
+    """
+
+    spec: BlockSpec
+    weights: dict[int, Tensor]
+    batch: MicroBatch
+    hidden: Tensor
+    calls: tuple[LayerCall, ...]
+
+
+class Bench:
+    """Holds a chain, which is of no other use afterwards.
+
+    Args:
+        chain: of a model on the meta device; it is prepared here.
+        chunk_tokens: whose logits exist at one time.
+    """
+
+    def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> None:
+        chain.prepare(device, dtype)
+        self.chain, self.device, self.dtype, self.chunk = chain, device, dtype, chunk_tokens
+
+    @property
+    def boundary(self) -> int:
+        """Bytes of a boundary activation for every token."""
+        return self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
+
+    def kinds(self) -> dict[tuple, list[int]]:
+        """The blocks of every kind; those of one kind cost the same."""
+        types = getattr(self.chain.config.get_text_config(), "layer_types", None)
+        found: dict[tuple, list[int]] = {}
+        for block, spec in enumerate(self.chain.blocks):
+            shapes = tuple(slot.shape for unit in spec.units for slot in self.chain.units[unit].slots)
+            kind = spec.kind, shapes, types[block - 1] if types and spec.kind == "layer" else None, spec.needs_backward
+            found.setdefault(kind, []).append(block)
+        return found
+
+    @contextmanager
+    def case(self, block: int, lengths: Sequence[int]) -> Iterator[Case]:
+        """A block with weights, into whose gradients' sums backward passes within the ``with`` block add.
+
+        Args:
+            lengths: of the documents of the micro-batch.
+        """
+        chain, spec = self.chain, self.chain.blocks[block]
+        weights = {
+            u: torch.randn(chain.units[u].numel, dtype=self.dtype, device=self.device) * 0.02 for u in spec.units
+        }
+        ids = torch.randint(0, chain.config.get_text_config().vocab_size, (1, sum(lengths)))
+        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+        batch = MicroBatch.from_rows(ids, ids, positions)
+        hidden = torch.randn(
+            1, sum(lengths), self.boundary // self.dtype.itemsize, dtype=self.dtype, device=self.device
+        )
+        calls = self._calls(batch) if spec.kind == "layer" else ()
+        for unit, flat in weights.items():
+            chain.bind(unit, flat)
+        sums = {u: torch.zeros_like(weights[u], dtype=torch.float32) for u in spec.units if chain.units[u].trainable}
+        for unit, flat in sums.items():
+            chain.collect(unit, flat, accumulate=True)
+        yield Case(spec, weights, batch, hidden, calls)
+        for unit in sums:
+            chain.finish_collect(unit)
+        for unit in weights:
+            chain.release(unit)
+
+    def _calls(self, batch: MicroBatch) -> tuple[LayerCall, ...]:
+        """The arguments that layers are called with; the embedding's weights play no part in them."""
+        units = self.chain.blocks[0].units
+        for unit in units:
+            self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
+        with torch.no_grad():
+            calls = self.chain.embed(batch.to(self.device))[1]
+        for unit in units:
+            self.chain.release(unit)
+        return calls
+
+    def head(self, case: Case) -> Tensor | None:
+        """The head's loss; where gradients are on also its gradients, of which that of its input is returned."""
+        gradient = torch.empty_like(case.hidden) if torch.is_grad_enabled() else None
+        loss_in_chunks(self.chain, case.hidden, case.batch.to(self.device), gradient, 1.0, self.chunk)
+        return gradient

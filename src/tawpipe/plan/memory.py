@@ -1,0 +1,187 @@
+"""Bytes that the blocks of a model need while they compute: measured on a device, or estimated from their widths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import attention_width
+from tawpipe.plan.bench import Bench, Case
+from tawpipe.runtime.peak import Peak, peaks
+from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
+from tawpipe.schedule.footprint import BlockMemory
+
+MOST_TOKENS = 2048
+"""Longer rows are not run: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
+DOCUMENTS = 8
+"""In a row, where rows are packed."""
+
+
+def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockMemory:
+    """Run a block of every kind at two lengths, as the runtime does, and take what the allocator says.
+
+    Args:
+        tokens: of a micro-batch, at most.
+        packed: rows hold several documents, which attention may compute one by one.
+    """
+    working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0}
+    for (kind, *_), blocks in bench.kinds().items():
+        most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
+        several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
+        long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
+        first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
+        span = sum(long) - sum(short)
+        for name, amount in second.items():
+            per_token = (amount - first[name]) / span if span else amount / sum(long)
+            if name in kept:
+                kept[name] = max(kept[name], per_token)
+                continue
+            line = amount - per_token * sum(long), per_token
+            before = working[kind].get(name, line)
+            working[kind][name] = max(line, before, key=lambda one: one[0] + one[1] * tokens)
+    return BlockMemory(bench.boundary, kept, dict(working))
+
+
+def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:
+    """Bytes of a block by name: those of ``BlockMemory.working`` and of ``BlockMemory.kept``."""
+    with bench.case(block, lengths) as case:
+        if case.spec.kind == "layer":
+            return _weigh_layer(bench, block, case)
+        if case.spec.kind == "head":
+            with torch.set_grad_enabled(case.spec.needs_backward):
+                (once,) = _steady([partial(bench.head, case)], bench.device)
+            given = case.hidden.nbytes if case.spec.needs_backward else 0
+            return {"backward full": once.most - given}
+        return _weigh_embedding(bench, case)
+
+
+def _weigh_embedding(bench: Bench, case: Case) -> dict[str, float]:
+    spec, chain, held = case.spec, bench.chain, list[Any]()
+    keeps = spec.needs_backward and not spec.backward_reads_weights
+
+    def forward() -> None:
+        batch = case.batch.to(bench.device)
+        with torch.set_grad_enabled(keeps):
+            hidden, calls = chain.embed(batch)
+        held[:] = [batch, hidden.detach(), calls, get_gradient_edge(hidden) if keeps else None]
+
+    def backward() -> None:
+        edge = held[-1] or get_gradient_edge(chain.embed(held[0])[0])
+        torch.autograd.backward(edge, case.hidden)
+
+    first, *rest = _steady([forward, backward] if spec.needs_backward else [forward], bench.device)
+    found: dict[str, float] = {
+        "forward full": first.most - first.after,
+        "ctx": first.after - case.hidden.nbytes,
+    }
+    if rest:
+        found["backward full"] = rest[0].most - rest[0].before
+    return found
+
+
+def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
+    chain, size = bench.chain, case.hidden.nbytes
+    layer = partial(chain.layer, block, calls=case.calls)
+    wanted = block > chain.spec.first_backward
+    with torch.no_grad():
+        found: dict[str, float] = {"attention": attention_bytes(lambda: layer(case.hidden))}
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "none": lambda leaf: keep_graph(layer, leaf, case.spec.units, case.weights),
+        "selective": lambda leaf: keep_attention(layer, leaf, again=nullcontext),
+    }
+    held: list[Any] = []
+
+    def alone() -> None:
+        held.append(layer(case.hidden))
+        held.clear()
+
+    def forward(way: Callable[[Tensor], Tensor]) -> None:
+        leaf = case.hidden.detach().requires_grad_(wanted)
+        output = way(leaf)
+        held[:] = [leaf, get_gradient_edge(output), output.detach()]
+
+    def backward() -> None:
+        if not held:
+            forward(layer)
+        edge = held[1]
+        held[1:] = []
+        torch.autograd.backward(edge, case.hidden)
+
+    def once(kept: str) -> list[Peak]:
+        return _steady([partial(forward, ways[kept]), lambda: held.pop(), backward, held.clear], bench.device)
+
+    gradient = size if wanted else 0
+    with torch.no_grad():
+        (once_more,) = _steady([alone], bench.device)
+    found["forward full"] = once_more.most - size
+    if not chain.blocks[block].needs_backward:
+        return found
+    again = _steady([backward, held.clear], bench.device)[0]
+    found["backward full"] = again.most - gradient
+    for name, kind in (("none", "graph"), ("selective", "kept")):
+        if name == "selective" and not found["attention"]:
+            continue
+        there, _, back, _ = once(name)
+        found[kind] = there.after  # the input in the place of the output, which is the next block's
+        found[f"forward {name}"] = there.most - there.after - size
+        found[f"backward {name}"] = back.most - back.before - gradient
+    return found
+
+
+def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
+    """``peaks`` once the parts have run before: the first time a device's libraries take room that they keep."""
+    if device.type == "cuda":
+        for part in parts:
+            part()
+    return peaks(parts, device)
+
+
+def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
+    """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
+
+    A norm keeps its input in fp32, the result before its weight, and its output. Attention keeps queries, keys, values
+    and output. A gated MLP keeps three intermediates, and its backward pass makes as many gradients before anything
+    goes. Of logits there are three copies in fp32 and one in the type of the run.
+    """
+    config, size = chain.config.get_text_config(), dtype.itemsize
+    boundary = config.hidden_size * size
+    wide = config.hidden_size * max(4, size)
+    heads = config.num_attention_heads
+    queries = attention_width(config) * size
+    keys = queries * (getattr(config, "num_key_value_heads", None) or heads) // heads
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    inner = (width or 4 * config.hidden_size) * experts * size
+    norms, attention = 2 * (wide + 2 * boundary), 2 * queries + 2 * keys
+    matrix = config.hidden_size * max(config.hidden_size, inner // size) * size
+    logits, head = chunk_tokens * config.vocab_size, config.hidden_size * config.vocab_size * size
+    layer = {
+        "forward full": (0, 3 * inner + boundary),
+        "backward full": (matrix, norms + attention + 6 * inner),
+        "forward none": (0, 0),
+        "backward none": (matrix, 3 * inner),
+        "forward selective": (0, 3 * inner + boundary),
+        "backward selective": (matrix, norms + attention + 6 * inner),
+    }
+    return BlockMemory(
+        boundary,
+        {
+            "graph": boundary + norms + attention + 3 * inner,
+            "kept": boundary + queries + 4 * heads,
+            "ctx": 2 * queries // heads + 32,
+        },
+        {
+            "layer": layer,
+            "head": {"backward full": (max(logits * (12 + size), logits * (4 + size) + head), 0)},
+            "embedding": {"backward full": (head, 0)},
+        },
+    )

@@ -1,0 +1,110 @@
+"""Ways out where memory does not suffice: what would fit, and what it costs in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, count, takewhile
+from operator import or_
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import settings_of
+from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import fits, search, with_settings
+from tawpipe.schedule.step import StepSpec
+
+LEANER: tuple[dict[str, Any], ...] = (
+    {"recompute": "full"},
+    {"micro_batches_per_visit": 1},
+    {"look_ahead": 1, "gradient_buffers": 1},
+    {"step_cache": 0, "gradients_scope": "visit"},
+)
+"""Changes that need less memory, those that cost the least time first."""
+SMALLEST_ROW = 128
+
+
+def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
+    """What would fit, with its seconds a step: other settings for the same batch, the best strategy for it, smaller
+    micro-batches, shorter rows.
+
+    Args:
+        step: what does not fit.
+    """
+    yield from _leaner(request, step)
+    best = Plan.of(request, search(request)).chosen
+    if best is not None and best.step is not None:
+        yield f"{' '.join(_options(best.step, step))}: {_time(best.seconds)}"
+    yield from smaller(request, step)
+
+
+def smaller(request: PlanRequest, step: StepSpec) -> Iterator[str]:
+    """Smaller micro-batches, and shorter rows, that would fit: with the settings of ``step``, or with leaner ones."""
+    halves = lambda size, least: takewhile(lambda one: one >= least, (size >> n for n in count(1)))  # noqa: E731
+    asked = [(f"--micro-batch {one}", request.with_micro_batch(one), "") for one in halves(request.micro_batch, 1)]
+    rows = [
+        (f"--sequence-length {one}", request.with_length(one), " of as many rows")
+        for one in halves(request.sequence_length, SMALLEST_ROW)
+    ]
+    *_, lean = (step, *_changed(step, _together(request, step)))
+    for ways in (asked, rows):
+        found = ((words, _seconds(other, one), one, of) for one in (step, lean) for words, other, of in ways)
+        for words, seconds, one, of in found:
+            if seconds is not None:
+                yield f"{' '.join([words, *_options(one, step)])}: {_time(seconds)}{of}"
+                break
+
+
+def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    if request.has_host and "offloaded_layers" not in step.strategy.refusals:
+        return [*LEANER, {"recompute": "full", "offloaded_layers": request.model.num_layers}]
+    return list(LEANER)
+
+
+def _together(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    return list(accumulate(_changes(request, step), or_))
+
+
+def _changed(step: StepSpec, changes: Iterable[dict[str, Any]]) -> Iterator[StepSpec]:
+    """The step with each of these changes, where that is another one."""
+    for change in changes:
+        try:
+            other = with_settings(
+                step, **{name: one for name, one in change.items() if name not in step.strategy.refusals}
+            )
+        except UserError:
+            continue
+        if other != step:
+            yield other
+
+
+def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[str]:
+    """Every change by itself that suffices; if none does, all of them up to the one with which it fits."""
+    for changes, most in ((_changes(request, step), None), (_together(request, step), 1)):
+        tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
+        fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
+        for other, seconds in fitting[:most]:
+            yield f"{' '.join(_options(other, step))}: {_time(seconds)}"
+        if fitting:
+            return
+
+
+def _seconds(request: PlanRequest, step: StepSpec) -> float | None:
+    """Of a step with the settings of ``step``; None where it does not fit, or cannot work."""
+    try:
+        other = request.step(step.settings, step.strategy)
+        return predict(request, other).step_seconds if fits(request, memory_quickly(request, other)) else None
+    except UserError:
+        return None
+
+
+def _options(after: StepSpec, before: StepSpec) -> list[str]:
+    """The settings of one step that are not those of the other, as one types them."""
+    values, others = settings_of(after), settings_of(before)
+    named = ((name.replace("_", "-"), value) for name, value in values.items() if value != others[name])
+    return [f"--schedule.{name} {value}" for name, value in named]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s a step"

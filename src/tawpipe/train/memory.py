@@ -1,0 +1,78 @@
+"""Memory before the first step: what the run will hold, and a refusal with a way out if that is more than there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.plan.predict import Needs, memory_quickly, predict
+from tawpipe.plan.probe import machine_unprobed, probe
+from tawpipe.plan.remedy import remedies
+from tawpipe.plan.search import shortage
+from tawpipe.runtime.world import World
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.planned import ask
+
+if TYPE_CHECKING:
+    from tawpipe.plan.machine import Machine
+    from tawpipe.plan.request import PlanRequest
+
+
+def check_memory(
+    config: TrainConfig,
+    world: World,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    request: PlanRequest | None = None,
+) -> Needs | None:
+    """What a process will hold, and a node's host; None where that could not be found out. Call on all ranks, before
+    anything large is there.
+
+    Args:
+        config: with the schedule that will run.
+        request: what was measured for a plan, if anything was.
+
+    Raises:
+        UserError: it is more than there is; on all ranks. It says what would fit.
+    """
+    asking = {"vocab_size": vocab_size, "dtype": dtype, "lengths": lengths}
+    machine = machine_unprobed(world)
+    measured = request
+    if measured is None:
+        measured, _ = ask(config, world, machine, timed=False, **asking)
+    if measured is None:
+        return None
+    try:
+        needs = memory_quickly(measured, measured.step(config.schedule))
+    except UserError:  # it comes again, when the pipeline is made
+        return None
+    lacking = bool(shortage(_all_of(machine, measured), needs))
+    if any(world.gather_numbers(float(lacking))):
+        if request is None:
+            timed, _ = ask(config, world, probe(world).machine, **asking)
+            measured = timed or measured
+        world.text_of_rank_0(lambda: _refuse(config, machine, measured))
+    return needs
+
+
+def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
+    """The same request with all the memory that is there: a run that just fits is not refused."""
+    there = replace(request.machine, host_bytes=machine.host_bytes)
+    return replace(request, memory_bytes=machine.device.memory_bytes, machine=there)
+
+
+def _refuse(config: TrainConfig, machine: Machine, request: PlanRequest) -> str:
+    step, whole = request.step(config.schedule), _all_of(machine, request)
+    lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
+    ways = list(dict.fromkeys(remedies(request, step)))
+    seconds = predict(request, step).step_seconds
+    found = "; ".join(ways) or "no setting that was tried does: more devices, or a smaller model"
+    raise UserError(
+        "memory", f"a run that needs {lacks}", f"what fits (this would take {seconds:.4g} s a step): {found}"
+    )

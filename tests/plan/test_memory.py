@@ -1,0 +1,268 @@
+"""Memory as it is: measured peaks, what a step holds, what libraries and hosts hold, and ways out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from plan_requests import LAYERS, plan_request, step_of
+from tawpipe import Pipeline
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.plan import measure as measure_module
+from tawpipe.plan.bench import Bench
+from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
+from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, request_of, system_of
+from tawpipe.plan.memory import estimate_memory, measure_memory
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import record_of, request_from
+from tawpipe.plan.predict import memory_of, memory_quickly
+from tawpipe.plan.profile import size_of
+from tawpipe.plan.remedy import remedies
+from tawpipe.plan.search import fits, search, shortage, with_settings
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.peak import Peak, peak_of_step, peaks
+from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.footprint import BlockMemory, costs
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.strategies import build
+from tawpipe.simulate import LinkModel
+
+CPU = torch.device("cpu")
+FLOAT = 4
+CONFIG = LlamaConfig(
+    hidden_size=128,
+    intermediate_size=448,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=1000,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
+ALONE = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9))
+GPUS = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
+
+
+def chain() -> Chain:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    return Chain(model)
+
+
+# measuring
+
+
+def test_a_peak_sees_what_comes_and_goes():
+    kept = []
+
+    def leaves() -> None:
+        passing = torch.empty(1000)
+        kept.append(passing + passing)
+
+    def inside_a_kernel() -> None:
+        one = torch.zeros(1, 2, 1024, 64)
+        F.scaled_dot_product_attention(one, one, one, is_causal=True)
+
+    first, second, third = peaks([leaves, inside_a_kernel, kept.clear], CPU)
+    assert first == Peak(0, 8000, 4000)
+    size = 2 * 1024 * 64 * FLOAT
+    assert second.before == second.after == 4000
+    assert second.most > 4000 + 2 * size + 2 * 1024 * FLOAT, "the kernel's scratch counts as well"
+    assert third.after == 0
+
+
+def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
+    state = {"now": 100, "most": 900}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: state["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: state["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: state.update(most=state["now"]))
+
+    def part() -> None:
+        state.update(most=700, now=300)
+
+    assert peaks([part, part], torch.device("cuda")) == [Peak(100, 700, 300), Peak(300, 700, 300)]
+
+
+@pytest.mark.parametrize("documents", [[512], [128] * 4])
+@pytest.mark.parametrize("recompute", ["full", "selective", "none", "none:1,selective:1,full"])
+def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
+    CONFIG.save_pretrained(tmp_path)
+    settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1, loss_chunk_tokens=256)
+    asked = request_of(
+        str(tmp_path),
+        ALONE,
+        sequence_length=512,
+        global_batch=1,
+        dtype=torch.float32,
+        lengths=documents,
+        settings=settings,
+        timed=False,
+    )
+    parts = memory_of(asked, build(asked.step(settings))).parts
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings)
+    ids, positions = torch.randint(0, 1000, (1, 512)), torch.cat([torch.arange(n) for n in documents])[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    pipeline.step(batch)  # a block that is new runs twice
+    pipeline.drain()
+    measured = peak_of_step(pipeline.executor, lambda: pipeline.step(batch))
+    said = pipeline.costs(1, 512)
+    pipeline.close()
+    assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
+    assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
+
+
+def test_a_layers_output_is_the_next_layers_input_and_counts_once():
+    model = chain()
+    model.prepare(CPU, torch.float32)
+    found = kept_per_token(model)
+    measured = measure_memory(Bench(chain(), CPU, torch.float32, 256), tokens=512).kept
+    assert found["graph"] == pytest.approx(measured["graph"], rel=0.02)
+    assert found["kept"] == pytest.approx(measured["kept"], rel=0.02)
+    assert found["kept"] == 2 * 128 * FLOAT + 2 * FLOAT, "its input, attention's output, and a number for every head"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_estimate_is_near_what_is_measured(dtype):
+    measured = measure_memory(Bench(chain(), CPU, dtype, 256), tokens=512)
+    estimated = estimate_memory(chain(), dtype=dtype, chunk_tokens=256)
+    tokens = 100_000
+    for kind, name in (("layer", "backward full"), ("head", "backward full")):
+        one, other = (memory.working[kind][name] for memory in (estimated, measured))
+        assert one[0] + one[1] * tokens == pytest.approx(other[0] + other[1] * tokens, rel=0.3)
+    assert estimated.kept["graph"] == pytest.approx(measured.kept["graph"], rel=0.2)
+    assert estimated.kept["ctx"] == pytest.approx(measured.kept["ctx"], rel=0.2)
+
+
+# adding up
+
+
+def test_activations_and_working_set_are_those_of_one_moment():
+    asked = plan_request()
+    step = step_of(asked, "flat", recompute="none")
+    schedule, sizes = build(step), asked.activation_bytes
+    huge = 10**9
+    at_the_start = costs(schedule, asked.widths, activation_bytes=sizes, working=lambda one: huge * (one.block == 0))
+    least = min(held for action, held in schedule.activations(0, sizes) if action.block == 0)
+    assert at_the_start.working_bytes == huge
+    assert least <= at_the_start.activation_bytes < schedule.peak_activations(0, sizes)
+
+
+def test_pinned_memory_comes_in_powers_of_two():
+    memory = BlockMemory(48, {})
+    assert memory.activations(100)[Kind.OFFLOADED] == 4800
+    assert memory.activations(100, pinned=True)[Kind.OFFLOADED] == 8192
+    assert memory.activations(100, pinned=True)[Kind.INPUT] == 4800
+
+
+def test_a_node_holds_what_all_its_devices_offload():
+    asked = plan_request(GPUS)
+    step = step_of(asked, "flat", offloaded_layers=LAYERS)
+    needs = memory_of(asked, build(step))
+    each = asked.activation_bytes[Kind.OFFLOADED]
+    assert each == 256 and needs.host == 2 * LAYERS * each, "10 tokens of 20 bytes, rounded up; two devices a node"
+    on_cpus = memory_of(plan_request(), build(step_of(plan_request(), "flat", offloaded_layers=LAYERS)))
+    assert on_cpus.host == 0 and on_cpus.parts["host"] == LAYERS * 200, "where devices compute in the host's memory"
+
+
+def test_exact_values_of_frozen_weights_are_on_the_host():
+    asked = plan_request(GPUS)
+    units = tuple(replace(unit, trainable=False) if i == 1 else unit for i, unit in enumerate(asked.model.units))
+    frozen = replace(asked, model=replace(asked.model, units=units), widths=replace(asked.widths, exact=4))
+    schedule = build(step_of(frozen, "flat"))
+    assert memory_of(frozen, schedule).host == 2 * 4 * schedule.home_elements(0, trainable=False) > 0
+
+
+def test_the_driver_and_every_communicator_are_counted():
+    asked = plan_request(GPUS, system_bytes=1000, communicator_bytes=10)
+    flat, spread = (memory_quickly(asked, step_of(asked, name)).parts["system"] for name in ("flat", "tawpipe-spread"))
+    assert flat > 1000 and spread > flat and flat % 10 == 0, "one hop of collectives needs fewer groups than two"
+    one = plan_request(uniform(1, 1, between=LinkModel(1.0), inside=LinkModel(1.0)), system_bytes=1000)
+    assert memory_quickly(one, step_of(one, "flat")).parts["system"] == 1000
+
+
+def test_what_the_driver_takes_is_measured_where_it_can_be(monkeypatch):
+    gpu = replace(GPUS, device=Device("H100"))
+    assert system_of(gpu, CPU) == (DRIVER_BYTES, COMMUNICATOR_BYTES)
+    monkeypatch.setattr(measure_module, "device_name", lambda _: "H100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 << 30)
+    assert system_of(gpu, torch.device("cuda")) == (8 << 30, COMMUNICATOR_BYTES)
+    process, groups = system_of(ALONE, CPU)
+    assert process > 2**26 and groups == 0
+
+
+def test_the_hosts_memory_is_in_the_machines_file():
+    machine = replace(GPUS, host_bytes=3 << 30)
+    assert machine_from(spell_machine(machine)).host_bytes == 3 << 30
+    assert machine_from(spell_machine(GPUS)).host_bytes == 0
+    content = spell_machine(machine)
+    content["host"]["memory_gib"] = -1
+    with pytest.raises(UserError, match="topology: host: memory_gib: got -1"):
+        machine_from(content)
+
+
+def test_a_plan_of_before_has_one_working_set():
+    content = record_of(plan_request())
+    content["profile"] = {"update_s": 1e-9, "source": "old", "boundary": 20, "kept": {"graph": 300}, "working": 7}
+    content["profile"]["fixed_working"] = 5
+    del content["system_bytes"], content["communicator_bytes"]
+    asked = request_from(content, where="here")
+    assert memory_of(asked, build(step_of(asked, "flat"))).parts["working"] == 5 + 7 * 10
+
+
+# fitting
+
+
+def test_layers_are_offloaded_only_where_the_host_holds_them():
+    lean = {"look_ahead": 1, "gradient_buffers": 1, "step_cache": 0}
+    free = plan_request(GPUS)
+    needs = {
+        n: memory_quickly(free, step_of(free, "flat", **lean | {"step_cache": None}, offloaded_layers=n))
+        for n in (0, LAYERS)
+    }
+    limit = needs[0].device - 1
+    for host, good in ((0, True), (needs[LAYERS].host, True), (256, False)):
+        asked = plan_request(replace(GPUS, host_bytes=host), memory=limit)
+        found = next(one for one in search(asked) if one.strategy == "flat")
+        assert found.fits == good, host
+        assert found.prediction is not None and fits(asked, found.prediction.needs) == good
+
+
+def test_ways_out_fit_and_say_what_they_cost():
+    asked = plan_request(micro_batch=1)
+    step = step_of(asked, "tawpipe-spread", recompute="none", micro_batches_per_visit=4)
+    full = memory_quickly(asked, with_settings(step, recompute="full")).device
+    tight = replace(asked, memory_bytes=full)
+    needs = memory_quickly(tight, step)
+    assert "on every device" in shortage(tight, needs) and "homes" in shortage(tight, needs)
+    ways = list(remedies(tight, step))
+    assert any(way.startswith("--schedule.recompute full: ") and way.endswith("s a step") for way in ways)
+    long = plan_request(sequence_length=1024, size=size_of([1024]))
+    lean = memory_quickly(long, with_settings(step, recompute="full", micro_batches_per_visit=1))
+    short = replace(long, memory_bytes=lean.device - lean.parts["working"] // 2)
+    ways = list(remedies(short, step))
+    assert [way for way in ways if way.startswith("--sequence-length ") and "as many rows" in way], ways
+
+
+def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
+    monkeypatch.setattr(measure_module, "resident_memory", lambda: 0)  # it differs from one moment to the next
+    words = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "512", "--global-batch", "8"]
+    words += ["--topology", "1x2", "--dtype", "float32", "--device", "cpu", "--device-name", "CPU"]
+    measured = request_of(
+        "tiny", uniform(1, 2, between=LinkModel(1e9), inside=LinkModel(1e9)), sequence_length=512, global_batch=8,
+        dtype=torch.float32, vocab_size=500, timed=False,
+    )  # fmt: skip
+    least = Plan.of(measured, search(replace(measured, memory_bytes=1))).least
+    assert least is not None and least.prediction is not None
+    limit = (least.prediction.peak_bytes - least.prediction.memory["working"] // 4) / 2**30
+    assert main([*words, "--memory", f"{limit:.5f}"]) == 1
+    assert "would fit: --sequence-length 256" in capsys.readouterr().out

@@ -1,0 +1,63 @@
+"""Memory that will not suffice ends a run before its first step, with a way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.plan.machine import Device, Machine
+from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe.train import memory
+from tawpipe.train.config import TrainConfig
+
+ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+FREE = LinkModel(float("inf"))
+CONFIG = TrainConfig(
+    model="tiny",
+    global_batch=4,
+    micro_batch=2,
+    sequence_length=256,
+    dtype="float32",
+    schedule=ScheduleSettings(recompute="none", micro_batches_per_visit=2),
+)
+
+
+def check(monkeypatch, *, memory_bytes: int, config: TrainConfig = CONFIG) -> memory.Needs | None:
+    machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
+    monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
+    return memory.check_memory(config, ALONE, vocab_size=500, dtype=torch.float32, lengths=[256])
+
+
+def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch):
+    needs = check(monkeypatch, memory_bytes=0)
+    assert needs is not None and needs.parts["system"] > needs.parts["working"] > 0
+    full = check(
+        monkeypatch, memory_bytes=0, config=replace(CONFIG, schedule=replace(CONFIG.schedule, recompute="full"))
+    )
+    assert full is not None and needs.device > full.device
+    limit = (needs.device + full.device) // 2
+    real = memory.ask
+
+    def ask(*args: Any, **rest: Any) -> Any:
+        request, problem = real(*args, **rest)
+        assert request is not None
+        return replace(request, memory_bytes=limit), problem
+
+    monkeypatch.setattr(memory, "ask", ask)
+    with pytest.raises(UserError) as refused:
+        check(monkeypatch, memory_bytes=limit)
+    said = str(refused.value)
+    assert said.startswith("memory: got 'a run that needs ") and "working" in said and "on every device" in said
+    assert "--schedule.recompute full: " in said and "s a step" in said
+
+
+def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch):
+    wrong = replace(CONFIG, schedule=ScheduleSettings(strategy="tawpipe-spread", homes="0,1"))
+    assert check(monkeypatch, memory_bytes=1, config=wrong) is None
