@@ -6,6 +6,7 @@ Everything comes from torchrun's variables; a process that nobody launched is a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -18,12 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
+from tawpipe.environment import (
+    CUDA_VARIABLES,
+    LOOPBACK,
+    LaunchEnvironment,
+    set_cuda_variables,
+    started_by_local_launcher,
+)
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.runtime.watchdog import keep_record
 from tawpipe.topology import Topology
 
+logger = logging.getLogger(__name__)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -230,6 +238,9 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         UserError: the launcher's variables contradict themselves, or ``nodes`` does not divide the processes.
     """
     launch = LaunchEnvironment.read(os.environ)
+    if torch.cuda.is_initialized() and (late := [name for name in CUDA_VARIABLES if name not in os.environ]):
+        logger.warning("CUDA has started without %s: call tawpipe.connect() before anything is on a GPU", late)
+    set_cuda_variables()
     if launch is None:
         picked = pick_device(device, 0)
         if nodes not in (None, 1):
