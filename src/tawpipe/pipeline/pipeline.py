@@ -33,6 +33,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
+from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import Loss
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
@@ -41,6 +42,7 @@ from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
@@ -89,7 +91,7 @@ class Pipeline:
             ``auto``, for models that the tests do not cover (docs/models.md).
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
-        timeout: after which a communication fails.
+        timeout: after which a communication fails; later if steps are known to take so long that it must be (``limit``).
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
         skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
             that is an error; 0 for an error at once.
@@ -126,6 +128,9 @@ class Pipeline:
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
+        self.limit = StepLimit(timeout.total_seconds())
+        """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
+        self._watched = False
         self.dtype = dtype
         self._given = schedule if isinstance(schedule, Schedule) else None
         self._strategy, self.settings = strategy_of(schedule)
@@ -346,10 +351,32 @@ class Pipeline:
             self._training = mode
 
     def set_timeout(self, limit: timedelta) -> None:
-        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends."""
-        self.executor.watchdog.limit_s = limit.total_seconds()
-        # The transport would end it without a word; it is there for what no watchdog sees.
-        self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
+        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends.
+
+        Args:
+            limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).
+        """
+        self.limit.least_s, self._watched = limit.total_seconds(), True
+        self._apply_limit()
+
+    def _apply_limit(self) -> None:
+        if self._watched:
+            self.executor.watchdog.limit_s = self.limit.seconds
+        # The transport would end it without a word; it is there for what no watchdog sees. Two steps may be issued.
+        self.transport.set_timeout(timedelta(seconds=2 * self.limit.seconds + 30))
+
+    def _estimate(self, local: LocalBatch) -> None:
+        """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
+        device, shares = self.world.device, self._deal.count(local.rows)
+        rows = min(local.rows, self.micro_batch * ceil(shares / self.world.size))
+        said = self.costs(local.rows, local.sequence_length)
+        self.limit.estimated_s = estimate_s(
+            chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0,
+            max(*said.link_sent_bytes, *said.link_received_bytes, 0),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+        self._apply_limit()
 
     def record_hangs(self, folder: Path) -> None:
         """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
@@ -368,6 +395,11 @@ class Pipeline:
 
     def _check(self, result: StepResult) -> None:
         self._check_batch(result)
+        before = self.limit.seconds
+        if took_s := result.took_s:
+            self.limit.took(took_s)
+        if self.limit.seconds != before:
+            self._apply_limit()
         if not result.tokens:
             raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
         if result.finite:
@@ -391,6 +423,8 @@ class Pipeline:
         if torch.is_autocast_enabled(device):
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
         schedule = self.schedule(local.rows, training=training)
+        if training and not self.limit.known_s:
+            self._estimate(local)
         given = StepInput(
             self._deal.numbered(local, schedule.step.micro_batches[self.world.rank]),
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),

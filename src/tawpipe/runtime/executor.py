@@ -8,6 +8,7 @@ strategy is a schedule.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,12 +55,24 @@ class Optimizers(Protocol):
 class StepResult:
     """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
 
-    def __init__(self, event: Event, values: Tensor) -> None:
-        self._event, self._values = event, values
+    def __init__(self, event: Event, values: Tensor, begin: float) -> None:
+        self._event, self._values, self._begin = event, values, begin
+        self._took_s: float | None = None
 
     def _read(self, index: int) -> float:
+        waited = not self._event.done
         self._event.wait()
+        if self._took_s is None:
+            self._took_s = time.monotonic() - self._begin if waited else 0.0
         return float(self._values[index])
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from issuing the step until its numbers were there, the rest of the step before it included; 0 if
+        they were there before anybody waited for them.
+        """
+        self._read(0)
+        return self._took_s or 0.0
 
     @property
     def loss(self) -> float:
@@ -196,6 +209,7 @@ class Executor:
         """
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
+        begin = time.monotonic()
         values = torch.zeros(5, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
         step = _Step(given, rule, values)
         ended: Event | None = None
@@ -219,7 +233,7 @@ class Executor:
             raise
         assert ended is not None
         end.issued = True
-        return StepResult(ended, values)
+        return StepResult(ended, values, begin)
 
     @property
     def compute_s(self) -> float:

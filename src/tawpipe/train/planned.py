@@ -49,11 +49,13 @@ class Followed:
         config: with the schedule that was decided.
         text: of the plan, for checkpoints and the output folder; empty without one.
         line: for the console.
+        step_s: of a step, as the plan predicts it; 0 without one.
     """
 
     config: TrainConfig
     text: str = ""
     line: str = ""
+    step_s: float = 0.0
 
 
 def follow_plan(
@@ -104,7 +106,9 @@ def follow_plan(
             raise UserError(option, getattr(config.schedule, name), expected)
     config = replace(config, schedule=chosen)
     check_bounds(config)
-    return Followed(config, text, f"{line}: {plan['reason']}")
+    predicted = plan.get("step_seconds")
+    step_s = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else 0.0
+    return Followed(config, text, f"{line}: {plan['reason']}", step_s)
 
 
 def check_model(text: str, spec: ModelSpec) -> None:

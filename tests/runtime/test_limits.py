@@ -1,0 +1,97 @@
+"""Time limits of steps: they follow from what steps take, and no healthy step is ended."""
+
+from __future__ import annotations
+
+import io
+import threading
+from datetime import timedelta
+
+import pytest
+
+from states import stepped
+from tawpipe.runtime import watchdog
+from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
+from tawpipe.runtime.watchdog import Watchdog
+
+DEVICE = {"device_name": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}
+ROW_FLOPS = 2.9e16
+"""Of a row of 128 K tokens through a model of 8 B parameters."""
+
+
+def test_a_limit_is_a_multiple_of_what_is_known_and_at_least_the_setting():
+    limit = StepLimit(300)
+    assert limit.seconds == 300
+    limit.estimated_s = 50
+    assert limit.seconds == FACTOR * 50
+    limit.took(80)  # with compilation and set-up
+    assert limit.seconds == FACTOR * 80
+    limit.took(40)
+    assert limit.seconds == FACTOR * 40 and limit.lasting_s == 40
+    limit.took(60)
+    limit.took(10)
+    assert limit.seconds == FACTOR * 60
+    limit.predicted_s = 70
+    assert limit.seconds == FACTOR * 70
+    limit.least_s = 900
+    assert limit.seconds == 900
+
+
+@pytest.mark.parametrize("utilisation", [0.6, 0.3, 0.1])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_long_first_step_that_nothing_has_predicted_is_left_alone(rows, utilisation):
+    limit = StepLimit(300)
+    limit.estimated_s = estimate_s(rows * ROW_FLOPS, 0, **DEVICE)
+    assert limit.seconds > rows * ROW_FLOPS * 4 / 3 / (989e12 * utilisation)
+
+
+def test_a_type_or_a_device_that_is_not_known():
+    assert estimate_s(1e15, 0, device_name="NVIDIA A100", dtype="float32") > 1e15 / 19.5e12
+    assert estimate_s(1e15, 2.5e9, device_name="cpu", dtype="float32") == 2.0
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Step:
+    def __init__(self) -> None:
+        self.done = False
+
+
+@pytest.mark.parametrize("known_s", [0.0, 400.0])
+def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monkeypatch, known_s):
+    """Five rows of 128 K tokens: 350 s and more, beyond the usual limit of 300 s."""
+    clock, looks = Clock(), threading.Semaphore(0)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
+    said, ended = io.StringIO(), threading.Event()
+    limit = StepLimit(300)
+    limit.predicted_s = known_s
+    dog = Watchdog(lambda: looks.release() or {}, "rank 0", limit_s=limit.seconds, stream=said, end=ended.set)
+    step = Step()
+    dog.watch("step 2", step)
+    clock.now = 450.0
+    assert ended.wait(3) is (known_s == 0)
+    clock.now = FACTOR * 400 + 1
+    assert ended.wait(10)
+    assert "step 2 has taken" in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
+
+
+def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
+    """The watchdog and the transport, whose limit leaves room for two steps that were issued."""
+    pipeline = stepped()
+    told: list[timedelta] = []
+    monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)
+    pipeline.limit.took(1e-3)
+    pipeline.set_timeout(timedelta(seconds=5))
+    assert pipeline.executor.watchdog.limit_s == 5 and told[-1].total_seconds() == 2 * 5 + 30
+    pipeline.limit.took(7)
+    pipeline.set_timeout(timedelta(seconds=5))
+    assert pipeline.executor.watchdog.limit_s == 70 and told[-1].total_seconds() == 2 * 70 + 30
+    pipeline.close()
