@@ -42,6 +42,7 @@ from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
@@ -211,6 +212,7 @@ class Pipeline:
             injector=injector,
             where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
+        self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
 
     def _check_model(self, source: WeightSource, loss: Loss | None) -> None:
@@ -334,13 +336,17 @@ class Pipeline:
             self._check(result)
 
     def close(self) -> None:
-        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards."""
+        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards.
+
+        A script that ends without it, however, is waited for in the same way (runtime/leaving.py).
+        """
         try:
             self.drain()
         finally:
             for saving in self._savings:
                 saving.join()
             self.executor.close()
+        self._closed()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
 
@@ -466,7 +472,7 @@ class Pipeline:
         else:
             store, name = where, step_name(self.step_number)
         world = store.group or self._world_of_saves
-        self._savings = [saving for saving in self._savings if not saving.done]
+        self._savings[:] = [saving for saving in self._savings if not saving.done]
         assert all(saving.world is not world for saving in self._savings), "one save at a time"
         pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
         content = {

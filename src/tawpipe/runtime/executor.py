@@ -252,6 +252,20 @@ class Executor:
         for lane in self._lanes.values():
             lane.close()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of any action."""
+        return self._failure.error
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is under way."""
+        return all(event.done for event in self._hazards.last_events())
+
+    def end_lanes(self, limit_s: float) -> list[bool]:
+        """Let the lanes end after what was submitted, and wait so long for each; True for those that have ended."""
+        return [lane.close(limit_s) for lane in self._lanes.values()]
+
     def forgive(self) -> None:
         """Updates happen again after a number that was not finite, because the weights have been replaced."""
         self._finite.fill_(1)

@@ -32,6 +32,7 @@ from tawpipe.runtime.watchdog import keep_record
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
+_joined: list[Any] = []
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -192,6 +193,17 @@ class World:
             self.barrier()
             dist.destroy_process_group()
 
+    def meet(self, limit: timedelta) -> bool:
+        """True if all ranks come within the time."""
+        if self.group is not None:
+            try:
+                work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
+                assert work is not None
+                work.wait(limit)
+            except RuntimeError:
+                return False
+        return True
+
     def barrier(self) -> None:
         """Wait for all ranks, on the CPU."""
         if self.group is not None:
@@ -251,6 +263,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         return World(Topology.grid(1, 1), 0, picked, None)
     if not dist.is_initialized():
         _join(launch, picked, timeout)
+        _joined.append(dist.group.WORLD)
     mine = torch.tensor([launch.group_rank, launch.local_rank])
     everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
     dist.all_gather(everyone, mine)
@@ -264,6 +277,11 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
     assert isinstance(patient, dist.ProcessGroup)
     return World(topology, launch.rank, picked, dist.group.WORLD, patient, machines)
+
+
+def joined_by_us() -> bool:
+    """True if the processes' present group was made here and not by the script."""
+    return dist.is_initialized() and dist.group.WORLD in _joined
 
 
 def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:
