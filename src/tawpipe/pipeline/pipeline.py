@@ -92,7 +92,7 @@ class Pipeline:
             ``auto``, for models that the tests do not cover (docs/models.md).
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
-        timeout: after which a communication fails; later if steps are known to take so long that it must be (``limit``).
+        timeout: after which a communication fails, or later where steps are known to take long (``limit``).
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
         skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
             that is an error; 0 for an error at once.
@@ -199,11 +199,12 @@ class Pipeline:
             strict=strict,
             timeout=timeout,
         )
+        self._compute = Compute(
+            self.chain, self.spec, chunk_tokens=self.settings.loss_chunk_tokens, compiled=compile_layers
+        )
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(
-                self.chain, self.spec, chunk_tokens=self.settings.loss_chunk_tokens, compiled=compile_layers
-            ),
+            compute=self._compute,
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
@@ -438,6 +439,8 @@ class Pipeline:
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
         )
+        if schedule.step.settings.offloaded_layers:
+            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
 

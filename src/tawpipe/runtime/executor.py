@@ -171,6 +171,8 @@ class Executor:
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
             for lane in Lane
         }
+        if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
+            del [torch.zeros(5, dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
         doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")

@@ -114,6 +114,8 @@ class Transport:
                 self.exchange(action, buffers)
             else:
                 self.collective(action, buffers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _make(self, key: tuple[Lane, str], timeout: timedelta) -> dist.ProcessGroup:
         lane, name = key

@@ -61,7 +61,8 @@ class ScheduleSettings:
     """Use a unit again that a buffer still holds from an earlier visit. Off, every visit brings it anew, as in the
     paper; for comparisons."""
     reduce_dtype: Literal["float32", "same"] = "float32"
-    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
+    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype (same),
+    which under bfloat16 halves their bytes and rounds every sum to 8 bits; see docs/knobs.md."""
     loss_chunk_tokens: int = bounded(1024, minimum=1)
     """Tokens whose logits exist at one time. The logits of a whole sequence never do."""
 
