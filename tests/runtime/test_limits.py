@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
-from states import stepped
+from states import BATCHES, make, stepped
 from tawpipe.runtime import watchdog
 from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
 from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.loop import Training
 
 DEVICE = {"device_name": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}
 ROW_FLOPS = 2.9e16
@@ -95,3 +98,42 @@ def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
     pipeline.set_timeout(timedelta(seconds=5))
     assert pipeline.executor.watchdog.limit_s == 70 and told[-1].total_seconds() == 2 * 70 + 30
     pipeline.close()
+
+
+def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypatch):
+    asked: list[tuple[float, float]] = []
+    estimate = lambda flops, link_bytes, **_: asked.append((flops, link_bytes)) or 1000.0  # noqa: E731
+    monkeypatch.setattr("tawpipe.pipeline.pipeline.estimate_s", estimate)
+    pipeline = make(delay=lambda lane: lambda: 0.02 if lane == "COMPUTE" else 0.0)
+    told: list[timedelta] = []
+    monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)
+    pipeline.step(BATCHES[0])
+    assert asked[0][0] > 0 and asked[0][1] == 0  # one process
+    assert told[-1].total_seconds() == 2 * FACTOR * 1000 + 30 and pipeline.executor.watchdog.limit_s == 0
+    pipeline.drain()
+    assert 0.02 < pipeline.limit.known_s < 1000
+    pipeline.step(BATCHES[1])
+    pipeline.drain()
+    assert pipeline.limit.lasting_s > 0.02 and len(asked) == 1
+    pipeline.close()
+
+
+def test_a_run_says_once_that_steps_may_take_longer_than_the_setting():
+    said: list[str] = []
+    told: list[timedelta] = []
+    limit = StepLimit(600)
+    training = Training.__new__(Training)
+    training.pipeline = SimpleNamespace(limit=limit)  # type: ignore[assignment]
+    training.config = TrainConfig()
+    training.world = SimpleNamespace(set_timeout=told.append)  # type: ignore[assignment]
+    training.console = SimpleNamespace(notice=said.append)  # type: ignore[assignment]
+    training._limit_s, training._limit_said = 0.0, False
+    limit.took(100)  # what the first step takes is no measure
+    training._follow_limit()
+    assert not said and told[-1].total_seconds() == 1000
+    limit.predicted_s = 90
+    training._follow_limit()
+    limit.took(120)
+    training._follow_limit()
+    assert len(said) == 1 and "a step may take 15 min 00 s" in said[0] and "300 s" in said[0]
+    assert told[-1].total_seconds() == 1200

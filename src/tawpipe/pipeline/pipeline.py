@@ -330,6 +330,8 @@ class Pipeline:
         Raises:
             RunError: a step had a loss or gradient norm that was not finite.
         """
+        for result in self._recent:  # so that it is seen how long they take
+            result.wait()
         self.executor.drain()
         results = list(self._recent)
         self._recent.clear()

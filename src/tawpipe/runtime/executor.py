@@ -59,11 +59,15 @@ class StepResult:
         self._event, self._values, self._begin = event, values, begin
         self._took_s: float | None = None
 
-    def _read(self, index: int) -> float:
+    def wait(self) -> None:
+        """Wait until the numbers are there."""
         waited = not self._event.done
         self._event.wait()
         if self._took_s is None:
             self._took_s = time.monotonic() - self._begin if waited else 0.0
+
+    def _read(self, index: int) -> float:
+        self.wait()
         return float(self._values[index])
 
     @property
@@ -71,7 +75,7 @@ class StepResult:
         """Seconds from issuing the step until its numbers were there, the rest of the step before it included; 0 if
         they were there before anybody waited for them.
         """
-        self._read(0)
+        self.wait()
         return self._took_s or 0.0
 
     @property
