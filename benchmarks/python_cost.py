@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +35,7 @@ def cpu_ms(act: Callable[[], object]) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     plain = copy.deepcopy(model).eval()
     pipeline = Pipeline(model, check="never")

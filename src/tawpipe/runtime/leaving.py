@@ -125,3 +125,5 @@ def _quietly(act: Callable[[], None]) -> None:
 
 
 atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # lanes and groups are the parent's

@@ -33,6 +33,7 @@ from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
 _joined: list[Any] = []
+"""The group of all processes, if it was made here."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -191,6 +192,7 @@ class World:
         """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
         if self.group is not None:
             self.barrier()
+            _joined.clear()
             dist.destroy_process_group()
 
     def meet(self, limit: timedelta) -> bool:
