@@ -6,7 +6,7 @@ It stands below both, so that neither has to load the other to read a constant.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from tawpipe.errors import UserError
@@ -28,6 +28,22 @@ STUCK = "tawpipe: stuck: "
 """The beginning of the lines by which a worker says what it waits for before it ends."""
 SECOND_S = 1.0
 """A signal that comes sooner after the first is the same one: schedulers tell every process, launchers pass it on."""
+
+CUDA_VARIABLES = {
+    # Streams beyond the number of connections share one, and then wait for each other without need: lanes and NCCL's
+    # own streams are about 12, and the default is 8 connections.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # All connections of collectives when a group is made, not in the middle of a step, where making one blocks every
+    # lane of a process: they have one issuing thread.
+    "NCCL_RUNTIME_CONNECT": "0",
+}
+"""What CUDA and NCCL read when they start, as this project's lanes need it; what a user has set stays."""
+
+
+def set_cuda_variables(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set ``CUDA_VARIABLES`` where they are not set; before CUDA starts in this process."""
+    for name, value in CUDA_VARIABLES.items():
+        environ.setdefault(name, value)
 
 
 def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:

@@ -52,7 +52,14 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, as ``sha256sum`` prints it."""
+def checksum(path: Path, *, uncached: bool = False) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it.
+
+    Args:
+        uncached: of what the disk, or the server of a network file system, gives: this machine's copy in its page cache
+            is dropped first, as far as it was synced and the system can (POSIX).
+    """
     with path.open("rb") as file:
+        if uncached and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()

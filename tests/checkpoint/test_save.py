@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from tawpipe import Pipeline
-from tawpipe.checkpoint.format import MARKER
+from tawpipe.checkpoint.format import MARKER, damage, read_manifest
 from tawpipe.errors import RunError
 from tawpipe.runtime.faults import Fault, Injector
 
@@ -77,3 +78,21 @@ def test_a_save_that_never_ends_is_given_up(pipeline, tmp_path):
         saving.wait(0.1)
     gate.set()
     saving.wait()
+
+
+def test_a_disk_that_keeps_other_bytes_is_found_out(pipeline, tmp_path, monkeypatch):
+    """What this machine has in its page cache is as it was written; what comes from the disk after that is not."""
+
+    def from_the_disk(handle: int, begin: int, length: int, advice: int) -> None:
+        assert (begin, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    pipeline.save(tmp_path / "good")
+    monkeypatch.setattr(os, "posix_fadvise", from_the_disk)
+    with pytest.raises(RunError, match="the disk gives back other bytes than were written"):
+        pipeline.save(tmp_path / "bad")
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    assert "checksum" in damage(tmp_path / "good", read_manifest(tmp_path / "good"), [0])

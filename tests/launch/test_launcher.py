@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from processes import is_alive, wait_for
-from tawpipe.environment import LaunchEnvironment
+from tawpipe.environment import CUDA_VARIABLES, LaunchEnvironment, set_cuda_variables
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape, reserved_port, worker_environment
@@ -66,6 +66,20 @@ def test_each_process_sees_one_gpu() -> None:
     gpus = [Gpu("4"), Gpu("GPU-uuid")]
     seen = [worker_environment(Shape(1, 2), rank, port=1, gpus=gpus)["CUDA_VISIBLE_DEVICES"] for rank in range(2)]
     assert seen == ["4", "GPU-uuid"]
+
+
+def test_cuda_and_nccl_are_set_up_for_lanes_unless_the_user_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CUDA_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    gpus = [Gpu("0"), Gpu("1")]
+    given = worker_environment(Shape(1, 2), 0, port=1, gpus=gpus)
+    assert given["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and given["NCCL_RUNTIME_CONNECT"] == "0"
+    assert not CUDA_VARIABLES.keys() & worker_environment(Shape(1, 2), 0, port=1).keys()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in worker_environment(Shape(1, 2), 0, port=1, gpus=gpus)
+    environ = {"NCCL_RUNTIME_CONNECT": "1"}
+    set_cuda_variables(environ)
+    assert environ == {**CUDA_VARIABLES, "NCCL_RUNTIME_CONNECT": "1"}
 
 
 def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,3 +197,7 @@ def test_every_lane_has_groups_of_its_own():
 
 def test_groups_are_made_and_used_before_the_first_step(pool):
     assert all(pool.run("cases:groups_of_lanes", 2, 2))
+
+
+def test_ranks_read_weights_at_the_same_time(pool, tmp_path):
+    assert all(pool.run("cases:weights_read_together", 2, 1, folder=str(tmp_path)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import threading
 import time
@@ -75,3 +76,27 @@ def test_a_step_that_ends_in_time_is_not_reported():
         time.sleep(0.2)
     dog.close()
     assert not said.getvalue()
+
+
+DEAF = """
+import ctypes, sys
+from tawpipe.runtime import watchdog
+
+watchdog.DEAF_S = 1.0
+class Never:
+    done = False
+dog = watchdog.Watchdog(dict, "rank 0", limit_s=2.0)
+dog.watch("step 7", Never())
+watchdog.time.sleep(1)
+print("begin", flush=True)
+ctypes.PyDLL(None).sleep(60)
+print("end", flush=True)
+"""
+
+
+def test_a_process_whose_interpreter_stands_still_is_ended():
+    """As by a call into NCCL or CUDA that keeps Python's lock and waits for a peer that is gone."""
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "begin\n" and time.monotonic() - begin < 60
+    assert "Timeout" in done.stderr

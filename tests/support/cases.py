@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
 from tawpipe.errors import RunError
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import InitSource
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.probe import probe
@@ -220,6 +223,19 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
             most = max(most, sum(buffer.kind is Kind.INPUT for buffer in list(self)))
 
     compute._held = Watched()
+    made = compute._place
+
+    def found(target: Buffer, *of: Any, **how: Any) -> Tensor:
+        assert any(target == known for known, *_ in compute._places), "a place is made in the middle of a step"
+        return made(target, *of, **how)
+
+    begin = pipeline.executor.play
+
+    def play(*of: Any, **how: Any) -> Any:
+        compute._place = found
+        return begin(*of, **how)
+
+    pipeline.executor.play = play  # type: ignore[method-assign]
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
     schedule = pipeline.schedule(4 * world.size)
@@ -369,6 +385,23 @@ def groups_of_lanes(world: World) -> bool:
         torch.distributed.all_reduce = real
     pipeline.close()
     return len({id(group) for group in found}) == len(found) > 3 and all(group in used for group in found)
+
+
+def weights_read_together(world: World, *, folder: str) -> bool:
+    """Whether the ranks read their units at the same time: none has read its first one before all have begun."""
+    folder_of_flags = Path(folder)
+
+    class Slow(InitSource):
+        def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
+            (folder_of_flags / f"rank-{world.rank}").touch()
+            end = time.monotonic() + 30
+            while len(list(folder_of_flags.iterdir())) < world.size:
+                assert time.monotonic() < end, "the other ranks wait for this one"
+                time.sleep(0.01)
+            return super().unit(unit, dtype=dtype)
+
+    make_pipeline(llama(torch.float32), world=world, weights=lambda chain: Slow(chain, 0)).close()
+    return True
 
 
 def not_finite(world: World, *, folder: str) -> tuple[str, bool, bool]:

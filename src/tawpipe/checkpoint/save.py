@@ -3,7 +3,8 @@
 A save has two halves. **Staging** copies what lives on this rank, with nothing under way: that is how long training
 stands still. **Writing** happens in a thread of every rank, which talk over a process group of their own:
 
-1. the ranks that lead make ``NAME.incomplete``, every rank writes and syncs its file there and computes its checksum;
+1. the ranks that lead make ``NAME.incomplete``, every rank writes and syncs its file there, computes its checksum, and
+   on a disk reads it back past the page cache;
 2. the store brings the files to wherever else they are kept;
 3. if all have managed, the leading ranks write the manifest and give the folder its name; if any has not, they remove
    it, and every rank knows why.
@@ -37,7 +38,7 @@ from tawpipe.checkpoint.format import (
 )
 from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError
-from tawpipe.files import replace_folder, replace_text, sync
+from tawpipe.files import checksum, replace_folder, replace_text, sync
 from tawpipe.runtime.world import World
 
 
@@ -191,7 +192,10 @@ class Saving:
         except Exception as error:  # safetensors has its own errors for what the system says
             raise OSError(f"{path.name}: {error}") from error
         sync(path)
-        return note_of(path, self._pieces)
+        note = note_of(path, self._pieces)  # of what was written, which is still in the page cache
+        if self._store.shared and checksum(path, uncached=True) != note["sha256"]:
+            raise OSError(f"{path.name}: the disk gives back other bytes than were written")
+        return note
 
     def _complete(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None:
         replace_text(partial / MARKER, json.dumps(manifest_of(notes, self._content), indent=1))

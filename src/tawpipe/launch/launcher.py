@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from tawpipe.environment import LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
+from tawpipe.environment import CUDA_VARIABLES, LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
@@ -94,6 +94,7 @@ def worker_environment(
         variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
+        variables |= {name: value for name, value in CUDA_VARIABLES.items() if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}
 
 

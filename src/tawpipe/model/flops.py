@@ -84,12 +84,15 @@ def attention_width(config: Any) -> int:
     )
 
 
-def chain_flops(chain: Chain, lengths: Iterable[int]) -> float | None:
+def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:
     """``training_flops`` of a model; None for those whose FLOPs are not known here: mixtures of experts, and sliding
     attention.
+
+    Args:
+        at_most: count every expert and every token for those, which they do not exceed.
     """
     config = chain.config.get_text_config()
-    if any(getattr(config, name, None) for name in _UNEVEN):
+    if not at_most and any(getattr(config, name, None) for name in _UNEVEN):
         return None
     embedding = sum(chain.units[u].numel for u in chain.blocks[0].units if chain.units[u].blocks == (0,))
     return training_flops(

@@ -33,6 +33,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
+from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
@@ -42,6 +43,8 @@ from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.leaving import leave_at_exit
+from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
@@ -92,7 +95,7 @@ class Pipeline:
             ``auto``, for models that the tests do not cover (docs/models.md).
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
-        timeout: after which a communication fails.
+        timeout: after which a communication fails, or later where steps are known to take long (``limit``).
         delay: makes, for a lane's name, a function that returns seconds to wait before each of its actions; for tests.
         skip_limit: of steps in a row whose loss or gradient norm is not finite and whose update is left out, before
             that is an error; 0 for an error at once.
@@ -130,6 +133,9 @@ class Pipeline:
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
         dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, self.world)[0]]
+        self.limit = StepLimit(timeout.total_seconds())
+        """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
+        self._watched = False
         self.dtype = dtype
         self._given = schedule if isinstance(schedule, Schedule) else None
         self._strategy, self.settings = strategy_of(schedule)
@@ -199,9 +205,10 @@ class Pipeline:
         )
         vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
         chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)
+        self._compute = Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers)
         self.executor = Executor(
             self.world.rank,
-            compute=Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers),
+            compute=self._compute,
             storage=self.storage,
             transport=self.transport,
             optimizers=self.optimizers,
@@ -210,6 +217,7 @@ class Pipeline:
             injector=injector,
             where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
+        self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
 
     def _check_model(self, source: WeightSource, loss: Loss | None) -> None:
@@ -326,6 +334,8 @@ class Pipeline:
         Raises:
             RunError: a step had a loss or gradient norm that was not finite.
         """
+        for result in self._recent:  # so that it is seen how long they take
+            result.wait()
         self.executor.drain()
         results = list(self._recent)
         self._recent.clear()
@@ -333,13 +343,17 @@ class Pipeline:
             self._check(result)
 
     def close(self) -> None:
-        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards."""
+        """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards.
+
+        A script that ends without it, however, is waited for in the same way (runtime/leaving.py).
+        """
         try:
             self.drain()
         finally:
             for saving in self._savings:
                 saving.join()
             self.executor.close()
+        self._closed()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
 
@@ -350,10 +364,32 @@ class Pipeline:
             self._training = mode
 
     def set_timeout(self, limit: timedelta) -> None:
-        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends."""
-        self.executor.watchdog.limit_s = limit.total_seconds()
-        # The transport would end it without a word; it is there for what no watchdog sees.
-        self.transport.set_timeout(limit * 2 + timedelta(seconds=30))
+        """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends.
+
+        Args:
+            limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).
+        """
+        self.limit.least_s, self._watched = limit.total_seconds(), True
+        self._apply_limit()
+
+    def _apply_limit(self) -> None:
+        if self._watched:
+            self.executor.watchdog.limit_s = self.limit.seconds
+        # The transport would end it without a word; it is there for what no watchdog sees. Two steps may be issued.
+        self.transport.set_timeout(timedelta(seconds=2 * self.limit.seconds + 30))
+
+    def _estimate(self, local: LocalBatch) -> None:
+        """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
+        device, shares = self.world.device, self._deal.count(local.rows)
+        rows = min(local.rows, self.micro_batch * ceil(shares / self.world.size))
+        said = self.costs(local.rows, local.sequence_length)
+        self.limit.estimated_s = estimate_s(
+            chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0,
+            max(*said.link_sent_bytes, *said.link_received_bytes, 0),
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+        self._apply_limit()
 
     def record_hangs(self, folder: Path) -> None:
         """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
@@ -372,6 +408,11 @@ class Pipeline:
 
     def _check(self, result: StepResult) -> None:
         self._check_batch(result)
+        before = self.limit.seconds
+        if took_s := result.took_s:
+            self.limit.took(took_s)
+        if self.limit.seconds != before:
+            self._apply_limit()
         if not result.tokens:
             raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
         if result.finite:
@@ -395,6 +436,8 @@ class Pipeline:
         if torch.is_autocast_enabled(device):
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
         schedule = self.schedule(local.rows, training=training)
+        if training and not self.limit.known_s:
+            self._estimate(local)
         given = StepInput(
             self._deal.numbered(local, schedule.step.micro_batches[self.world.rank]),
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
@@ -402,6 +445,8 @@ class Pipeline:
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
         )
+        if schedule.step.settings.offloaded_layers:
+            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
 
@@ -436,7 +481,7 @@ class Pipeline:
         else:
             store, name = where, step_name(self.step_number)
         world = store.group or self._world_of_saves
-        self._savings = [saving for saving in self._savings if not saving.done]
+        self._savings[:] = [saving for saving in self._savings if not saving.done]
         assert all(saving.world is not world for saving in self._savings), "one save at a time"
         pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
         content = {

@@ -6,7 +6,7 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
-from tawpipe.schedule.actions import Action
+from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, loss
 from tawpipe.schedule.spec import ModelSpec
 
@@ -76,7 +76,7 @@ class Compute:
         self._held: dict[Buffer, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
-        self._places: dict[tuple[Buffer, torch.Size], Tensor] = {}
+        self._places: dict[tuple[Buffer, torch.Size, torch.dtype], Tensor] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
@@ -237,13 +237,27 @@ class Compute:
 
     def _copy(self, action: Action, *, to_host: bool) -> None:
         source, target = self._held[action.reads[0]], action.writes[0]
-        place = self._places.get((target, source.shape))
-        if place is None:
+        place = self._place(target, source.shape, source.dtype, to_host=to_host)
+        self._held[target] = place.copy_(source, non_blocking=True)
+
+    def _place(self, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
+        key = target, shape, dtype
+        if key not in self._places:
             on_cuda = self.chain.device.type == "cuda"
             device = "cpu" if to_host else self.chain.device
-            place = torch.empty(source.shape, dtype=source.dtype, device=device, pin_memory=to_host and on_cuda)
-            self._places[target, source.shape] = place
-        self._held[target] = place.copy_(source, non_blocking=True)
+            self._places[key] = torch.empty(shape, dtype=dtype, device=device, pin_memory=to_host and on_cuda)
+        return self._places[key]
+
+    def make_places(self, program: Iterable[Action], given: StepInput, dtype: torch.dtype) -> None:
+        """Allocate the places of inputs that wait in the host's memory, before a step: to pin memory halts the thread
+        that issues all lanes, until what it has issued is over. A model whose hidden states are not [rows, S, hidden
+        size] in ``dtype`` gets its places when they are first needed.
+        """
+        width = self.chain.config.get_text_config().hidden_size
+        for action in program:
+            if action.op in (Op.OFFLOAD, Op.RELOAD):
+                shape = torch.Size((*given.micro_batches[action.micro_batch].input_ids.shape, width))
+                self._place(action.writes[0], shape, dtype, to_host=action.op is Op.OFFLOAD)
 
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""

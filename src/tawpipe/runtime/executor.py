@@ -8,6 +8,7 @@ strategy is a schedule.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -54,12 +55,28 @@ class Optimizers(Protocol):
 class StepResult:
     """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
 
-    def __init__(self, event: Event, values: Tensor) -> None:
-        self._event, self._values = event, values
+    def __init__(self, event: Event, values: Tensor, begin: float) -> None:
+        self._event, self._values, self._begin = event, values, begin
+        self._took_s: float | None = None
+
+    def wait(self) -> None:
+        """Wait until the numbers are there."""
+        waited = not self._event.done
+        self._event.wait()
+        if self._took_s is None:
+            self._took_s = time.monotonic() - self._begin if waited else 0.0
 
     def _read(self, index: int) -> float:
-        self._event.wait()
+        self.wait()
         return float(self._values[index])
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from issuing the step until its numbers were there, the rest of the step before it included; 0 if
+        they were there before anybody waited for them.
+        """
+        self.wait()
+        return self._took_s or 0.0
 
     @property
     def loss(self) -> float:
@@ -158,6 +175,8 @@ class Executor:
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
             for lane in Lane
         }
+        if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
+            del [torch.zeros(5, dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
         doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
@@ -196,6 +215,7 @@ class Executor:
         """
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
+        begin = time.monotonic()
         values = torch.zeros(5, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
         step = _Step(given, rule, values)
         ended: Event | None = None
@@ -219,7 +239,7 @@ class Executor:
             raise
         assert ended is not None
         end.issued = True
-        return StepResult(ended, values)
+        return StepResult(ended, values, begin)
 
     def on_compute(self, run: Callable[[], None]) -> None:
         """Run something on the lane that computes, after what has been submitted to it; wait until it is done."""
@@ -241,6 +261,20 @@ class Executor:
         self.drain()
         for lane in self._lanes.values():
             lane.close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of any action."""
+        return self._failure.error
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is under way."""
+        return all(event.done for event in self._hazards.last_events())
+
+    def end_lanes(self, limit_s: float) -> list[bool]:
+        """Let the lanes end after what was submitted, and wait so long for each; True for those that have ended."""
+        return [lane.close(limit_s) for lane in self._lanes.values()]
 
     def forgive(self) -> None:
         """Updates happen again after a number that was not finite, because the weights have been replaced."""

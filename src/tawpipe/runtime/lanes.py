@@ -65,10 +65,13 @@ class LaneProtocol(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self, limit_s: float | None = None) -> bool:
+        """Wait until what has been submitted is over, for so long at most; True if it is. Then the lane has ended."""
+        ...
 
 
 LOOK_FOR_FAILURES_S = 0.2
+CLOSING_LOOK_S = 0.005
 
 
 class Failure:
@@ -143,10 +146,10 @@ class CpuLane:
         at = self._at
         return None if at is None else Doing(at[0], time.monotonic() - at[1], at[2])
 
-    def close(self) -> None:
-        """End the thread after what has been submitted."""
+    def close(self, limit_s: float | None = None) -> bool:
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -219,6 +222,8 @@ class CudaLane:
         self.stream = torch.cuda.Stream(device, priority=-1 if high_priority else 0)
         self._delay = delay
         self._submitted: deque[tuple[str, float, CudaEvent]] = deque()
+        self._lock = threading.Lock()
+        """Of ``_submitted``, at which the watchdog looks while the issuing thread adds to it."""
 
     def begin_step(self) -> None:
         self.busy_s()
@@ -232,7 +237,8 @@ class CudaLane:
             if self._delay is not None:
                 torch.cuda._sleep(int(self._delay() * 1e9))  # cycles; about a nanosecond each
             event.begin.record(self.stream)
-            self._submitted.append((label, time.monotonic(), event))  # before ``run``, in which a thread may hang
+            with self._lock:
+                self._submitted.append((label, time.monotonic(), event))  # before ``run``, in which a thread may hang
             run()
             event.event.record(self.stream)
             event.issued = True
@@ -240,19 +246,27 @@ class CudaLane:
 
     def busy_s(self) -> float:
         while self._submitted and self._submitted[0][2].done:
-            event = self._submitted.popleft()[2]
+            with self._lock:
+                event = self._submitted.popleft()[2]
             if self._timed:
                 self._busy_s += event.begin.elapsed_time(event.event) / 1e3
         return self._busy_s
 
     def doing(self) -> Doing | None:
-        for label, begin, event in tuple(self._submitted):
+        with self._lock:
+            submitted = tuple(self._submitted)
+        for label, begin, event in submitted:
             if not event.done:
                 return Doing(label, time.monotonic() - begin, not event.begin.query())
         return None
 
-    def close(self) -> None:
-        self.stream.synchronize()
+    def close(self, limit_s: float | None = None) -> bool:
+        end = None if limit_s is None else time.monotonic() + limit_s
+        while not self.stream.query():  # a stream that is synchronised cannot be given up
+            if end is not None and time.monotonic() > end:
+                return False
+            time.sleep(CLOSING_LOOK_S)
+        return True
 
 
 def make_lane(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -201,32 +203,43 @@ class Storage:
         """Give every home its initial values; call on all ranks.
 
         One rank reads or initialises a unit and sends the stripes; the ranks take turns by block, so that the work is
-        shared and no process ever holds more than a few units.
+        shared and no process ever holds more than a few units. In a thread every rank reads the next one of its own
+        meanwhile: all of them read at the same time.
 
         Args:
             world: a group of all ranks that moves CPU tensors, None in a single process.
         """
-        for unit, home in zip(self.units, self.homes, strict=True):
-            root = unit.blocks[0] % world_size
-            index = home.index(self.rank)
-            if self.rank == root:
-                flat = torch.zeros(home.padded, dtype=self.master_dtype)
-                flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
-                works = []
-                for ranks in home.copies:
-                    for stripe, rank in zip(flat.view(-1, home.stripe), ranks, strict=True):
-                        if rank == self.rank:
-                            self._put(unit.index, stripe)
-                        else:
-                            works.append(dist.isend(stripe, rank, group=world))
-                for work in works:
-                    assert work is not None
-                    work.wait()
-            elif index is not None:
-                stripe = torch.empty(home.stripe, dtype=self.master_dtype)
-                dist.recv(stripe, root, group=world)
-                self._put(unit.index, stripe)
+        own = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
+        with ThreadPoolExecutor(1, "reading weights") as reader:
+            read_next = lambda: [reader.submit(self._read, source, unit) for unit in islice(own, 1)]  # noqa: E731
+            ahead = read_next()
+            for unit, home in zip(self.units, self.homes, strict=True):
+                root = unit.blocks[0] % world_size
+                if self.rank == root:
+                    flat = ahead.pop().result()
+                    ahead = read_next()
+                    works = []
+                    for ranks in home.copies:
+                        for stripe, rank in zip(flat.view(-1, home.stripe), ranks, strict=True):
+                            if rank == self.rank:
+                                self._put(unit.index, stripe)
+                            else:
+                                works.append(dist.isend(stripe, rank, group=world))
+                    for work in works:
+                        assert work is not None
+                        work.wait()
+                elif home.index(self.rank) is not None:
+                    stripe = torch.empty(home.stripe, dtype=self.master_dtype)
+                    dist.recv(stripe, root, group=world)
+                    self._put(unit.index, stripe)
         self.settle(world)
+
+    @torch.no_grad()
+    def _read(self, source: WeightSource, unit: Unit) -> Tensor:
+        """A unit with its padding, in the master dtype on the CPU."""
+        flat = torch.zeros(self.homes[unit.index].padded, dtype=self.master_dtype)
+        flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
+        return flat
 
     def _put(self, unit: int, stripe: Tensor) -> None:
         """Fill a home from its stripe in the master dtype."""

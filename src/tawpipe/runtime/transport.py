@@ -1,7 +1,8 @@
 """Transport: moves buffers between ranks with torch.distributed.
 
-One process group per lane and group, made eagerly and warmed with a collective, because a communicator runs its
-operations in the order in which they were issued and two lanes must not share one. The calls here block the calling
+One process group per lane and group, made eagerly, because a communicator runs its operations in the order in which
+they were issued and two lanes must not share one; and warmed with every operation that a schedule will do on it
+(warm_up.py). The calls here block the calling
 lane thread on the CPU and order the current stream on CUDA; they are made inside a lane.
 
 In strict mode every message is preceded by its sequence number in its group and a checksum of its action, which the
@@ -14,16 +15,19 @@ owner of a stripe included. A reduction rounds every rank's contribution once, a
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.compression import Scratch, decode, encode
-from tawpipe.schedule.actions import Action, Lane
+from tawpipe.runtime.warm_up import few_numbers, first_uses
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
@@ -31,6 +35,12 @@ from tawpipe.topology import Topology
 # torch 2.13 renamed these; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+FAR_BLOCKS, NEAR_BLOCKS = 8, 16
+"""Blocks of a kernel of NCCL, each of which takes a multiprocessor: where the link between nodes is the limit, and
+inside a node."""
+BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 
 class TransportError(RuntimeError):
@@ -46,6 +56,25 @@ def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
                 if action.group:
                     pairs.add((action.lane, action.group))
     return sorted(pairs)
+
+
+def uses_nccl(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def nccl_options(timeout: timedelta, *, far: bool) -> Any:
+    """Options of a group whose transfers run beside large kernels: a stream of high priority, so that they need not
+    wait for one to end, and few blocks, which keep multiprocessors from computing for as long as a transfer takes.
+    What a user has set for NCCL's blocks stays.
+
+    Args:
+        far: the group has members in several nodes.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if not any(name in os.environ for name in BLOCKS_VARIABLES):
+        options.config.min_ctas, options.config.max_ctas = 1, FAR_BLOCKS if far else NEAR_BLOCKS
+    return options
 
 
 class Transport:
@@ -69,15 +98,24 @@ class Transport:
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.topology, self.rank, self.device, self.strict = topology, rank, device, strict
-        self._nccl = device.type == "cuda"
+        self._nccl = uses_nccl(device)
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
         self._scratch = {lane: Scratch(device) for lane in Lane}
         if topology.world_size == 1:
             return
+        schedules = list(schedules)
         for key in needed_groups(schedules):
             self._groups[key] = self._make(key, timeout)
             self._sequence[key] = 0
+        for action in first_uses(schedules, rank):
+            buffers = few_numbers(action, topology, rank, device)
+            if action.op is Op.EXCHANGE:
+                self.exchange(action, buffers)
+            else:
+                self.collective(action, buffers)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _make(self, key: tuple[Lane, str], timeout: timedelta) -> dist.ProcessGroup:
         lane, name = key
@@ -95,6 +133,7 @@ class Transport:
                 list(members),
                 timeout=timeout,
                 backend="nccl" if self._nccl else "gloo",
+                pg_options=nccl_options(timeout, far=self._far(name)) if self._nccl else None,
                 group_desc=f"{lane} {name}",
                 device_id=self.device if self._nccl else None,
             )
@@ -104,6 +143,10 @@ class Transport:
         warm = torch.zeros(1, device=self.device)
         dist.all_reduce(warm, group=made)
         return made
+
+    def _far(self, group: str) -> bool:
+        """True if a group has members in several nodes."""
+        return len({self.topology.node_of(member) for member in self.topology.group(group, self.rank)}) > 1
 
     def close(self) -> None:
         """Leave every group. Call on all ranks, with nothing under way."""

@@ -8,11 +8,16 @@ launcher finds them.
 Torch's flight recorder says the same of NCCL's communicators: group, sequence number, sizes, and whether an operation
 was begun or only issued. Torch would write its record when its own time limit is over, which the watchdog does not wait
 for. ``torchfrtrace FOLDER --prefix rank_`` compares those of all ranks.
+
+The watchdog is Python, which stands still while another thread keeps the interpreter's lock in a call that does not
+return, and it asks CUDA, which may not answer. So it keeps putting off a timer of C, which ends the process if that
+stops (``faulthandler``, of which a process has one).
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -29,6 +34,8 @@ from tawpipe.schedule.actions import Lane
 LOOK_S = 0.25
 LAST_WORDS_S = 3.0
 """Seconds after the report, so that every rank has printed its own before connections break."""
+DEAF_S = 30.0
+"""Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
 EXIT_CODE = 1
 RECORDED = 4000
 """Operations that a rank remembers: some steps of a few hundred each."""
@@ -108,8 +115,12 @@ class Watchdog:
         self._closed.set()
 
     def _run(self) -> None:
+        put_off = -math.inf
         while not self._closed.wait(LOOK_S):
             now = time.monotonic()
+            if self._own_end is None and now - put_off > min(self.limit_s, DEAF_S) / 4:
+                put_off = now
+                faulthandler.dump_traceback_later(self.limit_s + DEAF_S, exit=True)
             with self._lock:
                 while self._watched and self._watched[0].ended.done:
                     self._watched.pop(0)
@@ -124,8 +135,9 @@ class Watchdog:
                 threading.Thread(target=self._say_last, args=(late.step,), name="last words", daemon=True).start()
                 if not self._closed.wait(LAST_WORDS_S):
                     self._end()
-                faulthandler.cancel_dump_traceback_later()
-                return
+                break
+        if self._own_end is None:
+            faulthandler.cancel_dump_traceback_later()
 
     def _end(self) -> None:
         if self._own_end is not None:
@@ -142,8 +154,8 @@ class Watchdog:
 
     def report(self, step: str, seconds: float) -> Iterator[str]:
         """Lines that say where this rank is."""
-        limits = "--timeouts.step-s, or for the first step --timeouts.first-step-s"
-        yield f"{self._where}: {step} has taken {seconds:.0f} s, longer than {limits} allows"
+        limits = "--timeouts.step-s, for the first step --timeouts.first-step-s, or a multiple of what steps take"
+        yield f"{self._where}: {step} has taken {seconds:.0f} s, the limit is {self.limit_s:.0f} s ({limits})"
         doing = {lane: one for lane, one in self._doing().items() if one is not None}
         for lane, one in doing.items():
             state = "waits to begin" if one.waits else "is in"

@@ -6,6 +6,7 @@ Everything comes from torchrun's variables; a process that nobody launched is a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -18,12 +19,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tawpipe.environment import LOOPBACK, LaunchEnvironment, started_by_local_launcher
+from tawpipe.environment import (
+    CUDA_VARIABLES,
+    LOOPBACK,
+    LaunchEnvironment,
+    set_cuda_variables,
+    started_by_local_launcher,
+)
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.meeting import agree_on_name
 from tawpipe.runtime.watchdog import keep_record
 from tawpipe.topology import Topology
 
+logger = logging.getLogger(__name__)
+_joined: list[Any] = []
+"""The group of all processes, if it was made here."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -182,7 +192,19 @@ class World:
         """Say goodbye, after everything has ended well. On the error path nobody should: it waits."""
         if self.group is not None:
             self.barrier()
+            _joined.clear()
             dist.destroy_process_group()
+
+    def meet(self, limit: timedelta) -> bool:
+        """True if all ranks come within the time."""
+        if self.group is not None:
+            try:
+                work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
+                assert work is not None
+                work.wait(limit)
+            except RuntimeError:
+                return False
+        return True
 
     def barrier(self) -> None:
         """Wait for all ranks, on the CPU."""
@@ -230,6 +252,9 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         UserError: the launcher's variables contradict themselves, or ``nodes`` does not divide the processes.
     """
     launch = LaunchEnvironment.read(os.environ)
+    if torch.cuda.is_initialized() and (late := [name for name in CUDA_VARIABLES if name not in os.environ]):
+        logger.warning("CUDA has started without %s: call tawpipe.connect() before anything is on a GPU", late)
+    set_cuda_variables()
     if launch is None:
         picked = pick_device(device, 0)
         if nodes not in (None, 1):
@@ -240,6 +265,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         return World(Topology.grid(1, 1), 0, picked, None)
     if not dist.is_initialized():
         _join(launch, picked, timeout)
+        _joined.append(dist.group.WORLD)
     mine = torch.tensor([launch.group_rank, launch.local_rank])
     everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
     dist.all_gather(everyone, mine)
@@ -253,6 +279,11 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")
     assert isinstance(patient, dist.ProcessGroup)
     return World(topology, launch.rank, picked, dist.group.WORLD, patient, machines)
+
+
+def joined_by_us() -> bool:
+    """True if the processes' present group was made here and not by the script."""
+    return dist.is_initialized() and dist.group.WORLD in _joined
 
 
 def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -> None:

@@ -61,7 +61,8 @@ class ScheduleSettings:
     """Use a unit again that a buffer still holds from an earlier visit. Off, every visit brings it anew, as in the
     paper; for comparisons."""
     reduce_dtype: Literal["float32", "same"] = "float32"
-    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype."""
+    """Type in which gradients are added up and sent: float32 (float64 under --dtype float64), or as --dtype (same),
+    which under bfloat16 halves their bytes and rounds every sum to 8 bits; see docs/knobs.md."""
     loss_chunk_tokens: int = bounded(0, minimum=0)
     """Tokens whose logits exist at one time; those of a long sequence never do. 0 for 1024 to 8192, as many as take 4
     GiB on a GPU or 1 GiB on a CPU."""

@@ -119,9 +119,11 @@ class TimeoutConfig:
     """Times for which a process waits for the others before it gives the run up."""
 
     first_step_s: float = bounded(600.0, above=0)
-    """Seconds until the first step is done: loading, compilation and the set-up of connections are in it."""
+    """Seconds until the first step is done, and the first evaluation: loading, compilation and the set-up of
+    connections are in it. More where step_s says so."""
     step_s: float = bounded(300.0, above=0)
-    """Seconds for any step afterwards. Then every process says what it waits for, and the run ends."""
+    """Seconds for any step afterwards, or 10 times what a step takes if that is more: by the plan, by those that were
+    made, or before any was made by the model's FLOPs. Then every process says what it waits for, and the run ends."""
     save_s: float = bounded(3600.0, above=0)
     """Seconds for writing a checkpoint in the background. Then the run ends."""
     grace_s: float = bounded(120.0, above=0)

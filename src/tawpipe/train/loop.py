@@ -19,7 +19,7 @@ import torch
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.save import Saving
 from tawpipe.checkpoint.store import Disk, Memory
-from tawpipe.console import Console
+from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
@@ -31,6 +31,7 @@ from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
+from tawpipe.runtime.limits import FACTOR
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
@@ -96,6 +97,7 @@ class Training:
         self._saved_step = self._left_out = 0
         self._computed_s = 0.0
         self._last = time.perf_counter()
+        self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
         self._writer: MetricsWriter | None = None
         dtype = str(pipeline.dtype).removeprefix("torch.")
         on_gpu = world.device.type == "cuda"
@@ -109,6 +111,7 @@ class Training:
             self._writer = MetricsWriter(
                 config.output_path, tensorboard=config.log.tensorboard, resumed_step=self.first
             )
+        self._follow_limit()
         try:
             with StopRequest(self.world) as stop:
                 with Prefetcher(self._batches(self.first, config.steps)) as batches:
@@ -127,7 +130,7 @@ class Training:
                 if self._copying is not None:
                     self._copying.wait(config.timeouts.save_s)
             # What follows, an export above all, is no step.
-            self.world.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
+            self._limit(config.timeouts.first_step_s)
             if self.last > self.first:
                 pipeline.drain()
             elif self.data.validation is not None and config.evaluation.every:
@@ -160,11 +163,10 @@ class Training:
         save = _due(config.checkpoint.every, step + 1, last=last)
         # One step stays unread, so that the next one is issued before this one has ended.
         self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
+        self._follow_limit()
         if step == self.first:
             pipeline.drain()
-            limit = timedelta(seconds=config.timeouts.step_s)
-            pipeline.set_timeout(limit)
-            self.world.set_timeout(limit)
+            self._limit(config.timeouts.step_s)
         if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
             pipeline.check_copies()
         if save:
@@ -173,6 +175,25 @@ class Training:
             self._copy(self.memory, step + 1)
         if not save and self._saving is not None and (step + 1) % LOOK_AT_SAVES == 0:
             self._end_save(only_if_ended=True)
+
+    def _limit(self, least_s: float) -> None:
+        """Give everything up to a step this time from now on, or more if steps are known to take longer."""
+        self.pipeline.set_timeout(timedelta(seconds=least_s))
+        self._follow_limit()
+
+    def _follow_limit(self) -> None:
+        """Let control messages wait as long as steps may take. Say once if that is longer than the setting."""
+        limit, setting = self.pipeline.limit, self.config.timeouts.step_s
+        if limit.seconds != self._limit_s:
+            self._limit_s = limit.seconds
+            self.world.set_timeout(timedelta(seconds=self._limit_s))
+        if not self._limit_said and FACTOR * limit.lasting_s > setting:
+            self._limit_said = True
+            may = duration(FACTOR * limit.lasting_s)
+            self.console.notice(
+                f"a step may take {may} before the run is given up, {FACTOR:.0f} times what steps take, as far as is "
+                f"known; --timeouts.step-s, which is {setting:g} s, is the least"
+            )
 
     def _save(self, step: int) -> None:
         """Begin to save, when the save before has ended."""
@@ -294,11 +315,16 @@ class Training:
         """Mean loss per token over the first batches of the held-out rows, always the same ones."""
         assert self.data.validation is not None
         rows = min(self.config.global_batch, len(self.data.validation))
-        total, tokens = 0.0, 0
+        total, tokens, usual_s = 0.0, 0, self.pipeline.limit.least_s
+        if not self._evaluated:  # layers are compiled once more, and every block runs twice
+            self._limit(self.config.timeouts.first_step_s)
         batches = max(1, min(self.config.evaluation.batches, len(self.data.validation) // rows))
         for number in range(batches):
             result = self.pipeline.evaluate(self._batch(self.data.validation, number * rows, rows))
             total, tokens = total + result.loss * result.tokens, tokens + result.tokens
+        if not self._evaluated:
+            self._evaluated = True
+            self._limit(usual_s)
         return total / max(1, tokens)
 
     def _batches(self, first: int, last: int) -> Iterator[LocalBatch]:

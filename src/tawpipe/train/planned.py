@@ -55,12 +55,14 @@ class Followed:
         config: with the schedule that was decided.
         text: of the plan, for checkpoints and the output folder; empty without one.
         line: for the console.
+        step_s: of a step, as the plan predicts it; 0 without one.
         request: what was measured for a plan that was made now.
     """
 
     config: TrainConfig
     text: str = ""
     line: str = ""
+    step_s: float = 0.0
     request: PlanRequest | None = field(default=None, compare=False)
 
 
@@ -101,7 +103,7 @@ def follow_plan(
     else:
         text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell)
     if not text:
-        return Followed(config, "", line, request)
+        return Followed(config, "", line, request=request)
     plan = yaml.safe_load(text)
     if mismatch := _mismatch(plan, config, world, dtype):
         raise mismatch
@@ -113,7 +115,9 @@ def follow_plan(
             raise UserError(option, getattr(config.schedule, name), expected)
     config = replace(config, schedule=chosen)
     check_bounds(config)
-    return Followed(config, text, f"{line}: {plan['reason']}", request)
+    predicted = plan.get("step_seconds")
+    step_s = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else 0.0
+    return Followed(config, text, f"{line}: {plan['reason']}", step_s, request)
 
 
 def check_model(text: str, spec: ModelSpec) -> None:

@@ -96,7 +96,7 @@ def run(config: TrainConfig) -> int:
         longest=data.longest,
         trust_remote_code=config.trust_remote_code,
     )
-    pipeline = _make_pipeline(config, world, data, built, injector)
+    pipeline = _make_pipeline(config, world, data, built, injector, followed.step_s)
     if pipeline.checked:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
@@ -235,7 +235,12 @@ def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
 
 
 def _make_pipeline(
-    config: TrainConfig, world: World, data: PreparedData, built: BuiltModel, injector: Injector | None
+    config: TrainConfig,
+    world: World,
+    data: PreparedData,
+    built: BuiltModel,
+    injector: Injector | None,
+    predicted_s: float,
 ) -> Pipeline:
     check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
     settings = config.optimizer
@@ -261,6 +266,7 @@ def _make_pipeline(
         skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
         injector=injector,
     )
+    pipeline.limit.predicted_s = predicted_s
     pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
     pipeline.record_hangs(config.output_path / "flight")
     pipeline.schedule(config.global_batch)

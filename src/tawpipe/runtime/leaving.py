@@ -1,0 +1,129 @@
+"""The end of a script that has not closed its pipelines: after its last line, ``sys.exit`` or an exception.
+
+Lanes and background saves are threads inside C++ code, and an interpreter that goes down under such a thread aborts the
+process ("terminate called"). So what is under way is waited for before that. What can never end, because something here
+has failed or peers are gone, is given up after a stated time, and ends with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.world import World, joined_by_us
+
+PATIENCE_S = 5.0
+"""Seconds for what is under way after a failure, and for leaving groups."""
+EXIT_CODE = 1
+"""Of a process some of whose threads do not end: the code that the script has given cannot be kept."""
+
+
+class Ends(Protocol):
+    """A background save."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Running:
+    executor: Executor
+    savings: Sequence[Ends]
+    world: World
+
+    def end(self, *, failing: bool) -> bool:
+        """Wait until nothing is under way; True if that is so."""
+        given_up_at: float | None = None
+        closed = [False]
+        while not all(closed) or any(not saving.done for saving in self.savings):
+            if given_up_at is None and (failing or self.executor.failure is not None):
+                given_up_at = time.monotonic() + PATIENCE_S
+            if given_up_at is not None and time.monotonic() > given_up_at:
+                return False
+            closed = self.executor.end_lanes(0.05)
+        self.executor.watchdog.close()
+        if not failing and (error := self.executor.failure) is not None:
+            print(f"tawpipe: the last step was not finished: {error}", file=sys.stderr)
+        return True
+
+
+_numbers = itertools.count()
+_running: dict[int, _Running] = {}
+
+
+def leave_at_exit(pipeline: object, executor: Executor, savings: Sequence[Ends], world: World) -> Callable[[], object]:
+    """Look after a pipeline at the end of the process, unless what is returned has been called.
+
+    Its lanes go on when nobody holds it any more: it is remembered until they are idle.
+    """
+    number = next(_numbers)
+    _running[number] = _Running(executor, savings, world)
+    closed = weakref.finalize(pipeline, _forget, number)
+    closed.atexit = False
+    return lambda: (closed.detach(), _running.pop(number, None))
+
+
+def _forget(number: int) -> None:
+    """A pipeline has gone; from any thread, at any time."""
+    one = _running.get(number)
+    if one is not None and one.executor.idle and all(saving.done for saving in one.savings):
+        one.executor.end_lanes(0.0)
+        _running.pop(number, None)
+
+
+def _at_exit() -> None:
+    """Before the interpreter goes down."""
+    failing = getattr(sys, "last_type", None) is not None  # an exception that nobody has caught
+    running, groups = list(_running.values()), False
+    _running.clear()
+    good = [one.end(failing=failing) for one in running]
+    if running and joined_by_us():
+        together = all(good) and not failing and all(one.executor.failure is None for one in running)
+        on_gpu = any(one.world.device.type == "cuda" for one in running)
+        groups = not _in_time(lambda: _leave(running[0].world, together=together, on_gpu=on_gpu))
+    if groups or not all(good):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+
+def _leave(world: World, *, together: bool, on_gpu: bool) -> None:
+    """Leave all groups. NCCL's destruction waits for the peers; where they do not come, its groups are aborted."""
+    if on_gpu and not (together and world.meet(timedelta(seconds=PATIENCE_S))):
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _in_time(act: Callable[[], None]) -> bool:
+    """True if ``act`` has ended, well or with an error, within twice ``PATIENCE_S``."""
+    thread = threading.Thread(target=_quietly, args=(act,), daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE_S)
+    return not thread.is_alive()
+
+
+def _quietly(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception as error:
+        print(f"tawpipe: leaving the process groups: {error}", file=sys.stderr)
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # lanes and groups are the parent's

@@ -1,0 +1,69 @@
+"""What a transport does before the first step, so that no operation of a step is the first of its kind.
+
+NCCL connects two ranks, and loads what an operation needs, when it is first used, and the host waits for that. One
+thread issues the actions of all lanes of a process, so such a wait in one lane would hold up the others, and the peers
+that it waits for may wait in turn. So every operation of a rank's programs is done once on a few numbers, in an order
+that all ranks have in common: group by group, collectives before pairs, pairs by their ranks. Of all that are not done
+yet the first one in that order can always be done, as all who take part in it have come to it: nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.buffers import Buffer, pooled
+from tawpipe.schedule.step import Schedule
+from tawpipe.topology import Topology
+
+ELEMENTS = 8
+"""Of the stripe that a rank contributes."""
+HERE, THERE = pooled("W", 0), pooled("W", 1)
+
+
+def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
+    """One action for each kind of operation in a rank's programs: by lane, group, collective, root, peer and
+    compression. With every peer numbers go both ways.
+    """
+    collectives: set[tuple[Lane, str, str, int, str]] = set()
+    pairs: set[tuple[Lane, str, tuple[int, int], str]] = set()
+    for schedule in schedules:
+        for action in schedule.programs[rank]:
+            if action.op is Op.EXCHANGE:
+                for peer in {transfer.peer for transfer in action.transfers}:
+                    pair = (min(rank, peer), max(rank, peer))
+                    pairs.add((action.lane, action.group, pair, action.compression))
+            elif action.group:  # COUNT and NORM sum up over the world
+                collective = action.collective or "all_reduce"
+                collectives.add((action.lane, action.group, collective, action.root, action.compression))
+    for lane, group in sorted({(one[0], one[1]) for one in (*collectives, *pairs)}):
+        for *_, collective, root, compression in sorted(one for one in collectives if one[:2] == (lane, group)):
+            in_place = collective in ("all_reduce", "reduce", "broadcast")
+            yield Action(
+                Op.COLLECTIVE,
+                lane,
+                (HERE,),
+                (HERE if in_place else THERE,),
+                collective=collective,
+                group=group,
+                root=root,
+                compression=compression,
+            )
+        for *_, pair, compression in sorted(one for one in pairs if one[:2] == (lane, group)):
+            peer = pair[0] if pair[1] == rank else pair[1]
+            yield exchange(
+                lane, (Transfer(True, peer, 0, HERE), Transfer(False, peer, 0, THERE)), group, compression=compression
+            )
+
+
+def few_numbers(action: Action, topology: Topology, rank: int, device: torch.device) -> dict[Buffer, Tensor]:
+    """Buffers for an action of ``first_uses``."""
+    members = len(topology.group(action.group, rank)) if action.op is Op.COLLECTIVE else 1
+    sizes = {
+        "all_gather": (ELEMENTS, ELEMENTS * members),
+        "reduce_scatter": (ELEMENTS * members, ELEMENTS),
+    }.get(action.collective, (ELEMENTS, ELEMENTS))
+    return {buffer: torch.zeros(size, device=device) for buffer, size in zip((HERE, THERE), sizes, strict=True)}

@@ -1,0 +1,139 @@
+"""Time limits of steps: they follow from what steps take, and no healthy step is ended."""
+
+from __future__ import annotations
+
+import io
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from states import BATCHES, make, stepped
+from tawpipe.runtime import watchdog
+from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
+from tawpipe.runtime.watchdog import Watchdog
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.loop import Training
+
+DEVICE = {"device_name": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}
+ROW_FLOPS = 2.9e16
+"""Of a row of 128 K tokens through a model of 8 B parameters."""
+
+
+def test_a_limit_is_a_multiple_of_what_is_known_and_at_least_the_setting():
+    limit = StepLimit(300)
+    assert limit.seconds == 300
+    limit.estimated_s = 50
+    assert limit.seconds == FACTOR * 50
+    limit.took(80)  # with compilation and set-up
+    assert limit.seconds == FACTOR * 80
+    limit.took(40)
+    assert limit.seconds == FACTOR * 40 and limit.lasting_s == 40
+    limit.took(60)
+    limit.took(10)
+    assert limit.seconds == FACTOR * 60
+    limit.predicted_s = 70
+    assert limit.seconds == FACTOR * 70
+    limit.least_s = 900
+    assert limit.seconds == 900
+
+
+@pytest.mark.parametrize("utilisation", [0.6, 0.3, 0.1])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_long_first_step_that_nothing_has_predicted_is_left_alone(rows, utilisation):
+    limit = StepLimit(300)
+    limit.estimated_s = estimate_s(rows * ROW_FLOPS, 0, **DEVICE)
+    assert limit.seconds > rows * ROW_FLOPS * 4 / 3 / (989e12 * utilisation)
+
+
+def test_a_type_or_a_device_that_is_not_known():
+    assert estimate_s(1e15, 0, device_name="NVIDIA A100", dtype="float32") > 1e15 / 19.5e12
+    assert estimate_s(1e15, 2.5e9, device_name="cpu", dtype="float32") == 2.0
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Step:
+    def __init__(self) -> None:
+        self.done = False
+
+
+@pytest.mark.parametrize("known_s", [0.0, 400.0])
+def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monkeypatch, known_s):
+    """Five rows of 128 K tokens: 350 s and more, beyond the usual limit of 300 s."""
+    clock, looks = Clock(), threading.Semaphore(0)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
+    said, ended = io.StringIO(), threading.Event()
+    limit = StepLimit(300)
+    limit.predicted_s = known_s
+    dog = Watchdog(lambda: looks.release() or {}, "rank 0", limit_s=limit.seconds, stream=said, end=ended.set)
+    step = Step()
+    dog.watch("step 2", step)
+    clock.now = 450.0
+    assert ended.wait(3) is (known_s == 0)
+    clock.now = FACTOR * 400 + 1
+    assert ended.wait(10)
+    assert "step 2 has taken" in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
+
+
+def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
+    """The watchdog and the transport, whose limit leaves room for two steps that were issued."""
+    pipeline = stepped()
+    told: list[timedelta] = []
+    monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)
+    pipeline.limit.took(1e-3)
+    pipeline.set_timeout(timedelta(seconds=5))
+    assert pipeline.executor.watchdog.limit_s == 5 and told[-1].total_seconds() == 2 * 5 + 30
+    pipeline.limit.took(7)
+    pipeline.set_timeout(timedelta(seconds=5))
+    assert pipeline.executor.watchdog.limit_s == 70 and told[-1].total_seconds() == 2 * 70 + 30
+    pipeline.close()
+
+
+def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypatch):
+    asked: list[tuple[float, float]] = []
+    estimate = lambda flops, link_bytes, **_: asked.append((flops, link_bytes)) or 1000.0  # noqa: E731
+    monkeypatch.setattr("tawpipe.pipeline.pipeline.estimate_s", estimate)
+    pipeline = make(delay=lambda lane: lambda: 0.02 if lane == "COMPUTE" else 0.0)
+    told: list[timedelta] = []
+    monkeypatch.setattr(pipeline.transport, "set_timeout", told.append)
+    pipeline.step(BATCHES[0])
+    assert asked[0][0] > 0 and asked[0][1] == 0  # one process
+    assert told[-1].total_seconds() == 2 * FACTOR * 1000 + 30 and pipeline.executor.watchdog.limit_s == 0
+    pipeline.drain()
+    assert 0.02 < pipeline.limit.known_s < 1000
+    pipeline.step(BATCHES[1])
+    pipeline.drain()
+    assert pipeline.limit.lasting_s > 0.02 and len(asked) == 1
+    pipeline.close()
+
+
+def test_a_run_says_once_that_steps_may_take_longer_than_the_setting():
+    said: list[str] = []
+    told: list[timedelta] = []
+    limit = StepLimit(600)
+    training = Training.__new__(Training)
+    training.pipeline = SimpleNamespace(limit=limit)  # type: ignore[assignment]
+    training.config = TrainConfig()
+    training.world = SimpleNamespace(set_timeout=told.append)  # type: ignore[assignment]
+    training.console = SimpleNamespace(notice=said.append)  # type: ignore[assignment]
+    training._limit_s, training._limit_said = 0.0, False
+    limit.took(100)  # what the first step takes is no measure
+    training._follow_limit()
+    assert not said and told[-1].total_seconds() == 1000
+    limit.predicted_s = 90
+    training._follow_limit()
+    limit.took(120)
+    training._follow_limit()
+    assert len(said) == 1 and "a step may take 15 min 00 s" in said[0] and "300 s" in said[0]
+    assert told[-1].total_seconds() == 1200
