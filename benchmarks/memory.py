@@ -12,38 +12,20 @@ takes the square of their length. Writes ``table.md`` and ``memory.json``.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
 import shlex
 import sys
-import tempfile
-import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-from tawpipe import Pipeline
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import request_of
-from tawpipe.plan.predict import memory_of
-from tawpipe.plan.probe import resident_memory
-from tawpipe.runtime.optimizer import adamw
-from tawpipe.runtime.peak import peak_of_step
-from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
-from tawpipe.simulate import LinkModel
-from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe.prove.memory import RECOMPUTE, by_itself
 
-RECOMPUTE = ("full", "selective", "none", "none:1,selective:1,full")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHORT = 64
-"""Tokens of the row of the step before the one that is measured."""
 
 
 def arguments() -> argparse.Namespace:
@@ -57,69 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def live_bytes() -> int:
-    """Bytes of all tensors on the device, counted once for those that share them."""
-    storages: dict[int, int] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and one.device.type == HERE.type:
-            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
-def rows_of(documents: list[int]) -> dict[str, Tensor]:
-    """A row of packed documents."""
-    ids = torch.randint(0, 1000, (1, sum(documents)))
-    positions = torch.cat([torch.arange(length) for length in documents]).unsqueeze(0)
-    return {"input_ids": ids, "labels": ids, "position_ids": positions}
-
-
-def compare(config: LlamaConfig, documents: list[int], recompute: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Predicted and measured bytes of one setting."""
-    tokens, settings = sum(documents), ScheduleSettings(recompute=recompute, micro_batches_per_visit=1)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        asked = request_of(
-            folder,
-            uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9)),
-            sequence_length=tokens,
-            global_batch=1,
-            dtype=dtype,
-            lengths=documents,
-            settings=settings,
-            timed=False,
-            here=HERE,
-        )
-    needs = memory_of(asked, build(asked.step(settings)))
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, dtype=dtype)
-    pipeline.step(rows_of([SHORT]))
-    pipeline.drain()
-    batch, began = rows_of(documents), time.perf_counter()
-    before = live_bytes()
-    passing = peak_of_step(pipeline.executor, lambda: pipeline.step(batch))
-    seconds = time.perf_counter() - began
-    pipeline.close()
-    parts = {name: size for name, size in needs.parts.items() if name != "system"}
-    return {
-        "tokens": tokens,
-        "document": documents[0],
-        "recompute": recompute,
-        "dtype": str(dtype).removeprefix("torch."),
-        "predicted": parts,
-        "predicted_bytes": sum(parts.values()),
-        "before_bytes": before,
-        "passing_bytes": passing,
-        "measured_bytes": before + passing,
-        "error": sum(parts.values()) / (before + passing) - 1,
-        "passing_error": (parts["activations"] + parts["working"]) / passing - 1,
-        "system_bytes": needs.parts["system"],
-        "process_peak_bytes": peak_memory_bytes(HERE.type),
-        "process_bytes_after": resident_memory(),
-        "seconds": seconds,
-    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -163,8 +82,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for documents in rows_asked:
         for recompute in args.recompute:
-            with get_context("spawn").Pool(1) as alone:
-                rows.append(alone.apply(compare, (config, documents, recompute, getattr(torch, args.dtype))))
+            rows.append(by_itself(config, documents, recompute, getattr(torch, args.dtype), HERE))
             print(table(rows[-1:]).splitlines()[-1], f"{rows[-1]['seconds']:.0f} s", flush=True)
             (args.out / "memory.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
             (args.out / "table.md").write_text(f"`{settings['command']}`\n\n{table(rows)}\n")

@@ -20,6 +20,7 @@ from tawpipe.launch.workers import print_expected_error
 
 COMMANDS = {
     "doctor": "say what is here, and measure the links between processes and nodes",
+    "prove": "check on these devices what the tests check elsewhere, and write one file",
     "plan": "predict what every strategy would cost on some machines, and choose one",
     "train": "train a causal language model; `tawpipe train --help` lists the settings",
     "checkpoint": "list, verify or prune the checkpoints of a run",

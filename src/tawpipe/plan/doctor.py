@@ -45,7 +45,7 @@ def examine(out: Path, *, device: str) -> None:
     """
     world = connect(device=device)
     console = Console(world.rank)
-    console.plan(list(_software()), title="software")
+    console.plan(list(software()), title="software")
     console.plan(list(_machine(world)), title="machine")
     console.plan([(name, os.environ[name]) for name in VARIABLES if name in os.environ], title="launcher")
     console.topology(str(world.nodes))
@@ -77,7 +77,7 @@ def probe_machine(device: str) -> Machine | None:
         return load_machine(file)
 
 
-def _software() -> Iterator[tuple[str, str]]:
+def software() -> Iterator[tuple[str, str]]:
     """Versions of what a run needs."""
     yield "python", platform.python_version()
     for name in PACKAGES:

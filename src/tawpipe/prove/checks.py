@@ -1,0 +1,63 @@
+"""The list of checks, and what each of them returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tawpipe.prove import endings, exactness, memory, speed
+from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to find out.
+
+    Args:
+        sentence: what holds if it holds.
+        run: is called on all ranks.
+        alone: on one process only: the others wait.
+        needs: ``cuda`` or ``several`` (processes), without which it stays unproven.
+    """
+
+    name: str
+    sentence: str
+    run: Callable[[World], Outcome]
+    alone: bool = False
+    needs: tuple[str, ...] = field(default=())
+
+    def missing(self, world: World) -> str:
+        """What the check needs and is not here, or nothing."""
+        here = {"cuda": world.device.type == "cuda", "several": world.size > 1}
+        words = {"cuda": "a GPU", "several": "several processes"}
+        return " and ".join(words[need] for need in self.needs if not here[need])
+
+
+CHECKS = (
+    Check("kernel", "the fastest attention kernel that is installed is the one that runs", speed.kernel),
+    Check("exact", "every strategy has the loss and the gradients of one plain process", exactness.exact),
+    Check("bits", "a step that is repeated, with delays in every lane too, gives the same bits", exactness.bits),
+    Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
+    Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
+    Check("longest", "the longest row that should fit does", memory.longest, alone=True),
+    Check("speed", "a step takes as long as was predicted, within 15 %", speed.step),
+    Check(
+        "offload", "inputs of layers wait in the host's memory at no cost in numbers", speed.offload, needs=("cuda",)
+    ),
+    Check("end", "a script that ends without close() ends in good order", endings.without_close, alone=True),
+)
+
+
+def unproven(world: World) -> dict[str, str]:
+    """What only other machines than these can show, with what would."""
+    nccl = world.device.type == "cuda"
+    several = "torchrun --nproc-per-node 2 -m tawpipe prove, on a machine with two GPUs or more"
+    nodes = "the same with --nnodes 2 on two machines"
+    claims: dict[str, str] = {}
+    if not nccl or world.size == 1:
+        claims["schedules run in NCCL's order, on streams of high priority with a capped number of channels"] = several
+        claims["connections of all operations and pairs are made before the first step"] = several
+    if not nccl or world.machines.num_nodes == 1:
+        claims["transfers between machines hide behind computing"] = nodes
+    return claims

@@ -1,0 +1,32 @@
+"""Checks of how processes end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.world import World
+
+SCRIPT = """
+import torch, tawpipe
+from tawpipe.prove.models import made, rows, small
+from tawpipe.runtime.world import connect
+pipeline = tawpipe.Pipeline(made(small()), world=connect(device={device!r}))
+print(pipeline.step(rows(small(), 2, 16)).loss)
+"""
+LIMIT_S = 120
+
+
+def without_close(world: World) -> Outcome:
+    """A script of one process that trains and ends."""
+    words = [sys.executable, "-c", SCRIPT.format(device=world.device.type)]
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TAWPIPE_LOCAL_LAUNCHER")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Outcome(False, f"it has not ended after {LIMIT_S} s")
+    said = done.stderr.strip().split("\n")[-1]
+    return Outcome(done.returncode == 0, f"exit code {done.returncode}", {"said": said} if done.returncode else {})

@@ -1,0 +1,125 @@
+"""Checks of numbers: against one plain process, against themselves, and against messages that come out of order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.prove.models import made, rows, small
+from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.world import World
+from tawpipe.schedule.strategies import strategies
+
+LIMIT = 1e-6
+"""Largest relative difference in fp64: transformers computes the norms of Llama in fp32 whatever the dtype."""
+LENGTH = 48
+MOST_DELAY_S = 0.003
+
+
+def exact(world: World) -> Outcome:
+    """Loss and gradients of a step beside those of a plain loop on one process, in fp64."""
+    count = 2 * world.size + 1
+    expected = _plain(world, count) if world.rank == 0 else (0.0, {})
+    differences: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, strategy in strategies(runs=True).items():
+        if not strategy.candidate:
+            continue
+        try:
+            loss, gradients = _step(world, count, schedule=name)
+        except UserError as error:
+            refused[name] = str(error)
+            continue
+        if world.rank == 0:
+            differences[name] = _difference(expected, (loss, gradients))
+    worst = max(differences.values(), default=0.0)
+    note = f"{len(differences)} strategies, largest relative difference {worst:.1e}"
+    return Outcome(worst < LIMIT, note, {"differences": differences, "refused": refused, "limit": LIMIT})
+
+
+def bits(world: World) -> Outcome:
+    """The same step three times, the last time with random delays before every action."""
+    generator = random.Random(world.rank)
+    delay = lambda _: lambda: generator.uniform(0, MOST_DELAY_S)  # noqa: E731
+    found = [_step(world, 2 * world.size, delay=one) for one in (None, None, delay)]
+    if world.rank != 0:
+        return Outcome(True, "")
+    same = [
+        loss == found[0][0] and all(torch.equal(value, found[0][1][name]) for name, value in gradients.items())
+        for loss, gradients in found[1:]
+    ]
+    note = f"repeated: {_word(same[0])} bits; with delays: {_word(same[1])} bits"
+    return Outcome(all(same), note, {"repeated": same[0], "delayed": same[1]})
+
+
+def order(world: World) -> Outcome:
+    """A step of every strategy with the check of every message's number and action."""
+    checked = []
+    for name, strategy in strategies(runs=True).items():
+        if strategy.candidate:
+            try:
+                _step(world, 2 * world.size, schedule=name, strict=True)
+            except UserError:
+                continue
+            checked.append(name)
+    return Outcome(True, f"{len(checked)} strategies", {"strategies": checked})
+
+
+def _word(same: bool) -> str:
+    return "the same" if same else "other"
+
+
+def _step(
+    world: World, count: int, *, delay: Callable[[str], Callable[[], float]] | None = None, **settings: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss, and on rank 0 gradients, of one step of the small model."""
+    config = small()
+    pipeline = Pipeline(
+        made(config),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        dtype=torch.float64,
+        clip_norm=None,
+        check="never",
+        world=world,
+        delay=delay,
+        **settings,
+    )
+    try:
+        result = pipeline.step(rows(config, count, LENGTH))
+        pipeline.drain()
+        gradients = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
+        return result.loss, {name: value for name, value in gradients.items() if value is not None}
+    finally:
+        pipeline.close()
+
+
+def _plain(world: World, count: int) -> tuple[float, dict[str, Tensor]]:
+    """The same from a plain loop on this device."""
+    config = small()
+    model: Any = made(config)
+    model = model.to(world.device, torch.float64)
+    batch = rows(config, count, LENGTH)
+    tokens = count * (LENGTH - 1)
+    total = 0.0
+    for ids in batch["input_ids"].to(world.device).split(1):
+        logits = model(ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / tokens
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+
+def _difference(expected: tuple[float, dict[str, Tensor]], found: tuple[float, dict[str, Tensor]]) -> float:
+    """The largest relative difference of loss and gradients."""
+    most = abs(found[0] / expected[0] - 1)
+    assert expected[1].keys() == found[1].keys()
+    for name, value in found[1].items():
+        most = max(most, float((value - expected[1][name]).norm() / expected[1][name].norm()))
+    return most

@@ -1,0 +1,159 @@
+"""Checks of memory: what a step takes beside its prediction, and whether the longest row that should fit does."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.machine import uniform
+from tawpipe.plan.measure import request_of
+from tawpipe.plan.predict import Needs, memory_of, predict
+from tawpipe.plan.probe import resident_memory
+from tawpipe.plan.profile import size_of
+from tawpipe.plan.request import PlanRequest
+from tawpipe.prove.models import alone, packed, sized
+from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.speed import TOKENS, dtype_here
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.peak import peak_of_step
+from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.strategies import build
+from tawpipe.simulate import LinkModel
+
+RECOMPUTE = ("full", "selective", "none", "none:1,selective:1,full")
+LIMIT = 0.05
+SHORT = 64
+"""Tokens of the row of the step before the one that is measured."""
+ROOM = {"cpu": 2**28, "cuda": 2**36}
+"""Bytes that the longest row may take, tensors alone: little enough that one step of it takes a minute."""
+MOST_SECONDS = 90.0
+
+
+def predicted(world: World) -> Outcome:
+    """One row under every setting of recomputation."""
+    config, dtype, tokens = sized(world.device), dtype_here(world), 4 * TOKENS[world.device.type]
+    rows = [by_itself(config, [tokens], recompute, dtype, world.device) for recompute in RECOMPUTE]
+    worst = max((row["error"] for row in rows), key=abs)
+    return Outcome(abs(worst) < LIMIT, f"largest error {worst:+.1%} in {len(rows)} settings", {"rows": rows})
+
+
+def longest(world: World) -> Outcome:
+    """The longest row by prediction within ``ROOM`` and ``MOST_SECONDS``, run once, all inputs of layers kept."""
+    config, dtype = sized(world.device), dtype_here(world)
+    room, settings = ROOM[world.device.type], ScheduleSettings()
+    if world.device.type == "cuda":
+        room = min(room, int(torch.cuda.mem_get_info(world.device)[0] * 0.9))
+
+    plan = _ask(config, [2 * TOKENS[world.device.type]], settings, dtype, world.device, timed=True)
+
+    def asked(tokens: int) -> PlanRequest:
+        return replace(plan, sequence_length=tokens, size=size_of([tokens]))
+
+    def fits(tokens: int) -> bool:
+        return _tensors(memory_of(asked(tokens), build(plan.step(settings)))) <= room
+
+    least, most = 256, 512
+    while most < 1 << 24 and fits(most):
+        least, most = most, 2 * most
+    while most - least > least // 64:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    seconds = predict(asked(least), plan.step(settings)).step_seconds
+    numbers: dict[str, Any] = {"tokens": least, "room_bytes": room, "predicted_seconds": seconds}
+    if seconds > MOST_SECONDS:
+        return Outcome(None, f"{least:,} tokens in {room / 2**30:.1f} GiB would take {seconds:.0f} s a step", numbers)
+    row = by_itself(config, [least], settings.recompute, dtype, world.device)
+    numbers |= {"measured_bytes": row["measured_bytes"], "seconds": row["seconds"]}
+    note = f"{least:,} tokens in {row['measured_bytes'] / 2**30:.2f} of {room / 2**30:.2f} GiB, {row['seconds']:.1f} s"
+    return Outcome(row["measured_bytes"] <= room, note, numbers)
+
+
+def by_itself(*arguments: Any) -> dict[str, Any]:
+    """``compare`` in a process of its own, because what another pipeline has left in this one would count."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(compare, arguments)
+
+
+def compare(
+    config: LlamaConfig, documents: Sequence[int], recompute: str, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Predicted and measured bytes of a step on one row of packed documents, in a process that does nothing else."""
+    settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1)
+    asked = _ask(config, documents, settings, dtype, device, timed=False)
+    needs = memory_of(asked, build(asked.step(settings)))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=alone(device))
+    pipeline.step(packed(config, [SHORT]))
+    pipeline.drain()
+    batch, began = packed(config, documents), time.perf_counter()
+    before = live_bytes(device)
+    passing = peak_of_step(pipeline.executor, lambda: pipeline.step(batch))
+    seconds = time.perf_counter() - began
+    pipeline.close()
+    parts = {name: size for name, size in needs.parts.items() if name != "system"}
+    return {
+        "tokens": sum(documents),
+        "document": documents[0],
+        "recompute": recompute,
+        "dtype": str(dtype).removeprefix("torch."),
+        "predicted": parts,
+        "predicted_bytes": sum(parts.values()),
+        "before_bytes": before,
+        "passing_bytes": passing,
+        "measured_bytes": before + passing,
+        "error": sum(parts.values()) / (before + passing) - 1,
+        "passing_error": (parts["activations"] + parts["working"]) / passing - 1,
+        "system_bytes": needs.parts["system"],
+        "process_bytes_after": resident_memory(),
+        "seconds": seconds,
+    }
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of all tensors on a device, counted once for those that share them."""
+    storages: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor) and one.device.type == device.type:
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors(needs: Needs) -> int:
+    return sum(size for name, size in needs.parts.items() if name != "system")
+
+
+def _ask(
+    config: LlamaConfig,
+    documents: Sequence[int],
+    settings: ScheduleSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    timed: bool,
+) -> PlanRequest:
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return request_of(
+            folder,
+            uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9)),
+            sequence_length=sum(documents),
+            global_batch=1,
+            dtype=dtype,
+            lengths=documents,
+            settings=settings,
+            timed=timed,
+            profile="measure",
+            here=device,
+        )

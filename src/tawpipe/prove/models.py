@@ -1,0 +1,65 @@
+"""The models that checks train: Llamas with random weights, in sizes for the device, and rows of random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+
+
+def small() -> LlamaConfig:
+    """A model whose numbers are compared."""
+    return llama(hidden=64, layers=4, heads=4, vocabulary=500)
+
+
+def sized(device: torch.device) -> LlamaConfig:
+    """A model whose layers are as large as those of an 8 B, on a GPU; on a CPU something quick."""
+    if device.type == "cuda":
+        return llama(hidden=4096, layers=4, heads=32, vocabulary=32_000)
+    return llama(hidden=256, layers=4, heads=2, vocabulary=4000)
+
+
+def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConfig:
+    """A Llama with a quarter of its heads for keys and values."""
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        max_position_embeddings=1 << 24,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def made(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:
+    """The model with the same values on every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def rows(config: LlamaConfig, number: int, length: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Random tokens, the same on every process."""
+    ids = torch.randint(0, config.vocab_size, (number, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def packed(config: LlamaConfig, documents: Sequence[int]) -> dict[str, Tensor]:
+    """A row of documents of these lengths."""
+    positions = torch.cat([torch.arange(length) for length in documents]).unsqueeze(0)
+    return rows(config, 1, sum(documents)) | {"position_ids": positions}
+
+
+def alone(device: torch.device) -> World:
+    """This process as a world of its own."""
+    return World(Topology.grid(1, 1), 0, device, None)

@@ -1,0 +1,121 @@
+"""Checks of speed: which kernel runs, what a step takes beside its prediction, what offloading costs."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from tawpipe.model.attention_kernel import kernel_of_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import chain_flops, mfu, peak_flops
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.measure import device_name, request_of
+from tawpipe.plan.predict import predict
+from tawpipe.plan.probe import probe
+from tawpipe.prove.models import made, rows, sized
+from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.dtype import chosen_dtype
+from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
+
+LIMIT = 0.15
+TOKENS = {"cpu": 512, "cuda": 8192}
+PER_DEVICE = 2
+STEPS = 5
+QUICKER = "would be faster"
+"""What the name of a kernel says where a better one is missing."""
+
+
+def dtype_here(world: World) -> torch.dtype:
+    """The dtype that a run with ``dtype: auto`` computes in here."""
+    return getattr(torch, chosen_dtype("auto", world)[0])
+
+
+def kernel(world: World) -> Outcome:
+    """The attention kernel of a plain Llama."""
+    name = kernel_of_model(sized(world.device), [], world.device, dtype_here(world))
+    return Outcome(QUICKER not in name, name, {"kernel": name})
+
+
+def step(world: World) -> Outcome:
+    """Seconds of a step of ``tawpipe-spread``, predicted from a profile and the links, and measured; MFU."""
+    config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
+    settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE)
+    machine = probe(world).machine
+    predicted = 0.0
+    if world.rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            asked = request_of(
+                folder,
+                machine,
+                sequence_length=tokens,
+                global_batch=PER_DEVICE * world.size,
+                dtype=dtype,
+                profile="measure",
+                settings=settings,
+                here=world.device,
+            )
+        predicted = predict(asked, asked.step(settings)).step_seconds
+    seconds, _ = _seconds(world, config, dtype, settings, tokens)
+    measured = statistics.median(seconds[2:])
+    with torch.device("meta"):
+        model = made(config)
+    flops = (chain_flops(Chain(model), [tokens]) or 0.0) * PER_DEVICE * world.size
+    peak = peak_flops(device_name(world.device), str(dtype).removeprefix("torch."))
+    used = mfu(flops, measured, peak=peak, num_devices=world.size)
+    error = predicted / measured - 1
+    numbers = {
+        "tokens_per_device": PER_DEVICE * tokens,
+        "seconds": measured,
+        "predicted_seconds": predicted,
+        "error": error,
+        "tokens_per_second_per_device": PER_DEVICE * tokens / measured,
+        "mfu": used,
+        "dtype": str(dtype),
+    }
+    note = f"{measured:.3f} s, predicted {predicted:.3f} s ({error:+.1%})" + (f", MFU {used:.0%}" if used else "")
+    # Processes that share a processor slow each other down, which no plan knows of.
+    return Outcome(abs(error) < LIMIT if world.device.type == "cuda" else None, note, numbers)
+
+
+def offload(world: World) -> Outcome:
+    """Losses and seconds of steps whose layers' inputs wait in the host's memory, beside those whose do not."""
+    config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
+    taken, losses = [], []
+    for layers in (0, config.num_hidden_layers):
+        settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE, offloaded_layers=layers)
+        seconds, lost = _seconds(world, config, dtype, settings, tokens)
+        taken.append(statistics.median(seconds[2:]))
+        losses.append(lost)
+    ratio = taken[1] / taken[0]
+    note = f"{ratio:.2f} of the time, losses {'equal' if losses[0] == losses[1] else 'differ'}"
+    return Outcome(losses[0] == losses[1], note, {"seconds": taken, "losses": losses})
+
+
+def _seconds(
+    world: World, config: LlamaConfig, dtype: torch.dtype, settings: ScheduleSettings, tokens: int
+) -> tuple[list[float], list[float]]:
+    """Seconds and losses of a few steps, each of them drained."""
+    with torch.device("meta"):
+        model: Any = made(config)
+    pipeline = Pipeline(model, schedule=settings, dtype=dtype, check="never", world=world)
+    taken, losses = [], []
+    try:
+        for number in range(STEPS):
+            batch = rows(config, PER_DEVICE * world.size, tokens, seed=number)
+            pipeline.drain()
+            world.gather_numbers(0.0)
+            began = time.perf_counter()
+            result = pipeline.step(batch)
+            pipeline.drain()
+            taken.append(time.perf_counter() - began)
+            losses.append(result.loss)
+    finally:
+        pipeline.close()
+    return taken, losses

@@ -1,0 +1,74 @@
+"""Checks on the user's devices: what they find is written, what fails says so, what cannot be told stays unproven."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tawpipe.cli import main
+from tawpipe.prove import checks, exactness, memory, run
+from tawpipe.prove.checks import Check
+from tawpipe.prove.models import alone, llama
+from tawpipe.prove.outcome import FAILS, HOLDS, UNPROVEN, Outcome
+from tawpipe.prove.run import prove
+from tawpipe.runtime.world import World
+
+
+def numbers(world: World, *, out: str) -> dict[str, Any]:
+    return vars(prove(world, Path(out), only=["exact", "bits", "order"]))
+
+
+def test_numbers_of_several_processes_hold(pool, tmp_path):
+    found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"))[0]
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    assert {name: row["status"] for name, row in found["checks"].items()} == dict.fromkeys(
+        ("exact", "bits", "order"), HOLDS
+    )
+    differences = found["checks"]["exact"]["numbers"]["differences"]
+    assert {"tawpipe-spread", "tawpipe-whole", "hsdp", "flat", "weipipe"} <= differences.keys()
+    assert max(differences.values()) < exactness.LIMIT
+    assert any("NCCL" in claim for claim in found["unproven"])
+
+
+def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    def broken(world: World) -> Outcome:
+        raise RuntimeError("no kernel image")
+
+    listed = (
+        Check("wrong", "two and two are five", lambda world: Outcome(False, "four", {"sum": 4})),
+        Check("broken", "it runs", broken, alone=True),
+        Check("far", "it is quick", broken, needs=("cuda", "several")),
+        Check("right", "it is right", lambda world: Outcome(True, "yes")),
+    )
+    monkeypatch.setattr(run, "CHECKS", listed)
+    found = prove(alone(torch.device("cpu")), tmp_path / "found.json")
+    statuses = {name: row["status"] for name, row in found.checks.items()}
+    assert statuses == {"wrong": FAILS, "broken": FAILS, "far": UNPROVEN, "right": HOLDS}
+    assert found.failed == ["wrong", "broken"]
+    said = capsys.readouterr().out
+    assert "two and two are five: four" in said and "no kernel image" in said and "needs a GPU and several" in said
+
+
+def test_memory_of_a_row_is_as_predicted():
+    config = llama(hidden=128, layers=2, heads=2, vocabulary=500)
+    row = memory.by_itself(config, [512], "none", torch.float32, torch.device("cpu"))
+    assert row["passing_error"] == pytest.approx(0, abs=0.05)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    def sums(world: World) -> Outcome:
+        return Outcome(world.size == 2, "four")
+
+    out = str(tmp_path / "found.json")
+    assert main(["prove", "--only", "speeed", "--out", out, "--device", "cpu"]) == 2
+    assert "--only" in capsys.readouterr().err
+    assert main(["prove", "--out", str(tmp_path / "missing" / "found.json")]) == 2
+    assert main(["prove", "--nproc", "0"]) == 2
+    for listed in (run, checks):
+        monkeypatch.setattr(listed, "CHECKS", (Check("sums", "there are two", sums),))
+    assert main(["prove", "--out", out, "--device", "cpu"]) == 1
+    assert json.loads(Path(out).read_text())["checks"]["sums"]["status"] == FAILS
