@@ -16,7 +16,7 @@ from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.spec import share_micro_batches
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies import find
 from tawpipe.topology import Topology
@@ -189,6 +189,24 @@ def test_what_keeping_costs_is_in_the_pools():
     assert slices[0] < slices[1] <= sum(home.padded // 2 for home in cached.homes)
     weights = [one.pool_elements(0, Kind.WEIGHT) for one in (plain, cached)]
     assert weights[1] - weights[0] == slices[1] - slices[0]
+
+
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "flat", "hsdp"])
+def test_the_two_ends_share_their_buffers(strategy):
+    """Sizes of an embedding and of a head that has a norm besides; two rounds, so that both come twice."""
+    units = (UnitSpec(5000, True, (0,)), *(UnitSpec(1000, True, (i,)) for i in range(1, 7)), UnitSpec(5040, True, (7,)))
+    blocks = (
+        BlockSpec((0,), "embedding", False),
+        *(BlockSpec((i,), "layer") for i in range(1, 7)),
+        BlockSpec((7,), "head"),
+    )
+    schedule = make(ModelSpec(blocks, units), 2, 2, 8, strategy=strategy, gradient_buffers=2)
+    verify(schedule)
+    assert schedule.homes[0].padded == schedule.homes[7].padded
+    for pools in schedule.pools:
+        large = {pool.name[0]: pool for pool in pools if pool.elements > 4000}
+        assert len({pool.elements for pool in large.values()}) == 1
+        assert large["G"].count == 1 and large["W"].count <= 2
 
 
 def test_a_step_that_caches_everything_is_the_strategy_made_for_it():
