@@ -26,7 +26,13 @@ from tawpipe.model.loss import Loss, sum_of_loss
 from tawpipe.model.stubs import HIDDEN
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.randomness import OwnGenerator
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "always", "never")
 DOCUMENTS = (9, 14)
@@ -200,3 +206,46 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
             )
         largest = max(largest, error)
     return largest
+
+
+def check_on_rank_0(
+    pipeline: Callable[..., Any], chain: Chain, source: WeightSource, world: World, *, loss: Loss | None
+) -> str:
+    """``check_model`` on rank 0, by a pipeline of one process; what came of it, in a sentence, on all ranks.
+
+    Args:
+        pipeline: makes one.
+
+    Raises:
+        UserError: the model is not what it seems; on all ranks.
+    """
+
+    def run(copy: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+        alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+        still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+        one = pipeline(copy, loss=loss, optimizer=still, dtype=dtype, clip_norm=None, check="never", world=alone)
+        steps: list[StepResult] = []
+
+        def step() -> None:
+            rows, length = batch.input_ids.shape
+            steps.append(one.step(LocalBatch(rows, length, [batch])))
+            one.drain()
+
+        hidden = run_watched(one.chain, step)
+        trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
+        gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
+        one.close()
+        return steps[0].loss, gradients, hidden
+
+    def check() -> str:
+        try:
+            return check_model(chain, source, loss=loss, run=run)
+        except UserError:
+            raise
+        except Exception as error:
+            return f"{chain.name} was not checked: {type(error).__name__} ({error})"
+
+    checked = world.text_of_rank_0(check)
+    if world.rank == 0 and "not checked" in checked:
+        logger.warning("%s", checked)
+    return checked

@@ -9,7 +9,6 @@ Usage:
 
 from __future__ import annotations
 
-import logging
 import struct
 import time
 import zlib
@@ -17,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from math import ceil, isfinite, log2
 from pathlib import Path
 from typing import Any
@@ -30,15 +28,15 @@ from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.save import Saved, Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import Loss, loss_chunk
-from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
-from tawpipe.pipeline.check import CHOICES, check_model, is_tested, run_watched
+from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
+from tawpipe.pipeline.parameters import Parameters
+from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
@@ -46,7 +44,6 @@ from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
-from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
@@ -54,17 +51,9 @@ from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
-from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.spec import share_micro_batches
-from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, step_of, strategy_of
-from tawpipe.schedule.transform import for_one_thread
-from tawpipe.topology import Topology
-
-logger = logging.getLogger(__name__)
-VERIFIED_ACTIONS = 200_000
-"""Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+from tawpipe.schedule.step import Schedule, Strategy
+from tawpipe.schedule.strategies import strategy_of
 
 
 class Pipeline:
@@ -137,8 +126,7 @@ class Pipeline:
         """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
         self._watched = False
         self.dtype = dtype
-        self._given = schedule if isinstance(schedule, Schedule) else None
-        self._strategy, self.settings = strategy_of(schedule)
+        self.settings = strategy_of(schedule)[1]
         wide = torch.promote_types(dtype, torch.float32)
         self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
         if clip_norm is not None and self.settings.early_updates:
@@ -160,45 +148,39 @@ class Pipeline:
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         if check == "always" or (check == "auto" and not is_tested(model, loss)):
-            self._check_model(source, loss)
+            self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss)
         self.spec = self.chain.spec
-        probe_step = self._step_of(self.world.size)  # checks the settings before anything is allocated
-        if self._given is not None and (self._given.model, self._given.topology) != (self.spec, probe_step.topology):
-            raise UserError("schedule", f"one for {self._given.topology}", f"one for this model on {self.world.nodes}")
-        if self._given is not None and not self._given.training:
-            raise UserError("schedule", "one that only goes forward", "one of a training step")
+        self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._savings: list[Saving] = []
         self.step_number = 0
         self._training: bool | None = None
         self._whole = True
         self._generation = 0  # changes whenever weights may have
-        self._collected: tuple[tuple[int, bool, int], Tensor | None] | None = None
-        """(unit, gradient or not, generation) and the whole unit that ``parameter`` has brought last."""
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._recent: deque[StepResult] = deque()
 
         self.storage = Storage(
             self.chain.units,
-            probe_step.homes,
+            self._schedules.smallest.homes,
             self.world.rank,
             device=self.world.device,
             compute_dtype=dtype,
             master_dtype=wide,
         )
         self.storage.fill(source, self.world.group, self.world.size)
+        self._parameters = Parameters(self.storage, self.world)
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
         # Before anything is compiled: what runs under a probe first is never compiled afterwards.
-        self._kept_per_token = self._probe_kept(probe_step)
+        self._kept_per_token = self._schedules.kept_per_token(self.chain)
         if compile_layers:
             self.chain.compile_layers()
         del source
         self.optimizers = UnitOptimizers(self.storage, optimizer or adamw())
         self.transport = Transport(
-            probe_step.topology,
+            self._schedules.smallest.topology,
             self.world.rank,
-            [self._given or build(probe_step), build(probe_step, training=False)],
+            self._schedules.samples(),
             device=self.world.device,
             strict=strict,
             timeout=timeout,
@@ -220,40 +202,6 @@ class Pipeline:
         self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
 
-    def _check_model(self, source: WeightSource, loss: Loss | None) -> None:
-        """Compare a few layers with the model's own forward pass, on rank 0, for all."""
-
-        def run(
-            copy: nn.Module, batch: MicroBatch, dtype: torch.dtype
-        ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
-            alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
-            still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
-            one = Pipeline(copy, loss=loss, optimizer=still, dtype=dtype, clip_norm=None, check="never", world=alone)
-            steps: list[StepResult] = []
-
-            def step() -> None:
-                rows, length = batch.input_ids.shape
-                steps.append(one.step(LocalBatch(rows, length, [batch])))
-                one.drain()
-
-            hidden = run_watched(one.chain, step)
-            trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
-            gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
-            one.close()
-            return steps[0].loss, gradients, hidden
-
-        def check() -> str:
-            try:
-                return check_model(self.chain, source, loss=loss, run=run)
-            except UserError:
-                raise
-            except Exception as error:
-                return f"{self.chain.name} was not checked: {type(error).__name__} ({error})"
-
-        self.checked = self.world.text_of_rank_0(check)
-        if self.world.rank == 0 and "not checked" in self.checked:
-            logger.warning("%s", self.checked)
-
     # what a step does
 
     def schedule(self, rows: int, *, training: bool = True) -> Schedule:
@@ -261,29 +209,12 @@ class Pipeline:
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
         count = self._deal.count(rows)
-        if (count, training) not in self._schedules:
-            schedule = for_one_thread(self._build(count, training=training))
-            if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
-                verify(schedule, steps=2 if training else 1, one_thread=True)
-            elif self.world.rank == 0:
-                logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+        schedule, is_new = self._schedules.of(count, training=training)
+        if is_new:
             if self.injector is not None and training:
                 self.injector.check(schedule, self.world.rank)
             self.executor.adopt(schedule)
-            self._schedules[count, training] = schedule
-        return self._schedules[count, training]
-
-    def _step_of(self, count: int) -> StepSpec:
-        shares = share_micro_batches(count, self.world.size)
-        return step_of(self.spec, self.world.topology, self.settings, shares, strategy=self._strategy)
-
-    def _build(self, count: int, *, training: bool) -> Schedule:
-        if self._given is None or not training:
-            return build(self._step_of(count), training=training)
-        if len(self._given.micro_batches) != count:
-            expected = f"{len(self._given.micro_batches)} micro-batches, as the schedule that was given has"
-            raise UserError("batch", f"{count} micro-batches", expected)
-        return self._given
+        return schedule
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
@@ -575,63 +506,26 @@ class Pipeline:
             RunError: something is not alike; on all ranks.
         """
         self.drain()
-        problems = self.world.gather_texts("\n".join(f"{unit} {value}" for unit, value in self.storage.checksums()))
-        known: dict[tuple[str, int], tuple[int, str]] = {}
-        for rank, text in enumerate(problems):
-            for line in filter(None, text.split("\n")):
-                unit, value = line.split()
-                index = self.storage.homes[int(unit)].index(rank)
-                assert index is not None
-                first, expected = known.setdefault((unit, index), (rank, value))
-                if value == "stale":
-                    raise RunError(f"rank {rank}: what travels of unit {unit} is not what its home holds")
-                if value != expected:
-                    raise RunError(f"unit {unit}: the copies on rank {first} and rank {rank} differ")
-
-    def _probe_kept(self, step: StepSpec) -> dict[str, int]:
-        """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything."""
-        wanted = {step.recomputes(block) for block in range(len(self.spec.blocks))} - {"full"}
-        if not wanted:
-            return {}
-        per_token = kept_per_token(self.chain)
-        if "selective" in wanted and not per_token["attention"]:
-            expected = f"full or none: {self.chain.name} computes attention by no kernel whose result could be kept"
-            raise UserError("schedule.recompute", "selective", expected)
-        return per_token
+        self._parameters.check_copies()
 
     # weights
-
-    @cached_property
-    def _slots(self) -> dict[str, tuple[Unit, ParameterSlot]]:
-        return {slot.name: (unit, slot) for unit in self.chain.units for slot in unit.slots}
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of all parameters, in the order of their units."""
-        return tuple(self._slots)
+        return self._parameters.names
 
     def parameter(self, name: str) -> Tensor | None:
         """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks. Drains first."""
-        return self._collect(name, gradient=False)
+        self._parameters.check(name, gradient=False)
+        self.drain()
+        return self._parameters.collect(name, self._generation)
 
     def gradient(self, name: str) -> Tensor | None:
         """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
-        return self._collect(name, gradient=True)
-
-    def _collect(self, name: str, *, gradient: bool) -> Tensor | None:
-        if name not in self._slots:
-            raise UserError("parameter", name, "one of Pipeline.parameter_names")
-        unit, slot = self._slots[name]
-        if gradient and not unit.trainable:
-            raise UserError("gradient", name, "the name of a parameter that is trained; this one is frozen")
+        self._parameters.check(name, gradient=True)
         self.drain()
-        key = (unit.index, gradient, self._generation)
-        if self._collected is None or self._collected[0] != key:  # parameters of a unit are asked for one after another
-            self._collected = None
-            self._collected = (key, self.storage.collect(unit, self.world.group, gradient=gradient))
-        flat = self._collected[1]
-        # A copy: the caller may change it, and the unit is kept for the next name.
-        return None if flat is None else slot.view(flat).clone()
+        return self._parameters.collect(name, self._generation, gradient=True)
 
 
 def _check_settings(*, micro_batch: int, dtype: torch.dtype | str, clip_norm: float | None, seed: int) -> None:
