@@ -1,0 +1,88 @@
+"""The schedules of one pipeline: built for a number of micro-batches, proved once, and kept."""
+
+from __future__ import annotations
+
+import logging
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.runtime.world import World
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import ModelSpec, share_micro_batches
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies import build, step_of, strategy_of
+from tawpipe.schedule.transform import for_one_thread
+
+logger = logging.getLogger(__name__)
+VERIFIED_ACTIONS = 200_000
+"""Schedules up to this many actions over all ranks are proved before they run; larger ones are of the same shape."""
+
+
+class Schedules:
+    """What a pipeline was given as its schedule, for every batch.
+
+    Args:
+        given: settings, the name of a strategy, a strategy, or a ready schedule for batches of as many micro-batches.
+
+    Raises:
+        UserError: a setting that cannot work, or a schedule for something else.
+    """
+
+    def __init__(self, given: ScheduleSettings | Strategy | Schedule | str, model: ModelSpec, world: World) -> None:
+        self._ready = given if isinstance(given, Schedule) else None
+        self._strategy, self.settings = strategy_of(given)
+        self._model, self._world = model, world
+        self._kept: dict[tuple[int, bool], Schedule] = {}
+        self.smallest = self.step(world.size)
+        """A step of one micro-batch a rank: all schedules share its homes."""
+        ready = self._ready
+        if ready is not None and (ready.model, ready.topology) != (model, self.smallest.topology):
+            raise UserError("schedule", f"one for {ready.topology}", f"one for this model on {world.nodes}")
+        if ready is not None and not ready.training:
+            raise UserError("schedule", "one that only goes forward", "one of a training step")
+
+    def step(self, count: int) -> StepSpec:
+        """A step of so many micro-batches."""
+        shares = share_micro_batches(count, self._world.size)
+        return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
+
+    def samples(self) -> list[Schedule]:
+        """Schedules that use every group and operation that any will use: of training, and forward only."""
+        return [self._ready or build(self.smallest), build(self.smallest, training=False)]
+
+    def of(self, count: int, *, training: bool) -> tuple[Schedule, bool]:
+        """The schedule for so many micro-batches, and whether it was made now."""
+        if (count, training) in self._kept:
+            return self._kept[count, training], False
+        schedule = for_one_thread(self._build(count, training=training))
+        if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
+            verify(schedule, steps=2 if training else 1, one_thread=True)
+        elif self._world.rank == 0:
+            logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+        self._kept[count, training] = schedule
+        return schedule, True
+
+    def _build(self, count: int, *, training: bool) -> Schedule:
+        if self._ready is None or not training:
+            return build(self.step(count), training=training)
+        if len(self._ready.micro_batches) != count:
+            expected = f"{len(self._ready.micro_batches)} micro-batches, as the schedule that was given has"
+            raise UserError("batch", f"{count} micro-batches", expected)
+        return self._ready
+
+    def kept_per_token(self, chain: Chain) -> dict[str, int]:
+        """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything.
+
+        Raises:
+            UserError: attention's results are to be kept, and no kernel computes them.
+        """
+        wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
+        if not wanted:
+            return {}
+        per_token = kept_per_token(chain)
+        if "selective" in wanted and not per_token["attention"]:
+            expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"
+            raise UserError("schedule.recompute", "selective", expected)
+        return per_token
