@@ -23,6 +23,7 @@ from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.worker import make
 from tawpipe.lab.workload import RealWorkload
 from tawpipe.runtime.world import World
+from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -64,7 +65,7 @@ def train_all(world: World) -> dict[str, dict[str, Any]]:
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         found[title] = {"shares": shares, "norms": norms}
         if name in ours.rows():
-            expected = ours.schedule_of(name, WORKLOAD, world.topology, knobs)
+            expected = for_one_thread(ours.schedule_of(name, WORKLOAD, world.topology, knobs))
             found[title]["expected schedule"] = contender.schedule == expected
         contender.close()
     return found

@@ -98,7 +98,8 @@ def test_a_plan_counts_the_logits_of_one_chunk_and_of_no_more_than_there_is(row,
     found = request_of("tiny", machine, sequence_length=row, global_batch=8, micro_batch=2, settings=chosen)
     head = 8192 * 256 + 256
     sums = 4 * head if reduce_dtype == "same" and most < 2 * row else 0
-    assert found.profile.fixed_working == most * 8192 * 12 + sums
+    fixed, per_token = found.profile.memory.working["head"]["backward full"]
+    assert (fixed, per_token) == (most * 8192 * (12 + 2) + sums, 0), "three numbers in fp32 and one in bf16"
 
 
 # predictions

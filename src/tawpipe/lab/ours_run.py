@@ -96,9 +96,8 @@ class OurContender:
             units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
         )
         transport = _MeasuredTransport(
-            self.schedule.topology, rank, [self.schedule], device=device, strict=settings.strict
+            self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
         )
-        transport.busy = self._busy
         self._executor = Executor(
             rank,
             compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, self.sleeper),
@@ -170,7 +169,9 @@ class _SleepingCompute:
 class _MeasuredTransport(Transport):
     """Notes how long every lane was in its operations."""
 
-    busy: BusyTime
+    def __init__(self, *schedules: Any, busy: BusyTime, **settings: Any) -> None:
+        self.busy = busy  # the warm-up runs operations, too
+        super().__init__(*schedules, **settings)
 
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         with self.busy(_row(action)):

@@ -157,7 +157,12 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
 def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **memory: Any) -> Profile:
     """A profile; earlier versions knew one working set for all blocks."""
     if "memory" in memory:
-        return Profile(blocks, update_s, BlockMemory(**memory["memory"]), source)
+        known = BlockMemory(**memory["memory"])
+        lines = {
+            kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
+            for kind, of_kind in known.working.items()
+        }
+        return Profile(blocks, update_s, replace(known, working=lines), source)
     line = {f"backward {name}": (memory["fixed_working"], memory["working"]) for name in RECOMPUTE}
     known = BlockMemory(memory["boundary"], memory["kept"], {"layer": line, "head": line})
     return Profile(blocks, update_s, known, source)

@@ -126,10 +126,11 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
                 stored[_place(saved)] = saved
             return saved
 
-        leaf = torch.ones_like(hidden).requires_grad_()  # not what there is: numbers, so that changes of them show
+        given = torch.ones_like(hidden)  # not what there is: numbers, so that changes of them show
+        leaf = given.clone().requires_grad_()
         try:
             with _caller_undisturbed(chain.device), torch.no_grad():
-                chain.layer(block, hidden, context)  # the first call gets a copy of its input
+                chain.layer(block, given, context)  # the first call gets a copy of its input
             hooks = saved_tensors_hooks(store, lambda saved: saved)
             with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:
                 output = chain.layer(block, leaf, context)
