@@ -194,7 +194,7 @@ def test_gradients_of_bf16_weights_are_added_in_fp32():
     chain, add = holder.chain, holder.chain.collect
     for gradient in holder.gradients:
         gradient.fill_(4096.0)
-    chain.collect = lambda unit, flat, accumulate: add(unit, flat, True)
+    chain.collect = lambda unit, flat, accumulate, *, in_chunks=False: add(unit, flat, True, in_chunks=in_chunks)
     for name, gradient in holder.loss_and_gradients(batch)[1].items():
         assert gradient.dtype == torch.float32
         assert (gradient - 4096.0 - first[name]).abs().max() <= 0.02 + 0.01 * first[name].abs().max(), name

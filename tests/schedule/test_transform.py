@@ -73,7 +73,7 @@ def test_staggered_programs_need_that_and_take_as_long(strategy):
     verify(schedule)
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(schedule, one_thread=True)
-    links = {"between": LinkModel(3e5, 1e-3), "inside": LinkModel(1e7, 1e-4)}
-    costs = CostModel.timed(layers=6, forward_s=0.002, backward_s=0.006, **links)
+    between, inside = LinkModel(3e5, 1e-3), LinkModel(1e7, 1e-4)
+    costs = CostModel.timed(layers=6, forward_s=0.002, backward_s=0.006, between=between, inside=inside)
     before, after = (play(one, costs).step_times for one in (schedule, for_one_thread(schedule)))
     assert before == pytest.approx(after)

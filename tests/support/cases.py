@@ -455,7 +455,7 @@ def mismatched(world: World) -> str:
         a, b = [i for i, action in enumerate(program) if action.lane is Lane.INTER_W][:2]
         program[a], program[b] = program[b], program[a]
         programs = (schedule.programs[0], tuple(program), *schedule.programs[2:])
-        pipeline._schedules[4, True] = replace(schedule, programs=programs)
+        pipeline._schedules._kept[4, True] = replace(schedule, programs=programs)
     try:
         pipeline.step(batches(4, 1)[0])
         pipeline.drain()
