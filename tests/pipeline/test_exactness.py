@@ -73,6 +73,18 @@ def test_scopes_keep_the_numbers(pool, nodes, local):
     check(pool, nodes, local, settings)
 
 
+def test_rows_in_chunks_keep_the_numbers(pool):
+    settings = [
+        setting(2, 2, strategy, rounds, per_visit, tied, "float64") | {"sequence_chunk": size}
+        for strategy, rounds, per_visit, tied, size in [
+            ("tawpipe-spread", 2, 2, True, 7),
+            ("tawpipe-whole", 1, 1, False, 5),
+            ("hsdp", 2, 1, True, 19),
+        ]
+    ]
+    check(pool, 2, 2, settings)
+
+
 def test_homes_anywhere_keep_the_numbers(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [

@@ -43,7 +43,7 @@ CONFIG = LlamaConfig(
     num_attention_heads=2,
     num_key_value_heads=2,
     vocab_size=1000,
-    max_position_embeddings=4096,
+    max_position_embeddings=8192,
     tie_word_embeddings=False,
 )
 ALONE = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9))
@@ -118,6 +118,24 @@ def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     pipeline.close()
     assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
     assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
+
+
+def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
+    """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
+    CONFIG.save_pretrained(tmp_path)
+    settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512)
+    given = {"sequence_length": 8192, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
+    asked = request_of(str(tmp_path), ALONE, **given)
+    parts = memory_of(asked, build(asked.step(settings))).parts
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, check="never")
+    ids = torch.randint(0, 1000, (1, 8192))
+    pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
+    pipeline.drain()
+    measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
+    pipeline.close()
+    assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
 
 
 def test_a_layers_output_is_the_next_layers_input_and_counts_once():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
 from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes
+from tawpipe.model.chunked import Chunk, Options, attend
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import unsupported
 
@@ -46,6 +47,8 @@ class PackedMask:
     """A token sees itself and the ``window - 1`` tokens before it; None for all before it."""
     function: MaskFunction | None = None
     """The mask that the model asked for, which ``check`` compares with the above."""
+    chunk: Chunk | None = None
+    """The part of every row that the layer is called for; None for all."""
 
     def check(self) -> None:
         """Compare the model's mask with a causal one (within the window) at the positions where they could differ.
@@ -193,6 +196,12 @@ def packed_attention(
     if window is not None and window >= documents.max_length:
         window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (chunk := attention_mask.chunk) is not None:
+        if chunk.attended:
+            raise unsupported(
+                type(module).__name__, "its layer calls attention twice, and cannot be cut along the sequence"
+            )
+        return attend(query, key, value, s_aux, chunk, documents, Options(window, scale, dropout, softcap)), None
     offer = Offer.of(query.device)
     if offer.capability is not None:
         problem = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)

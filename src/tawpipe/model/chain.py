@@ -6,14 +6,16 @@ It knows nothing of processes, transfers or schedules. All calls of one chain ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tawpipe.model import attention
+from tawpipe.model.attention import PackedMask
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
@@ -37,11 +39,19 @@ from tawpipe.model.units import build_blocks, build_units
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 
 logger = logging.getLogger(__name__)
+PROBED_LENGTHS = 5, 7
+"""Of the rows for which the calls of layers are recorded, to see which arguments run along the tokens."""
 
 
 def inner_model(given: nn.Module) -> Any:
     """The transformers model in a ``peft`` model, or the model itself."""
     return given.get_base_model() if hasattr(given, "peft_config") else given  # type: ignore[operator]
+
+
+def _row_of(length: int, device: torch.device) -> MicroBatch:
+    """A row of the first token."""
+    ids = torch.zeros(1, length, dtype=torch.long)
+    return MicroBatch.from_rows(ids, ids).to(device)
 
 
 class Chain(UnitBinding):
@@ -97,6 +107,10 @@ class Chain(UnitBinding):
             self.units, len(names), embedding_backward_reads_weights=discovery.embedding_backward_reads_weights
         )
         self._block_names = names
+        self.along_tokens: tuple[tuple[int | None, ...], ...] = ()
+        """For every layer, of each leaf of its arguments the dimension of a row's tokens, or None where it has none;
+        empty until ``find_tokens`` has looked.
+        """
 
         as_tuple = discovery.returns_tuple
         self._tape, self._feed = Tape(returns_tuple=as_tuple), Feed(returns_tuple=as_tuple)
@@ -193,7 +207,37 @@ class Chain(UnitBinding):
         before = (total - counted).masked_fill(positions != 0, 0).cummax(1).values
         return (total - before) * counted + first - 1
 
-    def layer(self, block: int, hidden: Tensor, calls: tuple[LayerCall, ...]) -> Tensor:
+    def find_tokens(self) -> None:
+        """Find ``along_tokens``, by recording the layers' calls for two lengths; the embedding's weights are bound.
+
+        Raises:
+            UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
+        """
+        found = []
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            short, long = (self.embed(_row_of(length, self.device))[1] for length in PROBED_LENGTHS)
+        for index, calls in enumerate(zip(short, long, strict=True)):
+            leaves = [tree_leaves((call.args, call.kwargs)) for call in calls]
+            found.append(tuple(self._tokens_of(index, *pair) for pair in zip(*leaves, strict=True)))
+        self.along_tokens = tuple(found)
+
+    def _tokens_of(self, index: int, short: Any, long: Any) -> int | None:
+        """The dimension of the tokens of an argument of a layer, which was recorded for two lengths."""
+        where = f"an argument of layer {index} of {self.name}"
+        if isinstance(short, Tensor) and isinstance(long, Tensor) and short.ndim == long.ndim:
+            changed = [dim for dim in range(short.ndim) if short.shape[dim] != long.shape[dim]]
+            if not changed:
+                return None
+            if len(changed) == 1 and (short.shape[changed[0]], long.shape[changed[0]]) == PROBED_LENGTHS:
+                return changed[0]
+        elif isinstance(short, PackedMask) or (type(short) is type(long) and short == long):
+            return None
+        raise unsupported(
+            where, "it depends on the length of the row other than token by token, so that rows cannot be cut in chunks"
+        )
+
+    def layer(self, block: int, hidden: Tensor, calls: Sequence[LayerCall] | Mapping[int, LayerCall]) -> Tensor:
         """Blocks 1 to N: the model's own layer, called as its model calls it. [b, S, H] -> [b, S, H]."""
         call, layer = calls[block - 1], self.layers[block - 1]
         state = block, self.model.training

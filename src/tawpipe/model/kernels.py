@@ -223,7 +223,7 @@ class SlicedScores(torch.autograd.Function):
         generator = torch.Generator(query.device).manual_seed(ctx.seed)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
         for queries, keys, offset in _slices(query, documents, window):
-            output[queries] = _explicit_scores(
+            output[queries] = explicit_scores(
                 query[queries],
                 key[keys],
                 value[keys],
@@ -244,29 +244,12 @@ class SlicedScores(torch.autograd.Function):
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         generator = torch.Generator(query.device).manual_seed(ctx.seed)
         for queries, keys, offset in _slices(query, ctx.documents, ctx.window):
-            places = (queries, keys, keys)
-            with torch.enable_grad():
-                parts = [
-                    tensor[place].detach().requires_grad_()
-                    for tensor, place in zip((query, key, value), places, strict=True)
-                ]
-                sink = None if sinks is None else sinks.detach().requires_grad_()
-                output = _explicit_scores(
-                    parts[0],
-                    parts[1],
-                    parts[2],
-                    sink,
-                    offset=offset,
-                    window=ctx.window,
-                    generator=generator,
-                    **ctx.options,
-                )
-            wanted = parts if sink is None else [*parts, sink]
-            own = torch.autograd.grad(output, wanted, gradients[0][queries])
+            given = {"offset": offset, "window": ctx.window, "generator": generator, **ctx.options}
+            own = explicit_gradients(query[queries], key[keys], value[keys], sinks, gradients[0][queries], **given)
             query_gradient[queries] = own[0]
             for total, part in zip(sums, own[1:3], strict=True):
                 total[keys] += part
-            if sink_sum is not None:
+            if sink_sum is not None and own[3] is not None:
                 sink_sum += own[3]
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
@@ -277,19 +260,45 @@ def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator
     """Slices of queries whose scores fit a budget: the queries, the keys that they see, and at which of these keys the
     first query stands.
     """
-    heads, every = query.shape[1], slice(None)
-    budget = 2**26 if query.is_cuda else 2**22
+    every = slice(None)
     for rows, tokens in documents.regions():
-        first = tokens.start
-        while first < tokens.stop:
-            oldest = tokens.start if window is None else max(tokens.start, first - window + 1)
-            size = budget // ((rows.stop - rows.start) * heads * (first - oldest + 128))
-            last = min(tokens.stop, first + max(1, min(size, 128)))
+        for first, last, oldest in slices_of(query, rows, range(tokens.start, tokens.stop), tokens.start, window):
             yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), first - oldest
-            first = last
 
 
-def _explicit_scores(
+def slices_of(
+    query: Tensor, rows: slice, tokens: range, begin: int, window: int | None
+) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of the queries, oldest key) of slices whose scores fit a budget.
+
+    Args:
+        tokens: the queries in their row, of one document.
+        begin: the document's oldest key that counts.
+    """
+    budget = 2**26 if query.is_cuda else 2**22
+    first = tokens.start
+    while first < tokens.stop:
+        oldest = begin if window is None else max(begin, first - window + 1)
+        size = budget // ((rows.stop - rows.start) * query.shape[1] * (first - oldest + 128))
+        last = min(tokens.stop, first + max(1, min(size, 128)))
+        yield first, last, oldest
+        first = last
+
+
+def explicit_gradients(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, gradient: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of all that ``explicit_scores`` is given, which is computed again."""
+    with torch.enable_grad():
+        given = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        sink = None if sinks is None else sinks.detach().requires_grad_()
+        output = explicit_scores(given[0], given[1], given[2], sink, **options)
+    wanted = given if sink is None else [*given, sink]
+    own = torch.autograd.grad(output, wanted, gradient)
+    return own[0], own[1], own[2], None if sink is None else own[3]
+
+
+def explicit_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,

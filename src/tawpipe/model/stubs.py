@@ -8,10 +8,14 @@ model itself is never changed, not even for the time of a call, and its paramete
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tawpipe.model.attention import PackedMask
+from tawpipe.model.chunked import Chunk
 
 HIDDEN = "hidden_states"
 
@@ -35,6 +39,20 @@ class LayerCall:
         args, kwargs = ((hidden, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, HIDDEN: hidden})
         output = layer(*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
+
+    def cut(self, along: Sequence[int | None], chunk: Chunk) -> LayerCall:
+        """The call for some tokens of every row.
+
+        Args:
+            along: the dimension of the tokens of every leaf of the arguments, as ``Chain.along_tokens`` has it.
+        """
+        leaves, form = tree_flatten((self.args, self.kwargs))
+        for place, (leaf, dim) in enumerate(zip(leaves, along, strict=True)):
+            if isinstance(leaf, PackedMask):
+                leaves[place] = replace(leaf, chunk=chunk)
+            elif dim is not None:
+                leaves[place] = leaf.narrow(dim, chunk.begin, chunk.end - chunk.begin)
+        return LayerCall(*tree_unflatten(leaves, form))
 
 
 class Stub(nn.Module):

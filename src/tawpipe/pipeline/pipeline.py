@@ -131,6 +131,9 @@ class Pipeline:
         self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
         if clip_norm is not None and self.settings.early_updates:
             raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
+        if compile_layers and self.settings.sequence_chunk:
+            expected = "false with schedule.sequence_chunk: every chunk would be compiled anew"
+            raise UserError("compile_layers", True, expected)
         self.chain = Chain(model, loss=loss)
         self._deal = Deal(
             micro_batch,
@@ -187,7 +190,13 @@ class Pipeline:
         )
         vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
         chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)
-        self._compute = Compute(self.chain, self.spec, chunk_tokens=chunk_tokens, compiled=compile_layers)
+        self._compute = Compute(
+            self.chain,
+            self.spec,
+            chunk_tokens=chunk_tokens,
+            sequence_chunk=self.settings.sequence_chunk,
+            compiled=compile_layers,
+        )
         self.executor = Executor(
             self.world.rank,
             compute=self._compute,

@@ -40,11 +40,15 @@ class Bench:
     Args:
         chain: of a model on the meta device; it is prepared here.
         chunk_tokens: whose logits exist at one time.
+        sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
     """
 
-    def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> None:
+    def __init__(
+        self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int, sequence_chunk: int = 0
+    ) -> None:
         chain.prepare(device, dtype)
         self.chain, self.device, self.dtype, self.chunk = chain, device, dtype, chunk_tokens
+        self.sequence_chunk = sequence_chunk
 
     @property
     def boundary(self) -> int:
@@ -97,6 +101,8 @@ class Bench:
             self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
         with torch.no_grad():
             calls = self.chain.embed(batch.to(self.device))[1]
+            if self.sequence_chunk and not self.chain.along_tokens:
+                self.chain.find_tokens()
         for unit in units:
             self.chain.release(unit)
         return calls

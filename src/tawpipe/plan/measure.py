@@ -132,6 +132,7 @@ def request_of(
         "dtype": dtype,
         "device": here,
         "chunk_tokens": min(chunk, tokens),
+        "sequence_chunk": settings.sequence_chunk,
         "packed": len(documents) > 1,
         "tell": tell,
     }
@@ -206,4 +207,5 @@ def _profile(
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
-    return estimate(chain, dtype=measuring["dtype"], flops=peak, chunk_tokens=measuring["chunk_tokens"])
+    given = {name: measuring[name] for name in ("dtype", "chunk_tokens", "sequence_chunk")}
+    return estimate(chain, flops=peak, **given)

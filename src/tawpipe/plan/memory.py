@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
+from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width
 from tawpipe.plan.bench import Bench, Case
+from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
 from tawpipe.schedule.footprint import BlockMemory
@@ -38,6 +40,9 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
+        if kind == "layer" and 0 < bench.sequence_chunk < tokens:  # one chunk more, whose past is as large as any
+            least = PAST_KEYS + bench.sequence_chunk
+            short, long = (least,), (least + bench.sequence_chunk,)
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
         span = sum(long) - sum(short)
         for name, amount in second.items():
@@ -55,7 +60,8 @@ def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]
     """Bytes of a block by name: those of ``BlockMemory.working`` and of ``BlockMemory.kept``."""
     with bench.case(block, lengths) as case:
         if case.spec.kind == "layer":
-            return _weigh_layer(bench, block, case)
+            cut = 0 < bench.sequence_chunk < sum(lengths)
+            return _weigh_layer_in_chunks(bench, block, case) if cut else _weigh_layer(bench, block, case)
         if case.spec.kind == "head":
             with torch.set_grad_enabled(case.spec.needs_backward):
                 bench.head(case)  # what the first chunk leaves behind for the others is not a chunk's own
@@ -138,6 +144,20 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     return found
 
 
+def _weigh_layer_in_chunks(bench: Bench, block: int, case: Case) -> dict[str, float]:
+    """Nothing is kept of chunks, and the gradient of the input takes the place of the one that arrives."""
+    chain, held = bench.chain, list[Tensor]()
+    layer = LayerInChunks(chain, block, case.calls, bench.sequence_chunk, lambda number, run: run())
+    wanted = block > chain.spec.first_backward
+    (forward,) = _steady([lambda: held.append(layer.forward(case.hidden)), held.clear], bench.device)[:1]
+    found: dict[str, float] = {"attention": 0, "forward full": forward.most - case.hidden.nbytes}
+    if chain.blocks[block].needs_backward:
+        gradient = case.hidden.clone()
+        (backward,) = _steady([lambda: layer.backward(case.hidden, gradient, wanted=wanted)], bench.device)
+        found["backward full"] = backward.most - (case.hidden.nbytes if wanted else 0)
+    return found
+
+
 def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
     """``peaks`` once the parts have run before: the first time a device's libraries take room that they keep."""
     if device.type == "cuda":
@@ -146,12 +166,13 @@ def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list
     return peaks(parts, device)
 
 
-def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
+def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequence_chunk: int = 0) -> BlockMemory:
     """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
 
     A norm keeps its input in fp32, the result before its weight, and its output. Attention keeps queries, keys, values
     and output. A gated MLP keeps three intermediates, and its backward pass makes as many gradients before anything
-    goes. Of logits there are three copies in fp32 and one in the type of the run.
+    goes. Of logits there are three copies in fp32 and one in the type of the run. In chunks all that is for one of
+    them; of the whole row are keys and values, and in the backward pass their gradients in fp32.
     """
     config, size = chain.config.get_text_config(), dtype.itemsize
     boundary = config.hidden_size * size
@@ -173,6 +194,10 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         "forward selective": (0, 3 * inner + boundary),
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
+    if sequence_chunk:
+        full = layer["forward full"][1] * sequence_chunk, layer["backward full"][1] * sequence_chunk
+        summed = 2 * keys // size * max(4, size)
+        layer = {"forward full": (full[0], 2 * keys), "backward full": (matrix + full[1], 2 * keys + summed - boundary)}
     return BlockMemory(
         boundary,
         {

@@ -81,6 +81,7 @@ def measure(
     device: torch.device,
     tokens: int,
     chunk_tokens: int = 1024,
+    sequence_chunk: int = 0,
     packed: bool = False,
     timed: bool = True,
     tell: Callable[[str], None] = lambda _: None,
@@ -93,7 +94,7 @@ def measure(
         timed: False for memory alone, which takes less time; all seconds are 0.
         tell: is given what is measured, before it is and while it takes time.
     """
-    bench = Bench(chain, device, dtype, chunk_tokens)
+    bench = Bench(chain, device, dtype, chunk_tokens, sequence_chunk)
     memory = measure_memory(bench, tokens=tokens, packed=packed)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     source = f"measured on {where}, {tokens} tokens"
@@ -113,7 +114,9 @@ def measure(
     return Profile(in_order, clock.update_seconds(), memory, source)
 
 
-def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
+def estimate(
+    chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024, sequence_chunk: int = 0
+) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
     A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
@@ -134,7 +137,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     return Profile(
         tuple(blocks),
         UPDATE_BYTES / ESTIMATED_BYTES_PER_S,
-        estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens),
+        estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens, sequence_chunk=sequence_chunk),
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
     )
 

@@ -19,6 +19,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.schedule.actions import Action, Op
@@ -65,11 +66,15 @@ class Compute:
 
     Args:
         chunk_tokens: tokens of a micro-batch for which logits exist at one time.
+        sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
         compiled: layers are compiled.
     """
 
-    def __init__(self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int, compiled: bool = False) -> None:
+    def __init__(
+        self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int, sequence_chunk: int = 0, compiled: bool = False
+    ) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
+        self.sequence_chunk = sequence_chunk
         self._random = BlockRandomness(chain.device, compiled=compiled)
         self._repeated: set[tuple[int, bool]] = set()
         """Blocks that have been seen to give the same twice."""
@@ -89,6 +94,8 @@ class Compute:
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
             batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
+            if self.sequence_chunk and not self.chain.along_tokens:
+                self.chain.find_tokens()
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
                 hidden, calls = self._drawing(action, given, lambda: self.chain.embed(batch))
             self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
@@ -98,7 +105,7 @@ class Compute:
             hidden, held = self._held[block_input(m, action.block)], self._held[context(m)]
             if block.kind == "layer":
                 output = self._layer_forward(action, hidden, held.calls, given)
-                again = partial(self.chain.layer, action.block, hidden, held.calls)
+                again = partial(self._layer, action, hidden, held.calls, given)
                 self._check_new(action, given, before, output, again)
                 self._held[block_input(m, action.block + 1)] = output
             else:
@@ -112,7 +119,7 @@ class Compute:
     def _layer_forward(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
         """A layer's output; what the action writes besides is what its backward pass starts from."""
         b = action.block
-        layer = partial(self.chain.layer, b, calls=calls)
+        layer = partial(self._layer, action, calls=calls, given=given)
         kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
         if kept is None:
             with torch.no_grad():
@@ -128,6 +135,25 @@ class Compute:
         self._held[kept] = (leaf, get_gradient_edge(output))
         return output.detach()
 
+    def _layer(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
+        """The layer on whole rows, or in chunks, which have no graph."""
+        if self._cuts(hidden):
+            return self._in_chunks(action, calls, given).forward(hidden)
+        return self.chain.layer(action.block, hidden, calls)
+
+    def _input(self, action: Action) -> Tensor:
+        """The input of a block in its backward pass."""
+        return self._held[next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))]
+
+    def _cuts(self, hidden: Tensor) -> bool:
+        """True if rows of [b, S, ...] are computed in chunks."""
+        return 0 < self.sequence_chunk < hidden.shape[1]
+
+    def _in_chunks(self, action: Action, calls: tuple[LayerCall, ...], given: StepInput) -> LayerInChunks:
+        state, seed = self._state(action), self._seed(action, given)
+        draw = lambda number, run: self._random.run(state, seed_of(seed, number + 1), run)  # noqa: E731
+        return LayerInChunks(self.chain, action.block, calls, self.sequence_chunk, draw)
+
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
         their buffers.
@@ -137,6 +163,7 @@ class Compute:
         units = self.spec.trainable_units(b)
         held: _OnDevice = self._held[context(m)]
         in_chunks = block.kind == "head" and held.batch.input_ids.numel() > self.chunk_tokens
+        in_chunks |= block.kind == "layer" and self._cuts(held.batch.input_ids)
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads, in_chunks=in_chunks)
         wanted = input_gradient(m, b) in action.writes
@@ -149,6 +176,9 @@ class Compute:
                 self._held[loss(m)] = loss_in_chunks(
                     self.chain, hidden, held.batch, gradient, given.scale, self.chunk_tokens
                 )
+        elif block.kind == "layer" and self._cuts(held.batch.input_ids):
+            gradient = self._held[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
+            self._in_chunks(action, held.calls, given).backward(self._input(action), gradient, wanted=wanted)
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
@@ -156,8 +186,7 @@ class Compute:
                 if kept := next((buffer for buffer in action.reads if buffer.kind in SAVED), None):
                     hidden, graph = self._held[kept]
                 elif block.kind == "layer":
-                    source = next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))
-                    hidden = self._held[source].detach().requires_grad_(wanted)
+                    hidden = self._input(action).detach().requires_grad_(wanted)
                     layer = partial(self.chain.layer, b, hidden, held.calls)
                     graph = get_gradient_edge(self._drawing(action, given, layer))
                 elif held.embedded is not None:

@@ -67,6 +67,11 @@ class ScheduleSettings:
     """Tokens whose logits exist at one time; those of a long sequence never do. 0 for 1024 to 8192, as many as take 4
     GiB on a GPU or 1 GiB on a CPU."""
 
+    sequence_chunk: int = bounded(0, minimum=0)
+    """Run a layer on so many tokens of a row at a time, all of them in one visit, so that rows may be much longer: what
+    a layer needs besides its input then exists for one chunk, and keys and values for one layer. 0 runs it on whole
+    rows."""
+
 
 DEFAULT = ScheduleSettings()
 RENAMED = {
@@ -79,7 +84,7 @@ RENAMED = {
     "finite_check": "early_updates (true for a finite_check of false)",
 }
 """Names of earlier versions, and what they are now."""
-UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens")
+UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "sequence_chunk")
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""
@@ -115,6 +120,9 @@ def check_values(settings: ScheduleSettings) -> None:
     Raises:
         UserError: the first of them.
     """
+    if settings.sequence_chunk and settings.recompute != "full":
+        expected = "full with --schedule.sequence-chunk, which keeps nothing of a chunk"
+        raise UserError("schedule.recompute", settings.recompute, expected)
     hints = get_type_hints(ScheduleSettings)
     for one in fields(settings):
         value, choices = getattr(settings, one.name), _choices(hints[one.name])

@@ -72,7 +72,7 @@ class TimedLayer(nn.Module):
 
     def __init__(self, part: TimedPart, sleeper: Sleeper) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((part.elements,), INITIAL_WEIGHT))
+        self.weight = nn.Parameter(torch.full((max(1, part.elements),), INITIAL_WEIGHT))
         self.part, self.sleeper = part, sleeper
 
     def forward(self, x: Tensor) -> Tensor:

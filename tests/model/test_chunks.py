@@ -1,0 +1,103 @@
+"""A layer that runs a row chunk by chunk gives the numbers of the plain model on whole documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refused, rows_of
+from model_families import family_config, real_model
+from tawpipe.errors import UserError
+from tawpipe.model import chunked
+from tawpipe.schedule.settings import ScheduleSettings, check_values
+
+FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
+DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, LENGTH - 1, LENGTH, 2 * LENGTH])
+@pytest.mark.parametrize("past", [2, 4096])
+def test_any_size_of_chunks(size, past, monkeypatch):
+    """That divides the row or not; the past is looked at at once or in parts."""
+    monkeypatch.setattr(chunked, "PAST_KEYS", past)
+    assert right_or_refused(llama(), rows_of(), sequence_chunk=size) == "right"
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_packed_documents_are_cut_anywhere(size):
+    """Document borders in the middle of a chunk, at its ends, and several in one; 6 is one more than a document."""
+    batch, documents = packed([0], DOCUMENTS)
+    assert right_or_refused(llama(), batch, documents=documents, sequence_chunk=size) == "right"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_every_kind_of_attention(family, size):
+    """Windows, soft caps, sinks, biases, few heads of keys, experts, values of another width, learned positions."""
+    batch, documents = packed([0], DOCUMENTS)
+    config = family_config(family)
+    if family == "qwen3_moe":
+        config.output_router_logits = False
+    limit = 1e-6  # some norms are computed in fp32
+    assert (
+        right_or_refused(lambda: real_model(config), batch, documents=documents, limit=limit, sequence_chunk=size)
+        == "right"
+    )
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"offloaded_layers": 2},
+        {"micro_batch": 2},
+        {"micro_batches_per_visit": 3, "reuse": False},
+    ],
+    ids=lambda knobs: " ".join(map(str, knobs)),
+)
+def test_with_other_settings(knobs):
+    assert right_or_refused(llama(), rows_of(), sequence_chunk=5, **knobs) == "right"
+
+
+def test_dropout_repeats_in_the_recomputation():
+    """The slope of the loss along the gradient is what the gradient says, so both saw the same numbers drawn."""
+    config = family_config("llama", attention_dropout=0.3)
+    first, again = (piped_numbers(lambda: real_model(config), rows_of(), sequence_chunk=5) for _ in range(2))
+    assert first.loss == again.loss
+    assert all(torch.equal(change, again.change[name]) for name, change in first.change.items())
+    other = piped_numbers(lambda: real_model(config), rows_of(), sequence_chunk=6)
+    assert other.loss != first.loss, "another size of chunks is another draw"
+
+
+def test_evaluation_in_chunks():
+    losses = []
+    for size in (0, 5):
+        pipeline = piped(llama(), sequence_chunk=size)
+        losses.append(pipeline.evaluate(rows_of()).loss)
+        pipeline.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def _twice(layer: Any, hidden: Tensor, call: Any) -> Tensor:
+    first = LlamaDecoderLayer.forward(layer, hidden, **call)
+    return LlamaDecoderLayer.forward(layer, first, **call)
+
+
+def _none(layer: Any, hidden: Tensor, call: Any) -> Tensor:
+    return hidden + layer.mlp(hidden)
+
+
+@pytest.mark.parametrize(("layer", "reason"), [(_twice, "attention twice"), (_none, "calls no attention")])
+def test_layers_that_cannot_be_cut_are_refused_by_name(layer, reason):
+    with pytest.raises(UserError, match=reason):
+        piped_numbers(llama(layer), rows_of(), sequence_chunk=5, check="never")
+
+
+def test_what_does_not_go_with_chunks_is_refused():
+    with pytest.raises(UserError, match="compile_layers"):
+        piped(llama(), sequence_chunk=5, compile_layers=True)
+    with pytest.raises(UserError, match="recompute"):
+        check_values(ScheduleSettings(recompute="none", sequence_chunk=5))
