@@ -32,6 +32,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     """
     check_bounds(config)
     config.check_data()
+    config.rope.check()
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
+from tawpipe.model.settings import RopeSettings
 from tawpipe.options import Options, bounded
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
@@ -195,6 +196,7 @@ class TrainConfig(DataSettings):
     strict: bool = False
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    rope: RopeSettings = field(default_factory=RopeSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

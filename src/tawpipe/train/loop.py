@@ -27,6 +27,7 @@ from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
+from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
@@ -354,6 +355,7 @@ class Training:
             topology=str(self.world.nodes),
             plan=self.plan,
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
+            rope=rope_of(self.pipeline.chain.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 
