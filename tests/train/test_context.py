@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import command
+from runs import command, rows
 from small import make_small
 from tawpipe.cli import main
 
@@ -51,3 +51,25 @@ def test_a_context_is_extended_in_phases(home, capsys):
     config = json.loads((home / "second" / "model" / "config.json").read_text())
     assert config["rope_parameters"]["original_max_position_embeddings"] == 32
     assert config["max_position_embeddings"] == 128
+
+
+def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
+    words = (*YARN, "--export.enabled", "false", "--checkpoint.every", "0")
+    page = home / "curve.html"
+    assert alone(home, "plain", *words) == 0
+    capsys.readouterr()
+    assert alone(home, "curve", *words, "--evaluation.by-position", "3", "--report", str(page)) == 0
+    assert "by tokens before" in (said := capsys.readouterr().out) and "to 16: " in said and "to 64: " in said
+    assert "Validation loss by position" in page.read_text()
+    kept = ("step", "loss", "grad_norm", "tokens", "validation_loss")
+    plain, curve = ([{name: row.get(name) for name in kept} for row in rows(home, one)] for one in ("plain", "curve"))
+    assert plain == curve
+    for row in rows(home, "curve"):
+        if row.get("validation_loss") is None:
+            assert "validation_by_position" not in row
+            continue
+        losses = row["validation_by_position"]
+        assert list(losses) == ["16", "32", "64"]
+        assert min(losses.values()) <= row["validation_loss"] <= max(losses.values())
+    assert alone(home, "never", *words, "--evaluation.by-position", "3", "--evaluation.every", "0") == 2
+    assert "--evaluation.by-position: got 3; 0 while --evaluation.every is 0" in capsys.readouterr().err

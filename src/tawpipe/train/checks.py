@@ -49,6 +49,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.schedule.strategy not in (known := strategies(runs=True)):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
+    if (buckets := config.evaluation.by_position) and not config.evaluation.every:
+        raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:

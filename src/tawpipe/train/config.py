@@ -54,6 +54,9 @@ class EvaluationConfig:
     """Evaluate each time after this many steps, and after the last one. 0 for never."""
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones."""
+    by_position: int = bounded(0, minimum=0)
+    """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
+    length: a curve that shows how far a model profits from what it has read. 0 for none."""
 
 
 @dataclass(frozen=True)
