@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PhimoeConfig,
+    PreTrainedConfig,
+)
 
 from borders import assert_same, packed, plain_numbers, right_or_refused, sgd
 from model_families import family_config, keep_fp64, real_model
@@ -242,6 +250,11 @@ def test_a_config_that_says_something_else_is_named(tmp_path):
             r"--rope\.scaling: got 'yarn'",
         ),
         (phi, {"scaling": "yarn", "factor": 4.0}, r"--rope\.scaling: got 'yarn'.*longrope"),
+        (
+            PhimoeConfig(max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+            {"scaling": "yarn", "factor": 4.0},
+            r"--rope\.scaling: got 'yarn'.*short_mscale",
+        ),
         (phi, {"scaling": "linear", "factor": 8.0, "original_length": 8}, r"original-length: got 8; 16, as the config"),
         (
             LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),

@@ -57,7 +57,7 @@ def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest:
     text.max_position_embeddings = positions
     try:
         text.validate_rope()
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError("--rope.scaling", rope.scaling, f"what {spec} can have ({error})") from error
 
 
