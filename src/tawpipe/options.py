@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import math
 import re
 import textwrap
 import types
@@ -82,6 +83,21 @@ class Leaf:
                     return read_scalar(kind, value)
         plain = value if isinstance(value, str | int | float | list | dict) else "null" if value is None else str(value)
         raise UserError(self.option, plain, self.expected)
+
+    def check(self, value: object) -> None:
+        """Raise UserError for a number out of the setting's bounds."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        bounds = self.metadata
+        fits = (
+            math.isfinite(value)
+            and value >= bounds.get("minimum", -math.inf)
+            and value > bounds.get("above", -math.inf)
+            and value <= bounds.get("maximum", math.inf)
+            and value < bounds.get("below", math.inf)
+        )
+        if not fits:
+            raise UserError(self.option, value, self.expected)
 
 
 @dataclass(frozen=True)

@@ -73,3 +73,14 @@ def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
         assert min(losses.values()) <= row["validation_loss"] <= max(losses.values())
     assert alone(home, "never", *words, "--evaluation.by-position", "3", "--evaluation.every", "0") == 2
     assert "--evaluation.by-position: got 3; 0 while --evaluation.every is 0" in capsys.readouterr().err
+
+
+def test_a_plan_knows_the_longer_context(home, capsys):
+    words = ["plan", "--model", str(home / "model"), "--topology", "2x2@1gbit", "--device-name", "CPU", "--json"]
+    words += ["--sequence-length", "64", "--global-batch", "4", "--dtype", "float32"]
+    assert main(words) == 2
+    assert "--sequence-length: got 64; at most 32" in capsys.readouterr().err
+    assert main([*words, "--rope.scaling", "yarn", "--rope.factor", "0.5"]) == 2
+    assert "--rope.factor: got 0.5; a number at least 1" in capsys.readouterr().err
+    assert main([*words, *YARN]) == 0
+    assert json.loads(capsys.readouterr().out)

@@ -5,7 +5,6 @@ Every check raises UserError with the name of the setting as the user writes it.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -89,18 +88,7 @@ def check_bounds(config: TrainConfig) -> None:
         value: object = config
         for name in path:
             value = getattr(value, name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        bounds = leaf.metadata
-        fits = (
-            math.isfinite(value)
-            and value >= bounds.get("minimum", -math.inf)
-            and value > bounds.get("above", -math.inf)
-            and value <= bounds.get("maximum", math.inf)
-            and value < bounds.get("below", math.inf)
-        )
-        if not fits:
-            raise UserError(leaf.option, value, leaf.expected)
+        leaf.check(value)
 
 
 def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
