@@ -4,7 +4,7 @@ Every leaf field of the tree is one setting. Its name on the command line has da
 YAML underscores and nesting (``optimizer: {clip_norm: 1.0}``). The string under a field is its help in both places.
 A command line beats a file, wherever ``--config`` stands; of several files the last one wins.
 
-YAML is read with the safe loader and values are scalars or lists of text: a file can neither name a class nor run code.
+YAML is read with the safe loader and values are scalars or lists of them: a file can neither name a class nor run code.
 A value is refused where it is read, so that the message can name the setting and say what it may be.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import math
 import re
 import textwrap
 import types
@@ -73,15 +74,30 @@ class Leaf:
             UserError: it is of another type. Bounds are not looked at.
         """
         if self.is_list:
-            texts = [value] if isinstance(value, str) else value
-            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-                return get_origin(self.hint)(texts)
+            with contextlib.suppress(ValueError, OverflowError):
+                items = value if isinstance(value, list) else [value]
+                return get_origin(self.hint)(read_scalar(get_args(self.hint)[0], item) for item in items)
         else:
             for kind in sorted(kinds_of(self.hint), key=lambda kind: kind is not types.NoneType):
                 with contextlib.suppress(ValueError, OverflowError):
                     return read_scalar(kind, value)
         plain = value if isinstance(value, str | int | float | list | dict) else "null" if value is None else str(value)
         raise UserError(self.option, plain, self.expected)
+
+    def check(self, value: object) -> None:
+        """Raise UserError for a number out of the setting's bounds."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        bounds = self.metadata
+        fits = (
+            math.isfinite(value)
+            and value >= bounds.get("minimum", -math.inf)
+            and value > bounds.get("above", -math.inf)
+            and value <= bounds.get("maximum", math.inf)
+            and value < bounds.get("below", math.inf)
+        )
+        if not fits:
+            raise UserError(self.option, value, self.expected)
 
 
 @dataclass(frozen=True)
@@ -123,7 +139,9 @@ def describe(hint: Any, bounds: str = "") -> str:
     def one(kind: Any) -> str:
         if get_origin(kind) is Literal:
             return "one of " + ", ".join(map(str, get_args(kind)))
-        return "a list of texts" if get_origin(kind) in (tuple, list) else words[kind]
+        if get_origin(kind) in (tuple, list):
+            return "a list of " + {str: "texts", float: "numbers"}[get_args(kind)[0]]
+        return words[kind]
 
     return " or ".join(map(one, kinds_of(hint)))
 
@@ -224,8 +242,8 @@ class Options(Generic[T]):
     """The settings of ``cls`` for one command.
 
     Args:
-        cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text) or dataclasses of
-            them. Every field has a default.
+        cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text or of numbers) or
+            dataclasses of them. Every field has a default.
         prog: the command as the user types it.
         renamed: keys of earlier versions, with what takes their place.
         choices: of settings whose values stand in a table: key -> value -> what it means.
@@ -404,6 +422,8 @@ def _add(container: Any, leaf: Leaf) -> None:
 
 def _metavar(hint: Any) -> str:
     kind = kinds_of(hint)[0]
+    if get_origin(kind) in (tuple, list):
+        kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
     return {int: "N", float: "X", bool: "true|false"}.get(kind, "TEXT")

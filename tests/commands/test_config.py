@@ -98,6 +98,30 @@ def test_yaml_reads_numbers_and_lists_as_people_write_them(tmp_path: Path) -> No
     assert config.virtual_nodes is True
 
 
+def test_lists_of_numbers_are_read_from_words_and_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("rope: {scaling: longrope, short_factor: 1, long_factor: [1, 2.5]}\n")
+    words = ["--rope.scaling", "longrope", "--rope.short-factor", "1", "--rope.long-factor", "1", "2.5"]
+    config = load_config(words)
+    assert load_config(["--config", str(file)]) == config
+    assert (config.rope.short_factor, config.rope.long_factor) == ([1.0], [1.0, 2.5])
+    assert main(["train", *words, "--print-config"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert load_config(["--config", str(file)]) == config
+    for wrong in (["--rope.long-factor", "1", "two"], ["--rope.long-factor", "1,2"]):
+        with pytest.raises(UserError, match=r"--rope\.long-factor: .*; a list of numbers"):
+            load_config(wrong)
+
+
+def test_rotary_settings_that_no_model_can_have_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {"--rope.factor: got 0.5; a number at least 1": ["--rope.scaling", "yarn", "--rope.factor", "0.5"]}
+    cases["--rope.scaling: got 'dynamic'; one of none, linear"] = ["--rope.scaling", "dynamic", "--rope.factor", "2"]
+    cases["--rope.factor: got 2.0; unset under --rope.scaling none"] = ["--rope.factor", "2"]
+    for message, words in cases.items():
+        assert main(["train", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("# nothing\n")

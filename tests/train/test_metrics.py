@@ -64,9 +64,12 @@ def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
 
 def test_every_row_is_strict_json(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(1, {**ROW, "loss": float("nan"), "grad_norm": float("inf")})
+        curve = {"256": 3.5, "512": float("nan"), "1024": None}
+        values = {**ROW, "loss": float("nan"), "grad_norm": float("inf"), "validation_by_position": curve}
+        writer.write(1, values)
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert row["loss"] is None and row["grad_norm"] is None
+    assert row["validation_by_position"] == {"256": 3.5, "512": None, "1024": None}
 
 
 def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: Path) -> None:

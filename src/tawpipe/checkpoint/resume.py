@@ -37,6 +37,7 @@ class RunState:
         data_state: what the dataset needs besides the position.
         plan: that the run followed, empty for none; it is followed again on the same topology.
         dtype: in which the run computed; empty in states of earlier versions.
+        rope: the model's rotary positions; empty without any, and in states of earlier versions.
         topology, versions: for the reader.
     """
 
@@ -48,6 +49,7 @@ class RunState:
     topology: str = ""
     plan: str = ""
     dtype: str = ""
+    rope: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -67,6 +69,7 @@ class RunState:
                 "data_state": dict,
                 "plan": str,
                 "dtype": str,
+                "rope": dict,
             }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):

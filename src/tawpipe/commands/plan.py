@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
+from tawpipe.model.settings import RopeSettings
+from tawpipe.options import Leaf, tree
 
 PROBE = "probe"
+ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
@@ -17,6 +20,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
     _check(arguments)
+    rope = _rope(arguments)
     import torch
 
     from tawpipe.model.attention_kernel import activate_flash
@@ -63,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
         vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
         settings=ScheduleSettings(early_updates=arguments.early_updates),
+        rope=rope,
         trust_remote_code=arguments.trust_remote_code,
         here=here,
         tell=tell,
@@ -112,6 +117,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--explain", arguments.explain, f"one of {', '.join(strategies())}")
 
 
+def _rope(arguments: argparse.Namespace) -> RopeSettings:
+    given = [(leaf, leaf.read(word)) for leaf in ROPE if (word := getattr(arguments, leaf.key)) is not None]
+    for leaf, value in given:
+        leaf.check(value)
+    rope = RopeSettings(**{leaf.path[-1]: value for leaf, value in given})
+    rope.check()
+    return rope
+
+
 def _lengths(words: str | None) -> list[int] | None:
     if words is None:
         return None
@@ -148,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
+    for leaf in ROPE:
+        many = "*" if leaf.is_list else None
+        parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help="as in the training run")
     parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")

@@ -71,3 +71,6 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
                 )
         for name, buffer in own.items():
             module._buffers[name] = buffer.to(device)
+        for name, value in list(vars(module).items()):
+            if name.endswith("long_inv_freq") and value.is_meta:  # a forward pass on meta has computed it: once more
+                delattr(module, name)

@@ -14,6 +14,8 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.pretrained import SafetensorsSource, check_weights, conversion, count_files, has_weights
 from tawpipe.model.refuse import unsupported
+from tawpipe.model.rope import apply_rope, check_rope
+from tawpipe.model.settings import RopeSettings
 from tawpipe.model.weights import InitSource, WeightSource
 
 _LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -40,6 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Llama shapes with random weights: 8, 124, 1236 and 8030 million parameters with their own vocabularies."""
 
+OWN_ROPE = RopeSettings()
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -73,6 +76,7 @@ def build_model(
     vocab_size: int | None = None,
     max_positions: int,
     longest: int | None = None,
+    rope: RopeSettings = OWN_ROPE,
     trust_remote_code: bool = False,
 ) -> BuiltModel:
     """Build the model that ``spec`` names, without memory for its weights.
@@ -84,25 +88,16 @@ def build_model(
             at least as many.
         max_positions: tokens in a row, which a preset is made for.
         longest: tokens of the longest document in a row, whose positions any other model must have; a row's by default.
+        rope: rotary positions instead of the model's own.
         trust_remote_code: run model code that comes with the folder or from the Hub.
 
     Raises:
         UserError: for an unknown spec, a model that is no causal LM, or one that the tokenizer or length does not fit.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     folder = resolve_model(spec)
-    if folder is None:
-        shape = PRESETS[spec] if vocab_size is None else {**PRESETS[spec], "vocab_size": vocab_size}
-        config: Any = LlamaConfig(
-            **shape, max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None, pad_token_id=None
-        )
-    else:
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError) as error:
-            raise unsupported(spec, f"its config.json cannot be used ({_first_line(error)})") from error
-        _check_fit(spec, config, vocab_size, max_positions, max_positions if longest is None else longest)
+    config = config_of(spec, folder, vocab_size, max_positions, longest, rope, trust_remote_code)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -112,7 +107,41 @@ def build_model(
         raise unsupported(
             spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
         ) from error
+    check_rope(spec, model, rope)
     return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None)
+
+
+def config_of(
+    spec: str,
+    folder: Path | None,
+    vocab_size: int | None,
+    max_positions: int,
+    longest: int | None,
+    rope: RopeSettings,
+    trust_remote_code: bool,
+) -> Any:
+    """The config that ``build_model`` makes a model of, with its arguments and errors.
+
+    Args:
+        folder: what ``resolve_model`` says of ``spec``.
+    """
+    from transformers import AutoConfig, LlamaConfig
+
+    longest = max_positions if longest is None else longest
+    if folder is None:
+        shape = PRESETS[spec] if vocab_size is None else {**PRESETS[spec], "vocab_size": vocab_size}
+        config: Any = LlamaConfig(
+            **shape, max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        )
+        apply_rope(spec, config, rope, row=max_positions, longest=longest)
+        return config
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise unsupported(spec, f"its config.json cannot be used ({_first_line(error)})") from error
+    apply_rope(spec, config, rope, row=max_positions, longest=longest)
+    _check_fit(spec, config, vocab_size, max_positions, longest)
+    return config
 
 
 def resolve_model(spec: str) -> Path | None:
@@ -170,11 +199,13 @@ def check_longest(spec: str, config: Any, row: int, longest: int) -> None:
         UserError: the longest document in a row of ``row`` tokens has more than the model's positions.
     """
     if longest > (limit := longest_allowed(config)):
+        rotary = getattr(config.get_text_config(), "rope_parameters", None)
         raise UserError(
             "--sequence-length",
             row,
             f"at most {limit} for {spec} (max_position_embeddings in its config.json), as the longest document in a "
-            f"row has {longest} tokens; or shorter documents",
+            f"row has {longest} tokens; or shorter documents"
+            + (", or --rope.scaling and --rope.factor" if rotary else ""),
         )
 
 

@@ -303,7 +303,12 @@ class Chain(UnitBinding):
 
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Block N + 1 for some positions: hidden states [b, c, H] and shifted labels [b, c] -> the sum of the loss."""
-        return sum_of_loss(self._loss, self.logits(hidden), labels)
+        return self.heads(hidden, [labels])[0]
+
+    def heads(self, hidden: Tensor, choices: Sequence[Tensor]) -> list[Tensor]:
+        """``head`` for several choices of labels from the same logits."""
+        logits = self.logits(hidden)
+        return [sum_of_loss(self._loss, logits, labels) for labels in choices]
 
     @contextmanager
     def loss_replaced(self, loss: Loss) -> Iterator[None]:

@@ -37,6 +37,7 @@ from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
 from tawpipe.pipeline.parameters import Parameters
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.runtime.by_position import LossByPosition
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
@@ -258,12 +259,18 @@ class Pipeline:
         self._generation += 1
         return result
 
-    def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch) -> StepResult:
-        """The loss on a global batch without an update. Waits for what is under way first."""
+    def evaluate(
+        self, batch: Mapping[str, Tensor] | LocalBatch, *, by_position: LossByPosition | None = None
+    ) -> StepResult:
+        """The loss on a global batch without an update. Waits for what is under way first.
+
+        Args:
+            by_position: to which this rank's part of the loss is added, by position in the document.
+        """
         self.drain()
         local = self._deal.local(batch)
         self._set_training(False)
-        result = self._play(local, training=False, rate=0.0)
+        result = self._play(local, training=False, rate=0.0, by_position=by_position)
         self.executor.drain()
         self._check_batch(result)
         return result
@@ -368,7 +375,13 @@ class Pipeline:
         raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
 
     def _play(
-        self, local: LocalBatch, *, training: bool, rate: float, recording: Recording | None = None
+        self,
+        local: LocalBatch,
+        *,
+        training: bool,
+        rate: float,
+        recording: Recording | None = None,
+        by_position: LossByPosition | None = None,
     ) -> StepResult:
         self._require_whole()
         self.chain.check_frozen()
@@ -384,6 +397,7 @@ class Pipeline:
             seed=self.seed if training else None,
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
+            by_position=by_position,
         )
         if schedule.step.settings.offloaded_layers:
             self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import build_model, longest_allowed
+from tawpipe.model.build import OWN_ROPE, build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
 from tawpipe.model.loss import loss_chunk
+from tawpipe.model.settings import RopeSettings
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
@@ -78,6 +79,7 @@ def request_of(
     vocab_size: int | None = None,
     memory_bytes: int | None = None,
     settings: ScheduleSettings = DEFAULT,
+    rope: RopeSettings = OWN_ROPE,
     trust_remote_code: bool = False,
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -91,6 +93,7 @@ def request_of(
         timed: False where only memory is asked for, which is measured; all seconds are 0.
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``schedule.settings.UNPLANNED``.
+        rope: rotary positions instead of the model's own.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -116,6 +119,7 @@ def request_of(
             vocab_size=vocab_size,
             max_positions=sequence_length,
             longest=max(documents),
+            rope=rope,
             trust_remote_code=trust_remote_code,
         )
         return Chain(built.model)

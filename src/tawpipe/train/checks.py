@@ -5,7 +5,6 @@ Every check raises UserError with the name of the setting as the user writes it.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     """
     check_bounds(config)
     config.check_data()
+    config.rope.check()
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):
@@ -48,6 +48,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.schedule.strategy not in (known := strategies(runs=True)):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
+    if (buckets := config.evaluation.by_position) and not config.evaluation.every:
+        raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:
@@ -86,18 +88,7 @@ def check_bounds(config: TrainConfig) -> None:
         value: object = config
         for name in path:
             value = getattr(value, name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        bounds = leaf.metadata
-        fits = (
-            math.isfinite(value)
-            and value >= bounds.get("minimum", -math.inf)
-            and value > bounds.get("above", -math.inf)
-            and value <= bounds.get("maximum", math.inf)
-            and value < bounds.get("below", math.inf)
-        )
-        if not fits:
-            raise UserError(leaf.option, value, leaf.expected)
+        leaf.check(value)
 
 
 def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:

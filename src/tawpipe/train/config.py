@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
+from tawpipe.model.settings import RopeSettings
 from tawpipe.options import Options, bounded
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
@@ -53,6 +54,9 @@ class EvaluationConfig:
     """Evaluate each time after this many steps, and after the last one. 0 for never."""
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones."""
+    by_position: int = bounded(0, minimum=0)
+    """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
+    length: a curve that shows how far a model profits from what it has read. 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,7 @@ class TrainConfig(DataSettings):
     strict: bool = False
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    rope: RopeSettings = field(default_factory=RopeSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

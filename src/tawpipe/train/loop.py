@@ -27,16 +27,18 @@ from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
+from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
+from tawpipe.runtime.by_position import LossByPosition, position_edges
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.limits import FACTOR
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.metrics import MetricsWriter, peak_memory_bytes
+from tawpipe.train.metrics import MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.stopping import StopRequest
 
 LOOK_AT_SAVES = 10
@@ -63,8 +65,8 @@ class Training:
         memory: for copies in the memory of the nodes, if there are to be any.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
-    last one that was measured, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is
-    not there.
+    last one that was measured, ``validation_by_position`` the same by position, if that is asked for, ``stopped`` the
+    signal that ended the run early, ``unsaved`` why the last checkpoint is not there.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Training:
         self._stragglers = Stragglers(config.log.straggler)
         self.samples = state.samples if state else 0
         self.validation_loss: float | None = None
+        self.validation_by_position: dict[str, float | None] = {}
         self._pending: deque[_Pending] = deque()
         self._saved_step = self._left_out = 0
         self._computed_s = 0.0
@@ -269,7 +272,7 @@ class Training:
             seconds, self._last = now - self._last, now
             # Counts all tokens of the batch: masked ones are computed too.
             per_second = self.config.global_batch * self.config.sequence_length / seconds
-            values: dict[str, float | int | None] = {
+            values: dict[str, Value] = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "learning_rate": done.rate,
@@ -283,6 +286,8 @@ class Training:
             extra = ""
             if evaluate and not self._pending:
                 self.validation_loss = values["validation_loss"] = self._evaluate()
+                if self.validation_by_position:
+                    values["validation_by_position"] = self.validation_by_position
                 self._last = time.perf_counter()
                 extra = f"validation loss {self.validation_loss:.4f}"
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
@@ -314,17 +319,24 @@ class Training:
     def _evaluate(self) -> float:
         """Mean loss per token over the first batches of the held-out rows, always the same ones."""
         assert self.data.validation is not None
-        rows = min(self.config.global_batch, len(self.data.validation))
+        rows, settings = min(self.config.global_batch, len(self.data.validation)), self.config.evaluation
+        by_position = None
+        if settings.by_position:
+            edges = position_edges(settings.by_position, self.config.sequence_length)
+            by_position = LossByPosition(edges, self.world.device)
         total, tokens, usual_s = 0.0, 0, self.pipeline.limit.least_s
         if not self._evaluated:  # layers are compiled once more, and every block runs twice
             self._limit(self.config.timeouts.first_step_s)
-        batches = max(1, min(self.config.evaluation.batches, len(self.data.validation) // rows))
+        batches = max(1, min(settings.batches, len(self.data.validation) // rows))
         for number in range(batches):
-            result = self.pipeline.evaluate(self._batch(self.data.validation, number * rows, rows))
+            batch = self._batch(self.data.validation, number * rows, rows)
+            result = self.pipeline.evaluate(batch, by_position=by_position)
             total, tokens = total + result.loss * result.tokens, tokens + result.tokens
         if not self._evaluated:
             self._evaluated = True
             self._limit(usual_s)
+        if by_position is not None:
+            self.validation_by_position = by_position.means(self.world)
         return total / max(1, tokens)
 
     def _batches(self, first: int, last: int) -> Iterator[LocalBatch]:
@@ -354,6 +366,7 @@ class Training:
             topology=str(self.world.nodes),
             plan=self.plan,
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
+            rope=rope_of(self.pipeline.chain.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 

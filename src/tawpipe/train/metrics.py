@@ -14,7 +14,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tawpipe.files import replace_text
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 """Names that every row has besides ``step``."""
+Value = float | int | None | Mapping[str, float | None]
+"""A number, or numbers by name."""
 
 
 class MetricsWriter:
@@ -51,12 +53,13 @@ class MetricsWriter:
 
             self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
 
-    def write(self, step: int, values: Mapping[str, float | int | None]) -> str:
+    def write(self, step: int, values: Mapping[str, Value]) -> str:
         """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
 
         Args:
             step: number of the step, from 1; greater than that of the row before.
-            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss.
+            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss,
+                validation_by_position.
 
         Returns:
             why it could not be written, the first time that this happens; else nothing.
@@ -64,14 +67,15 @@ class MetricsWriter:
         missing = [name for name in REQUIRED if name not in values]
         assert not missing, f"metrics of step {step} lack {missing}"
         assert step > self.last_step, f"metrics of step {step} after those of step {self.last_step}"
-        finite = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: _finite(value) for name, value in values.items()}
         self.last_step = step
         try:
             self._append((json.dumps({"step": step, **finite}, allow_nan=False) + "\n").encode())
             if self._board is not None:
                 for name, value in finite.items():
-                    if value is not None:
-                        self._board.add_scalar(name, value, step)
+                    for part, number in value.items() if isinstance(value, dict) else [("", value)]:
+                        if number is not None:
+                            self._board.add_scalar(f"{name}/{part}".rstrip("/"), number, step)
         except OSError as error:
             said, self._failed = self._failed, True
             return "" if said else f"{self.path}: {error.strerror or error}"
@@ -99,6 +103,13 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _finite(value: Value) -> Any:
+    """The same without numbers that JSON has no words for."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    return value if value is not None and math.isfinite(value) else None
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -43,6 +43,7 @@ def write_run_page(
         Section("Setting", table=Table(("", ""), [list(row) for row in before])),
         *_plan(folder, rows),
         *_curves(rows),
+        *_by_position(rows),
         *_recorded(folder),
     ]
     write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
@@ -69,6 +70,19 @@ def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         series = {name: values for name, values in series.items() if any(value is not None for value in values)}
         if series:
             yield Section(title, figures=[lines(steps, series, x_title="step", y_title=unit, log=False)])
+
+
+def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    """The first and the last evaluation's loss over positions in the document."""
+    measured = [row for row in rows if row.get("validation_by_position")]
+    if measured:
+        last = measured[-1]["validation_by_position"]
+        same = [row for row in measured if row["validation_by_position"].keys() == last.keys()]
+        series = {f"step {row['step']}": list(row["validation_by_position"].values()) for row in (same[0], same[-1])}
+        axis = {"x_title": "tokens of the document before the predicted one", "y_title": "loss per token"}
+        yield Section(
+            "Validation loss by position", figures=[lines([f"to {e}" for e in last], series, **axis, log=False)]
+        )
 
 
 def _recorded(folder: Path) -> Iterator[Section]:

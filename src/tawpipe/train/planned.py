@@ -242,6 +242,7 @@ def ask(
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
             settings=config.schedule,
+            rope=config.rope,
             trust_remote_code=config.trust_remote_code,
             here=world.device,
             tell=tell,

@@ -23,7 +23,8 @@ from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel, build_model, resolve_model
+from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
+from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
@@ -94,6 +95,7 @@ def run(config: TrainConfig) -> int:
         vocab_size=vocab_size,
         max_positions=config.sequence_length,
         longest=data.longest,
+        rope=config.rope,
         trust_remote_code=config.trust_remote_code,
     )
     pipeline = _make_pipeline(config, world, data, built, injector, followed.step_s)
@@ -113,7 +115,10 @@ def run(config: TrainConfig) -> int:
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
     kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
-    before = _plan_rows(config, pipeline, needs, [("dtype", f"{dtype} ({why})"), ("attention", kernel)])
+    computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
+    if config.rope.changes:
+        computing.append(("rotary positions", rope_words(text)))
+    before = _plan_rows(config, pipeline, needs, computing)
     console.plan(before)
 
     training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
@@ -125,6 +130,8 @@ def run(config: TrainConfig) -> int:
         results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
     if training.validation_loss is not None:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
+    if known := {edge: loss for edge, loss in training.validation_by_position.items() if loss is not None}:
+        results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
     peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.last < config.steps
@@ -213,6 +220,8 @@ def _device_name(world: World) -> str:
 def _prepare_data(config: TrainConfig, world: World, console: Console) -> PreparedData:
     world.require_same(repr(config), "settings", "the same on every machine")
     folder = resolve_model(config.model)
+    if config.rope.changes:  # refused before documents are tokenised, whose lengths are not known yet
+        config_of(config.model, folder, None, config.sequence_length, 1, config.rope, config.trust_remote_code)
     data = prepare_data(
         config,
         sequence_length=config.sequence_length,
@@ -278,6 +287,7 @@ def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: St
     assert state is not None and start.source is not None
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
+    refuse_other_rope(state.rope, rope_of(pipeline.chain.config), f"the checkpoint {place}")
     pipeline.load(start.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):

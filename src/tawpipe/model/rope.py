@@ -1,0 +1,180 @@
+"""Rotary positions as the user wants them, in a model's config before the model is made.
+
+So the frequencies are right from the first step on, and the config that is exported has them.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.refuse import rope_settings
+from tawpipe.model.settings import RopeSettings, option
+
+FULL = "full_attention"
+_KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}
+"""Settings that transformers calls otherwise."""
+_NEEDS = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+_OF_A_KIND = {
+    *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+}
+"""Keys that mean something to a kind of scaling, and nothing to another one."""
+_REPLACED = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
+"""Kinds that differ in their frequencies alone, so that one can take the place of another."""
+
+
+def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest: int) -> None:
+    """Change the rotary positions in a model's config, and the number of positions with them.
+
+    Where kinds of layers have their own, those with full attention are changed: a window sees no further than before.
+
+    Args:
+        row: tokens in a row.
+        longest: tokens of the longest document in one.
+
+    Raises:
+        UserError: the model has no such positions, or its config and the settings contradict each other.
+    """
+    if not rope.changes:
+        return
+    rope.check()
+    text = config.get_text_config()
+    before = _own(spec, text, rope)
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    if rope.scaling == "none":
+        made: dict[str, Any] = {**before, "rope_theta": rope.theta}
+        if made["rope_type"] == "longrope" and made.get("factor") is None:  # or it would grow with the positions
+            made["factor"] = positions / made["original_max_position_embeddings"]
+        positions = max(positions, row)
+    else:
+        made, positions = _scaled(spec, text, before, rope, positions, row, longest)
+    nested = FULL in text.rope_parameters
+    text.rope_parameters = {**text.rope_parameters, FULL: made} if nested else made
+    text.max_position_embeddings = positions
+    try:
+        text.validate_rope()
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError("--rope.scaling", rope.scaling, f"what {spec} can have ({error})") from error
+
+
+def check_rope(spec: str, model: nn.Module, rope: RopeSettings) -> None:
+    """Refuse settings that a model, made of a config that has them, does not look at.
+
+    Raises:
+        UserError: it has no rotary frequencies.
+    """
+    if rope.changes and not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        raise _without(spec, rope)
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary positions in a model's config, in a run's state; empty without any."""
+    return deepcopy(dict(getattr(config.get_text_config(), "rope_parameters", None) or {}))
+
+
+def refuse_other_rope(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
+    """Refuse to go on from a state whose model had other rotary positions.
+
+    Args:
+        before: ``rope_of`` the model in the state; empty in states of earlier versions, of which it is not known.
+    """
+    if not before or before == now:
+        return
+    settings = {key: name for name, key in _KEYS.items()} | {"rope_type": "scaling"}
+    for old, new in zip(rope_settings(before), rope_settings(now), strict=False):
+        if keys := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
+            key = "rope_type" if "rope_type" in keys else keys[0]
+            expected = f"{old.get(key)}, as in {where}; --model with an exported folder begins a run with other ones"
+            raise UserError(option(settings.get(key, key)), new.get(key), expected)
+    raise UserError("--rope.scaling", now, f"{before}, as in {where}")
+
+
+def rope_words(config: Any) -> str:
+    """The rotary positions in a model's config, for the console."""
+    text = config.get_text_config()
+    said = [
+        ", ".join(f"{key} {value}" for key, value in one.items() if not isinstance(value, list | dict | None))
+        for one in rope_settings(text.rope_parameters)
+    ]
+    return f"{'; '.join(said)}; up to {text.max_position_embeddings} tokens"
+
+
+def _without(spec: str, rope: RopeSettings) -> UserError:
+    name, value = next(iter(rope.given.items())) if rope.scaling == "none" else ("scaling", rope.scaling)
+    return UserError(option(name), value, f"unset for {spec}, whose config has no rotary positions (rope_parameters)")
+
+
+def _own(spec: str, text: Any, rope: RopeSettings) -> dict[str, Any]:
+    """The rotary positions that a config has, of layers with full attention where kinds of layers have their own."""
+    own = getattr(text, "rope_parameters", None)
+    if isinstance(own, dict) and FULL in own:
+        own = own[FULL]
+    if not isinstance(own, dict) or not isinstance(own.get("rope_type"), str):
+        raise _without(spec, rope)
+    return deepcopy(own)
+
+
+def _scaled(
+    spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int, row: int, longest: int
+) -> tuple[dict[str, Any], int]:
+    """The rotary positions with a scaling, and how many there are."""
+    kind = before["rope_type"]
+    if kind not in _REPLACED:
+        raise UserError("--rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
+    same = kind == rope.scaling
+    made = {key: value for key, value in before.items() if same or key not in _OF_A_KIND}
+    made |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.given.items()}
+    made.pop("type", None)
+    original = _original_length(spec, text, before, rope, positions)
+    factor = made.get("factor")
+    if factor is None:
+        wanted = f"at least {max(row / original, 1):g} for rows of {row} tokens, {original} before"
+        raise UserError("--rope.factor", "nothing", f"a number, which {rope.scaling} needs: {wanted}")
+    covered = round(factor * original)
+    if covered < positions:
+        expected = f"at least {positions / original:g}: {spec} has positions for {positions} tokens already"
+        raise UserError("--rope.factor", factor, f"{expected}, and {original} before they were scaled")
+    if covered < longest:
+        expected = f"at least {longest / original:g}, as the longest document in a row has {longest} tokens"
+        raise UserError("--rope.factor", factor, f"{expected}, and the model had {original} positions before")
+    made.pop("original_max_position_embeddings", None)
+    if rope.scaling != "linear":
+        made["original_max_position_embeddings"] = original
+    _check_values(spec, text, rope.scaling, made)
+    return made, covered
+
+
+def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> None:
+    """Refuse a scaling that lacks a value, or whose values do not go together or with the model's heads."""
+    for name in _NEEDS.get(scaling, ()):
+        if made.get(name) is None:
+            raise UserError(option(name), "nothing", f"given, as {scaling} needs it")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        least, most = (made.get(name) or {"beta_slow": 1, "beta_fast": 32}.get(name, 0) for name in (low, high))
+        if (low in made or high in made) and not least < most:
+            raise UserError(option(high), most, f"above {option(low)}, which is {least}")
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    count = int(head * made.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in made and len(made[name]) != count:
+            raise UserError(option(name), f"{len(made[name])} numbers", f"{count}, one for each frequency of {spec}")
+
+
+def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int) -> int:
+    """Tokens of the context before it was scaled."""
+    known = getattr(text, "original_max_position_embeddings", None) or before.get("original_max_position_embeddings")
+    given = rope.original_length
+    if given is not None:
+        if known is not None and given != known:
+            raise UserError("--rope.original-length", given, f"{known}, as the config of {spec} says; or unset")
+        if positions and given > positions:
+            raise UserError("--rope.original-length", given, f"at most {positions}, the positions that {spec} has")
+        return given
+    if known is None and (not positions or before["rope_type"] != "default"):
+        expected = f"the context of {spec} before it was scaled ({before['rope_type']}), which its config does not say"
+        raise UserError("--rope.original-length", "nothing", expected)
+    return known or positions

@@ -1,0 +1,73 @@
+"""The settings of rotary positions, as a dataclass that the command line shows as options without loading torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from tawpipe.errors import UserError
+from tawpipe.options import bounded
+
+TAKES: dict[str, tuple[str, ...]] = {
+    "none": ("theta",),
+    "linear": ("theta", "factor", "original_length"),
+    "yarn": ("theta", "factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("theta", "factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("theta", "factor", "original_length", "short_factor", "long_factor", "attention_factor"),
+}
+"""Scaling -> the settings that it takes."""
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """Rotary positions other than in the model's config, to extend its context. What is null or empty stays as the
+    model has it, if that is scaled in the same way."""
+
+    theta: float | None = bounded(None, above=1)
+    """Base of the wavelengths."""
+    scaling: Literal["none", "linear", "yarn", "llama3", "longrope"] = "none"
+    """Scaling of the frequencies: none leaves the model's own. The others are those of transformers."""
+    factor: float | None = bounded(None, minimum=1)
+    """The context times so much. max_position_embeddings becomes factor x original_length."""
+    original_length: int | None = bounded(None, minimum=2)
+    """Tokens of the context before it was scaled. null takes what the model's config says."""
+    low_freq_factor: float | None = bounded(None, above=0)
+    """llama3: wavelengths above original_length / low_freq_factor are scaled (1 in Llama 3.1)."""
+    high_freq_factor: float | None = bounded(None, above=0)
+    """llama3: wavelengths below original_length / high_freq_factor are not scaled (4 in Llama 3.1)."""
+    beta_fast: float | None = bounded(None, above=0)
+    """yarn: what turns more often than this in original_length is not scaled. null for 32."""
+    beta_slow: float | None = bounded(None, above=0)
+    """yarn: what turns less often than this in original_length is scaled by the whole factor. null for 1."""
+    attention_factor: float | None = bounded(None, above=0)
+    """yarn, longrope: multiplies cosines and sines. null for what follows from the factor."""
+    short_factor: list[float] = field(default_factory=list)
+    """longrope: divisor of every frequency in documents up to original_length."""
+    long_factor: list[float] = field(default_factory=list)
+    """longrope: divisor of every frequency in longer documents."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that say something, besides ``scaling``."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scaling"}
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+    @property
+    def changes(self) -> bool:
+        """True if anything is to be other than in the model's config."""
+        return self != RopeSettings()
+
+    def check(self) -> None:
+        """Raise UserError for values that cannot work with any model."""
+        for name, value in self.given.items():
+            if name not in TAKES[self.scaling]:
+                kinds = " or ".join(kind for kind, names in TAKES.items() if name in names)
+                raise UserError(option(name), value, f"unset under --rope.scaling {self.scaling}; it is for {kinds}")
+            if isinstance(value, list) and not all(math.isfinite(one) and one > 0 for one in value):
+                raise UserError(option(name), value, "numbers above 0")
+
+
+def option(name: str) -> str:
+    """The setting as users write it."""
+    return "--rope." + name.replace("_", "-")

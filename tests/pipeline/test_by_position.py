@@ -1,0 +1,96 @@
+"""The loss of an evaluation by position: that of the plain model, token by token, and part of the ordinary one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from borders import llama, packed, piped, rows_of, token_sum
+from model_families import keep_fp64
+from positions import EDGES, LENGTHS, by_position
+from states import ALONE
+from tawpipe.runtime.by_position import LossByPosition
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch):
+    torch.set_num_threads(1)
+    keep_fp64(monkeypatch)
+
+
+def plain(model: Any, seeds: tuple[int, ...]) -> dict[int, tuple[float, int]]:
+    """Edge -> the sum of losses and their number, every document by itself and every token one by one."""
+    found: dict[int, tuple[float, int]] = dict.fromkeys(EDGES, (0.0, 0))
+    for seed in seeds:
+        batch, documents = packed([0], LENGTHS, seed=seed)
+        for row, first, last in documents:
+            ids, labels = (batch[name][row : row + 1, first:last] for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            for before in range(1, last - first):
+                if int(labels[0, before]) != -100:
+                    loss = float(F.cross_entropy(logits[0, before - 1], labels[0, before]))
+                    edge = next(edge for edge in EDGES if before <= edge)
+                    total, count = found[edge]
+                    found[edge] = (total + loss, count + 1)
+    return found
+
+
+@pytest.mark.parametrize(("chunk", "micro_batch"), [(6, 1), (1000, 2)])
+def test_every_token_counts_in_the_bucket_of_what_stands_before_it(chunk, micro_batch):
+    model = llama()()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batch, documents = packed([0], LENGTHS)
+    total = tokens = 0
+    for row, first, last in documents:  # the step before the evaluation
+        ids = batch["input_ids"][row : row + 1, first:last]
+        targets = F.pad(batch["labels"][row : row + 1, first + 1 : last], (0, 1), value=-100)
+        total += token_sum(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, targets)
+        tokens += int((targets != -100).sum())
+    (total / tokens).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    expected = plain(model, (4, 5))
+
+    (curve, said, steps), (_, usual, usual_steps) = by_position(ALONE, chunk=chunk, micro_batch=micro_batch)
+    assert (said, steps) == (usual, usual_steps), "the curve has changed what it should only look at"
+    assert sum(count for _, count in expected.values()) == sum(tokens for _, tokens in said)
+    for edge, (total, count) in expected.items():
+        assert curve[str(edge)] == pytest.approx(total / count, rel=1e-9) if count else curve[str(edge)] is None
+    whole = sum((curve[str(edge)] or 0) * count for edge, (_, count) in expected.items())
+    assert whole == pytest.approx(sum(loss * tokens for loss, tokens in said), rel=1e-9)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(1, 2), (2, 1)])
+def test_processes_sum_what_one_would(pool, nodes, local):
+    alone = by_position(ALONE, chunk=6, micro_batch=1)
+    results = pool.run("positions:by_position", nodes, local, chunk=6, micro_batch=1)
+    assert results[0][0][0] == results[1][0][0]
+    (curve, said, _), (_, usual, _) = results[0]
+    assert said == usual
+    assert curve == pytest.approx(alone[0][0], rel=1e-6)  # norms in other processes are in fp32
+
+
+def test_a_loss_of_the_users_own_is_cut_alike():
+    """It is called for the labels of one bucket at a time, and knows nothing of positions."""
+
+    def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=0.1
+        )
+
+    curve = LossByPosition((4, 16), torch.device("cpu"))
+    pipeline = piped(llama(), loss=smoothed)
+    result = pipeline.evaluate(rows_of(), by_position=curve)
+    pipeline.close()
+    means, counts = curve.means(ALONE), {"4": 0, "16": 0}
+    for row in rows_of()["labels"].tolist():
+        for before, label in enumerate(row):
+            if before and label != -100:
+                counts["4" if before <= 4 else "16"] += 1
+    assert sum(counts.values()) == result.tokens
+    whole = sum((means[edge] or 0.0) * count for edge, count in counts.items())
+    assert whole == pytest.approx(result.loss * result.tokens, rel=1e-9)

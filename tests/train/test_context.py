@@ -1,0 +1,86 @@
+"""A run on rows longer than the model was made for: rotary positions from settings, loss over positions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runs import command, rows
+from small import make_small
+from tawpipe.cli import main
+
+YARN = ("--rope.scaling", "yarn", "--rope.factor", "2")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A small corpus, and a model's config with half as many positions as a row has tokens."""
+    folder = tmp_path_factory.mktemp("context")
+    make_small(folder, files=60, layers=2, positions=32)
+    return folder
+
+
+def alone(home: Path, output: str, *words: str) -> int:
+    """A run of one process, in this one."""
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--sample.tokens", "0")
+    return main([*command(home, output, *quiet, *words)[2:]])
+
+
+def test_a_context_is_extended_in_phases(home, capsys):
+    assert alone(home, "short") == 2
+    assert "--rope.scaling" in capsys.readouterr().err
+    assert alone(home, "first", *YARN, "--steps", "2", "--plan", "auto") == 0
+    said = capsys.readouterr().out
+    assert "rotary positions" in said and "rope_type yarn" in said and "up to 64 tokens" in said
+    assert "plan: measured and chosen in" in said
+    config = json.loads((home / "first" / "model" / "config.json").read_text())
+    assert config["rope_parameters"]["factor"] == 2 and config["max_position_embeddings"] == 64
+
+    for words, named in (((*YARN, "--rope.theta", "5e4"), "--rope.theta"), (("--rope.theta", "5e4"), "--rope.scaling")):
+        assert alone(home, "first", *words, "--steps", "3", "--resume", "auto") == 2
+        said = capsys.readouterr().err
+        assert named in said and "as in the checkpoint" in said and "--model" in said
+    assert alone(home, "first", *YARN, "--steps", "3", "--resume", "auto") == 0
+
+    trained = ("--model", str(home / "first" / "model"), "--steps", "1", "--sequence-length", "128")
+    assert alone(home, "second", *trained, *YARN) == 2
+    assert "--rope.factor: got 2.0; at least 4" in capsys.readouterr().err
+    assert alone(home, "second", *trained, "--rope.scaling", "yarn", "--rope.factor", "4") == 0
+    config = json.loads((home / "second" / "model" / "config.json").read_text())
+    assert config["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert config["max_position_embeddings"] == 128
+
+
+def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
+    words = (*YARN, "--export.enabled", "false", "--checkpoint.every", "0")
+    page = home / "curve.html"
+    assert alone(home, "plain", *words) == 0
+    capsys.readouterr()
+    assert alone(home, "curve", *words, "--evaluation.by-position", "3", "--report", str(page)) == 0
+    assert "by tokens before" in (said := capsys.readouterr().out) and "to 16: " in said and "to 64: " in said
+    assert "Validation loss by position" in page.read_text()
+    kept = ("step", "loss", "grad_norm", "tokens", "validation_loss")
+    plain, curve = ([{name: row.get(name) for name in kept} for row in rows(home, one)] for one in ("plain", "curve"))
+    assert plain == curve
+    for row in rows(home, "curve"):
+        if row.get("validation_loss") is None:
+            assert "validation_by_position" not in row
+            continue
+        losses = row["validation_by_position"]
+        assert list(losses) == ["16", "32", "64"]
+        assert min(losses.values()) <= row["validation_loss"] <= max(losses.values())
+    assert alone(home, "never", *words, "--evaluation.by-position", "3", "--evaluation.every", "0") == 2
+    assert "--evaluation.by-position: got 3; 0 while --evaluation.every is 0" in capsys.readouterr().err
+
+
+def test_a_plan_knows_the_longer_context(home, capsys):
+    words = ["plan", "--model", str(home / "model"), "--topology", "2x2@1gbit", "--device-name", "CPU", "--json"]
+    words += ["--sequence-length", "64", "--global-batch", "4", "--dtype", "float32"]
+    assert main(words) == 2
+    assert "--sequence-length: got 64; at most 32" in capsys.readouterr().err
+    assert main([*words, "--rope.scaling", "yarn", "--rope.factor", "0.5"]) == 2
+    assert "--rope.factor: got 0.5; a number at least 1" in capsys.readouterr().err
+    assert main([*words, *YARN]) == 0
+    assert json.loads(capsys.readouterr().out)
