@@ -131,12 +131,12 @@ def request_of(
     measuring = {
         "dtype": dtype,
         "device": here,
-        "chunk_tokens": min(chunk, tokens),
+        "chunk_tokens": chunk,
         "packed": len(documents) > 1,
         "tell": tell,
     }
     if timed:
-        found = _profile(made, machine, profile, sequence_length, peak, measuring)
+        found = _profile(made, machine, profile, sequence_length, tokens, peak, measuring)
     else:
         found = measure(made, tokens=tokens, timed=False, **measuring)
     if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -191,6 +191,7 @@ def _profile(
     chain: Chain,
     machine: Machine,
     how: str,
+    row: int,
     tokens: int,
     peak: float | None,
     measuring: dict[str, Any],
@@ -201,9 +202,9 @@ def _profile(
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
         most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
-        return measure(chain, tokens=min(tokens, most), **measuring)
+        return measure(chain, tokens=min(row, most), **measuring)
     if peak is None:
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
-    return estimate(chain, dtype=measuring["dtype"], flops=peak, chunk_tokens=measuring["chunk_tokens"])
+    return estimate(chain, dtype=measuring["dtype"], flops=peak, chunk_tokens=min(measuring["chunk_tokens"], tokens))
