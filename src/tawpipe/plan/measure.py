@@ -18,7 +18,7 @@ from tawpipe.model.loss import loss_chunk
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
-from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -68,7 +68,7 @@ def request_of(
     model: str,
     machine: Machine,
     *,
-    sequence_length: int,
+    sequence_length: int | None,
     global_batch: int,
     micro_batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -85,6 +85,7 @@ def request_of(
     """The request.
 
     Args:
+        sequence_length: None for as many tokens as the model has positions for, at most ``MOST_TOKENS``.
         lengths: of the documents in a row; one as long as the row by default.
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
@@ -97,8 +98,9 @@ def request_of(
     Raises:
         UserError: a model, a machine or a number that cannot work.
     """
+    row = MOST_TOKENS if sequence_length is None else sequence_length
     for name, value in (
-        ("--sequence-length", sequence_length),
+        ("--sequence-length", row),
         ("--global-batch", global_batch),
         ("--micro-batch", micro_batch),
     ):
@@ -106,27 +108,26 @@ def request_of(
             raise UserError(name, value, "a larger number")
     if micro_batch > global_batch:
         raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
-    documents = tuple(lengths or (sequence_length,))
-    if sum(documents) != sequence_length or min(documents) < 1:
-        raise UserError("--lengths", sum(documents), f"documents that fill a row of {sequence_length} tokens")
-
-    def chain() -> Chain:
-        built = build_model(
-            model,
-            vocab_size=vocab_size,
-            max_positions=sequence_length,
-            longest=max(documents),
-            trust_remote_code=trust_remote_code,
-        )
-        return Chain(built.model)
-
-    made = chain()
+    documents = tuple(lengths or (row,))
+    if sum(documents) != row or min(documents) < 1:
+        raise UserError("--lengths", sum(documents), f"documents that fill a row of {row} tokens")
+    built = build_model(
+        model,
+        vocab_size=vocab_size,
+        max_positions=row,
+        longest=1 if sequence_length is None else max(documents),
+        trust_remote_code=trust_remote_code,
+    )
+    made = Chain(built.model)
+    if sequence_length is None:
+        row = min(row, longest_allowed(made.config))
+        documents = (row,)
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master = torch.promote_types(dtype, torch.float32)
     reduce = dtype if settings.reduce_dtype == "same" else master
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
     here = here or torch.device("cpu")
-    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", sequence_length * micro_batch
+    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     measuring = {
         "dtype": dtype,
@@ -136,7 +137,7 @@ def request_of(
         "tell": tell,
     }
     if timed:
-        found = _profile(made, machine, profile, sequence_length, tokens, peak, measuring)
+        found = _profile(made, machine, profile, row, tokens, peak, measuring)
     else:
         found = measure(made, tokens=tokens, timed=False, **measuring)
     if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -149,7 +150,7 @@ def request_of(
         machine=replace(machine, host_bytes=int(machine.host_bytes * USABLE)),
         global_batch=global_batch,
         micro_batch=micro_batch,
-        sequence_length=sequence_length,
+        sequence_length=row,
         size=size_of(documents * micro_batch),
         widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
         memory_bytes=int(limit),
