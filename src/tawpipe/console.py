@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -95,6 +95,24 @@ class Console:
             self._rich.print(text, style=style, markup=False)
         else:
             print(text, file=self._stream, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:
+    """Lines of a table: the first column and the last ones hold words, those between them numbers.
+
+    >>> list(columns([("name", "size", "note"), ("a", "10", "small")]))
+    ['name  size  note', 'a       10  small']
+
+    Args:
+        words: how many of the last columns hold words.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < i < len(row) - words else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def duration(seconds: float) -> str:

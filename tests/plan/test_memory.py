@@ -28,6 +28,7 @@ from tawpipe.plan.search import fits, search, shortage, with_settings
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
@@ -158,6 +159,15 @@ def test_an_estimate_is_near_what_is_measured(dtype):
         assert one[0] + one[1] * tokens == pytest.approx(other[0] + other[1] * tokens, rel=0.3)
     assert estimated.kept["graph"] == pytest.approx(measured.kept["graph"], rel=0.2)
     assert estimated.kept["ctx"] == pytest.approx(measured.kept["ctx"], rel=0.2)
+
+
+def test_logits_of_a_long_row_are_those_of_one_chunk_however_short_the_rows_that_were_measured():
+    schedule = build(step_of(plan_request(), "flat"))
+    head = next(one for one in schedule.programs[0] if one.op is Op.BACKWARD and one.block == LAYERS + 1)
+    short, long = (measure_memory(Bench(chain(), CPU, torch.float32, 512), tokens=n) for n in (256, 2048))
+    tokens = 100_000
+    assert short.working_of(schedule, head, tokens) == pytest.approx(long.working_of(schedule, head, tokens), rel=0.2)
+    assert short.working_of(schedule, head, 256) < short.working_of(schedule, head, 512)
 
 
 # adding up

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tawpipe.errors import UserError
 from tawpipe.model.settings import RopeSettings
 from tawpipe.options import Leaf, tree
+
+if TYPE_CHECKING:
+    from tawpipe.plan.request import PlanRequest
 
 PROBE = "probe"
 ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
@@ -18,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     _check(arguments)
     rope = _rope(arguments)
     import torch
@@ -59,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         arguments.model,
         machine,
         sequence_length=arguments.sequence_length,
-        global_batch=arguments.global_batch,
+        global_batch=machine.world_size if arguments.global_batch is None else arguments.global_batch,
         micro_batch=arguments.micro_batch,
         dtype=getattr(torch, dtype),
         lengths=_lengths(arguments.lengths),
@@ -75,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
     talk = not arguments.json
     if talk:
         print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
+    if arguments.longest:
+        return _longest(request, arguments, tell)
     plan = Plan.of(request, search(request, tell=tell))
     if arguments.json:
         print(json_text(plan))
@@ -103,8 +109,41 @@ def run(argv: Sequence[str]) -> int:
     return 0 if plan.chosen else 1
 
 
+def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable[[str], None]) -> int:
+    """``--longest``: the answer, and the exit code."""
+    from tawpipe.plan.longest import GIVEN, POSITIONS, Longest, limit_of
+    from tawpipe.plan.page import write_longest_page
+    from tawpipe.plan.request import MOST_TOKENS
+
+    most = request.sequence_length
+    asked = MOST_TOKENS if arguments.sequence_length is None else arguments.sequence_length
+    found = Longest.of(request, ends=limit_of(most) if most == asked else POSITIONS, tell=tell)
+    if arguments.json:
+        print(found.json_text())
+    else:
+        print(GIVEN)
+        for line in found.table():
+            print(line)
+        print(f"\n{found.reason}")
+        if found.memory:
+            print(found.memory)
+    if arguments.report:
+        write_longest_page(found, Path(arguments.report))
+        if not arguments.json:
+            print(f"wrote {arguments.report}")
+    return 0 if found.best else 1
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
+    for name, value, expected in (
+        ("--lengths", arguments.lengths, "nothing with --longest: one document fills the row"),
+        ("--micro-batch", None if arguments.micro_batch == 1 else arguments.micro_batch, "1 with --longest"),
+        ("--explain", arguments.explain, "nothing with --longest, whose --json has every part"),
+        ("--save", arguments.save, "nothing with --longest; a plan for the length that it finds can be saved"),
+    ):
+        if arguments.longest and value is not None:
+            raise UserError(name, value, expected)
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
@@ -135,6 +174,16 @@ def _lengths(words: str | None) -> list[int] | None:
         raise UserError("--lengths", words, "numbers of tokens, separated by commas") from error
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    needed = {"--sequence-length": arguments.sequence_length, "--global-batch": arguments.global_batch}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing and not arguments.longest:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tawpipe plan",
@@ -147,9 +196,20 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on",
     )
-    parser.add_argument("--sequence-length", type=int, required=True, metavar="TOKENS")
     parser.add_argument(
-        "--global-batch", type=int, required=True, metavar="SEQUENCES", help="of a step, over all devices"
+        "--sequence-length",
+        type=int,
+        metavar="TOKENS",
+        help="of a row; with --longest the most that are looked at",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=int,
+        metavar="SEQUENCES",
+        help="of a step, over all devices; with --longest one for every device, if not given",
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="say how long a row may be, under every strategy, and what binds"
     )
     parser.add_argument(
         "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)"

@@ -19,7 +19,7 @@ from tawpipe.model.settings import RopeSettings
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
-from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -69,7 +69,7 @@ def request_of(
     model: str,
     machine: Machine,
     *,
-    sequence_length: int,
+    sequence_length: int | None,
     global_batch: int,
     micro_batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -87,6 +87,7 @@ def request_of(
     """The request.
 
     Args:
+        sequence_length: None for as many tokens as the model has positions for, at most ``MOST_TOKENS``.
         lengths: of the documents in a row; one as long as the row by default.
         profile: ``measure`` on this machine's device, ``estimate`` from the peak of the plan's device, or ``auto``:
             measure where the two are the same.
@@ -100,8 +101,9 @@ def request_of(
     Raises:
         UserError: a model, a machine or a number that cannot work.
     """
+    row = MOST_TOKENS if sequence_length is None else sequence_length
     for name, value in (
-        ("--sequence-length", sequence_length),
+        ("--sequence-length", row),
         ("--global-batch", global_batch),
         ("--micro-batch", micro_batch),
     ):
@@ -109,39 +111,38 @@ def request_of(
             raise UserError(name, value, "a larger number")
     if micro_batch > global_batch:
         raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
-    documents = tuple(lengths or (sequence_length,))
-    if sum(documents) != sequence_length or min(documents) < 1:
-        raise UserError("--lengths", sum(documents), f"documents that fill a row of {sequence_length} tokens")
-
-    def chain() -> Chain:
-        built = build_model(
-            model,
-            vocab_size=vocab_size,
-            max_positions=sequence_length,
-            longest=max(documents),
-            rope=rope,
-            trust_remote_code=trust_remote_code,
-        )
-        return Chain(built.model)
-
-    made = chain()
+    documents = tuple(lengths or (row,))
+    if sum(documents) != row or min(documents) < 1:
+        raise UserError("--lengths", sum(documents), f"documents that fill a row of {row} tokens")
+    built = build_model(
+        model,
+        vocab_size=vocab_size,
+        max_positions=row,
+        longest=1 if sequence_length is None else max(documents),
+        rope=rope,
+        trust_remote_code=trust_remote_code,
+    )
+    made = Chain(built.model)
+    if sequence_length is None:
+        row = min(row, longest_allowed(made.config))
+        documents = (row,)
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master = torch.promote_types(dtype, torch.float32)
     reduce = dtype if settings.reduce_dtype == "same" else master
     limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
     here = here or torch.device("cpu")
-    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", sequence_length * micro_batch
+    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     measuring = {
         "dtype": dtype,
         "device": here,
-        "chunk_tokens": min(chunk, tokens),
+        "chunk_tokens": chunk,
         "sequence_chunk": settings.sequence_chunk,
         "packed": len(documents) > 1,
         "tell": tell,
     }
     if timed:
-        found = _profile(made, machine, profile, sequence_length, peak, measuring)
+        found = _profile(made, machine, profile, row, tokens, peak, measuring)
     else:
         found = measure(made, tokens=tokens, timed=False, **measuring)
     if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -154,7 +155,7 @@ def request_of(
         machine=replace(machine, host_bytes=int(machine.host_bytes * USABLE)),
         global_batch=global_batch,
         micro_batch=micro_batch,
-        sequence_length=sequence_length,
+        sequence_length=row,
         size=size_of(documents * micro_batch),
         widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
         memory_bytes=int(limit),
@@ -196,6 +197,7 @@ def _profile(
     chain: Chain,
     machine: Machine,
     how: str,
+    row: int,
     tokens: int,
     peak: float | None,
     measuring: dict[str, Any],
@@ -206,10 +208,10 @@ def _profile(
     same = device_name(here) == machine.device.name
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
         most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
-        return measure(chain, tokens=min(tokens, most), **measuring)
+        return measure(chain, tokens=min(row, most), **measuring)
     if peak is None:
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
-    given = {name: measuring[name] for name in ("dtype", "chunk_tokens", "sequence_chunk")}
-    return estimate(chain, flops=peak, **given)
+    given = {"dtype": measuring["dtype"], "sequence_chunk": measuring["sequence_chunk"]}
+    return estimate(chain, flops=peak, chunk_tokens=min(measuring["chunk_tokens"], tokens), **given)

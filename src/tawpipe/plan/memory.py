@@ -36,6 +36,7 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
     """
     working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0}
+    at_once: dict[str, int] = {}
     for (kind, *_), blocks in bench.kinds().items():
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
@@ -53,7 +54,9 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             line = amount - per_token * sum(long), per_token
             before = working[kind].get(name, line)
             working[kind][name] = max(line, before, key=lambda one: one[0] + one[1] * tokens)
-    return BlockMemory(bench.boundary, kept, dict(working))
+        if kind == "head" and most < 2 * bench.chunk:  # no second chunk was seen, and the line is that of one
+            at_once[kind] = max(most, bench.chunk)
+    return BlockMemory(bench.boundary, kept, dict(working), at_once)
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tawpipe.errors import UserError
+from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
-from tawpipe.plan.predict import predict
+from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.report.bars import predicted_bars
@@ -19,6 +20,8 @@ RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Links so many times as fast."""
 LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sequences so many times as long."""
+SHORTER = tuple(2.0**-n for n in range(6, -1, -1))
+"""Rows so many times as long as the longest."""
 SHOWN = 5
 """Strategies in the figures of what would change."""
 
@@ -30,13 +33,25 @@ def write_plan_page(plan: Plan, path: Path) -> None:
         UserError: the folder is not there.
     """
     check_page(str(path))
-    request = plan.request
-    subtitle = (
-        f"{sum(unit.numel for unit in request.model.units) / 1e9:.3g} B parameters, rows of "
-        f"{request.sequence_length} tokens, {request.global_batch} in a step; {request.machine.topology}; "
-        f"{request.profile.source}"
-    )
-    write_page(path, "Plan", _sections(plan), subtitle=subtitle)
+    length = f"rows of {plan.request.sequence_length} tokens"
+    write_page(path, "Plan", _sections(plan), subtitle=_subtitle(plan.request, length))
+
+
+def write_longest_page(longest: Longest, path: Path) -> None:
+    """Write the page of the longest rows.
+
+    Raises:
+        UserError: the folder is not there.
+    """
+    check_page(str(path))
+    sections = _longest_sections(longest)
+    write_page(path, "The longest rows", sections, subtitle=_subtitle(longest.request, "one document a row"))
+
+
+def _subtitle(request: PlanRequest, rows: str) -> str:
+    parameters = sum(unit.numel for unit in request.model.units) / 1e9
+    step = f"{rows}, {request.global_batch} in a step"
+    return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 
 
 def _sections(plan: Plan) -> Iterator[Section]:
@@ -123,3 +138,38 @@ def _tokens(request: PlanRequest, candidate: Candidate) -> float | None:
     if seconds is None:
         return None
     return request.global_batch * request.sequence_length / seconds / request.topology.world_size
+
+
+def _longest_sections(longest: Longest) -> Iterator[Section]:
+    best, limit = longest.best, longest.request.memory_bytes / 2**30
+    marked = [i for i, one in enumerate(longest.rows) if one is best]
+    table = Table(HEAD, [one.cells() for one in longest.rows], marked)
+    yield Section(best.strategy if best else "Nothing fits", f"{longest.reason}. {GIVEN}", table)
+    if best is None:
+        return
+    shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
+    parts = {kind: [made.memory[kind] / 2**30 for _, made in shown] for kind in shown[0][1].memory}
+    names = [name for name, _ in shown]
+    figure = stacked_bars(names, parts, unit="GiB", limit=limit or None)
+    yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
+    yield from _towards(best, limit)
+
+
+def _towards(best: LongestRow, limit: float) -> Iterator[Section]:
+    """Curves over the length, up to the longest, with the settings that this needs."""
+    assert best.request is not None and best.step is not None
+    lengths = sorted({max(2, round(best.tokens * share)) for share in SHORTER})
+    asked, end = [best.request.with_length(length) for length in lengths], (best.binds, best.tokens)
+    seconds = [predict(one, best.step).step_seconds for one in asked]
+    axis = "tokens in a row"
+    figure = lines(lengths, {best.strategy: seconds}, x_title=axis, y_title="s per step", end=end)
+    words = f"{best.strategy}, with the settings of its longest row."
+    yield Section("Seconds over the length", words, figures=[figure])
+    needs = [memory_quickly(one, best.step) for one in asked]
+    series = {"a device": [one.device / 2**30 for one in needs]}
+    if limit:
+        series["what a device has"] = [limit] * len(lengths)
+    if any(one.host for one in needs):
+        series["a node's host"] = [one.host / 2**30 for one in needs]
+    figure = lines(lengths, series, x_title=axis, y_title="GiB", end=end)
+    yield Section("Memory over the length", "With the same settings.", figures=[figure])

@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
+from tawpipe.console import columns
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
-from tawpipe.plan.predict import predict
+from tawpipe.plan.predict import Needs, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, Candidate, gib, settle, shortage
 
@@ -104,13 +105,7 @@ class Plan:
         """A sentence on the memory of what was chosen, part by part; empty if nothing was."""
         if self.chosen is None or self.chosen.prediction is None:
             return ""
-        needs, there = self.chosen.prediction.needs, self.request.machine.host_bytes
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
-        words = f"GiB of a device: {parts} ({SYSTEM})"
-        if needs.host:
-            known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
-            words += f"; of a node's host {gib(needs.host)} {known}"
-        return words
+        return held(self.request, self.chosen.prediction.needs)
 
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
@@ -166,14 +161,7 @@ class Plan:
         if separator:
             yield from (separator.join(row) for row in rows)
             return
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=False)),
-                row[-1],
-            ]
-            yield "  ".join(cells).rstrip()
+        yield from columns(rows)
 
     def save(self, path: Path) -> None:
         """A file that ``tawpipe train --plan`` follows.
@@ -213,6 +201,17 @@ class Plan:
         clock = yaml.safe_dump({"clock": record_of(request)}, sort_keys=False, default_flow_style=True, width=120)
         head = yaml.safe_dump(content, sort_keys=False, width=120)
         return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
+
+
+def held(request: PlanRequest, needs: Needs) -> str:
+    """What a device and a host hold, part by part, as a sentence."""
+    there = request.machine.host_bytes
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
+    words = f"GiB of a device: {parts} ({SYSTEM})"
+    if needs.host:
+        known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
+        words += f"; of a node's host {gib(needs.host)} {known}"
+    return words
 
 
 def fingerprint(request: PlanRequest) -> dict[str, int]:

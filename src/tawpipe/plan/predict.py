@@ -154,9 +154,14 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
 
 
 def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:
-    """``memory_of`` without the whole schedule: two rounds hold as much as many."""
+    """``memory_of`` without the whole schedule."""
+    return memory_of(request, short_schedule(request, step))
+
+
+def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
+    """A schedule that holds as much as the whole step's: two rounds hold as much as many."""
     short, _, _ = step.strategy.extended(step, 2)
-    return memory_of(request, _build(request, short))
+    return _build(request, short)
 
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:

@@ -12,7 +12,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import fits, search, with_settings
+from tawpipe.plan.search import fits, relieved, search, with_settings
 from tawpipe.schedule.step import StepSpec
 
 LEANER: tuple[dict[str, Any], ...] = (
@@ -57,7 +57,7 @@ def smaller(request: PlanRequest, step: StepSpec) -> Iterator[str]:
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
-    if request.has_host and "offloaded_layers" not in step.strategy.refusals:
+    if relieved(request, step.strategy):
         return [*LEANER, {"recompute": "full", "offloaded_layers": request.model.num_layers}]
     return list(LEANER)
 

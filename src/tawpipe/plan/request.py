@@ -20,6 +20,8 @@ from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
 """In a step, that a plan is made for."""
+MOST_TOKENS = 1 << 24
+"""In a row, where the longest that fits is looked for."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ LARGEST_WORK = 4096
 MOST_PLAYED = 30_000
 """Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
 PASSES = 3
+LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
+"""The values of settings that need the least memory, besides offloading and recomputing."""
+DEVICE, HOST = "device memory", "host memory"
 HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
@@ -100,8 +103,13 @@ def describe(request: PlanRequest, candidate: Candidate) -> str:
 
 def fits(request: PlanRequest, needs: Needs) -> bool:
     """True if so much memory is there, on every device and on every host, as far as it is known."""
-    there = ((request.memory_bytes, needs.device), (request.machine.host_bytes, needs.host))
-    return all(not most or needed <= most for most, needed in there)
+    return not lacking(request, needs)
+
+
+def lacking(request: PlanRequest, needs: Needs) -> list[str]:
+    """Which memory does not suffice: ``DEVICE``, ``HOST``, both or none."""
+    there = {DEVICE: (request.memory_bytes, needs.device), HOST: (request.machine.host_bytes, needs.host)}
+    return [name for name, (most, needed) in there.items() if most and needed > most]
 
 
 def shortage(request: PlanRequest, needs: Needs) -> str:
@@ -128,10 +136,8 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
     base = replace(request.settings, strategy=strategy.name)
     try:
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in _per_visit(request)]
-        if why := _too_large(request, options[0]):
+        if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
-        if same := _same_here(strategy, request):
-            return replace(refused, why_not=same)
         options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
         possible = [step for step in options if fits(request, memory_quickly(request, step))]
     except UserError as error:
@@ -139,9 +145,9 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
     if not possible:
         options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
         layers = request.model.num_layers
-        for number in (layers // 2, layers * 3 // 4) if _relieved(request, strategy) else ():
+        for number in (layers // 2, layers * 3 // 4) if relieved(request, strategy) else ():
             options.append(with_settings(options[0], offloaded_layers=number))
-        if _relieved(request, strategy):
+        if relieved(request, strategy):
             every = [step for step in options if not step.settings.offloaded_layers]
             options += [with_settings(step, offloaded_layers=layers) for step in every]
         possible = [step for step in options if fits(request, memory_quickly(request, step))]
@@ -167,6 +173,11 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
     """
     settings = replace(step.settings, **changes)
     return step_of(step.model, step.topology, settings, step.micro_batches, strategy=step.strategy)
+
+
+def unplayed(request: PlanRequest, step: StepSpec) -> str:
+    """Why a strategy is not looked at here, or nothing."""
+    return _too_large(request, step) or _same_here(step.strategy, request)
 
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
@@ -285,10 +296,10 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
 
 def _leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
-    offloaded = request.model.num_layers if _relieved(request, step.strategy) else 0
-    return with_settings(step, micro_batches_per_visit=1, look_ahead=1, gradient_buffers=1, offloaded_layers=offloaded)
+    offloaded = request.model.num_layers if relieved(request, step.strategy) else 0
+    return with_settings(step, **LEAN, offloaded_layers=offloaded)
 
 
-def _relieved(request: PlanRequest, strategy: Strategy) -> bool:
+def relieved(request: PlanRequest, strategy: Strategy) -> bool:
     """True if the host's memory can take activations: not where that is what a device computes in."""
     return "offloaded_layers" not in strategy.refusals and request.has_host

@@ -16,6 +16,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.simulate import Timeline
 
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
+LIMIT = "#c0392b"
 LABEL = 28
 """Characters of a line in the label of a bar."""
 
@@ -67,7 +68,7 @@ def stacked_bars(
             hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {unit}<extra></extra>",
         )
     if limit:
-        figure.add_vline(x=limit, line_dash="dash", line_color="#c0392b", annotation_text="limit")
+        figure.add_vline(x=limit, line_dash="dash", line_color=LIMIT, annotation_text="limit")
     if marks:
         figure.add_scatter(
             y=list(names),
@@ -89,8 +90,13 @@ def lines(
     x_title: str,
     y_title: str,
     log: bool = True,
+    end: tuple[str, float] | None = None,
 ) -> Any:
-    """Curves over a common axis."""
+    """Curves over a common axis.
+
+    Args:
+        end: what ends them, and where: an upright line.
+    """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
     for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
         figure.add_scatter(
@@ -100,6 +106,17 @@ def lines(
             mode="lines+markers",
             line={"color": color},
             hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
+        )
+    if end is not None:
+        name, at = end
+        drawn = [value for values in series.values() for value in values if value is not None]
+        figure.add_scatter(
+            x=[at, at],
+            y=[min(drawn, default=0), max(drawn, default=1)],
+            name=name,
+            mode="lines",
+            line={"color": LIMIT, "dash": "dash"},
+            hovertemplate=f"{name}: %{{x}}<extra></extra>",
         )
     if log:
         figure.update_xaxes(type="log")

@@ -52,11 +52,14 @@ class BlockMemory:
         working: what computing takes at its highest besides what it is given and leaves behind, by kind of block and
             by what runs (``forward full``, ``backward none``, ...): a fixed part, and one for every token. Below zero
             where memory is given back before the rest is taken.
+        at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
+            head, whose logits exist for a chunk only.
     """
 
     boundary: int
     kept: Mapping[str, float]
     working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    at_once: Mapping[str, int] = field(default_factory=dict)
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
         """The same with so many bytes more whenever a block of a kind computes."""
@@ -82,10 +85,11 @@ class BlockMemory:
             return 0
         kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
         recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
-        of_kind = self.working.get(schedule.model.blocks[action.block].kind, {})
+        block = schedule.model.blocks[action.block].kind
+        of_kind = self.working.get(block, {})
         direction = "forward" if action.op is Op.FORWARD else "backward"
         fixed, per_token = of_kind.get(f"{direction} {recompute}", (0, 0))
-        return round(fixed + per_token * tokens)
+        return round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,261 @@
+"""The longest row that every strategy can train on: one document, as many tokens as memory holds.
+
+A schedule does not depend on the length, and what it holds grows with the tokens. So the schedules of a strategy are
+built once, in the settings that need the least memory; memory is added up for one length after another, and only the
+answer is played by the clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, isqrt
+from typing import Any
+
+from tawpipe.console import columns
+from tawpipe.errors import UserError
+from tawpipe.plan.plan import held
+from tawpipe.plan.plan_file import settings_of
+from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import DEVICE, HOST, LEAN, fits, lacking, relieved, shortage, unplayed, with_settings
+from tawpipe.schedule.settings import DEFAULT
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies import strategies
+
+POSITIONS = "the model's positions"
+SHORTEST = 2
+"""Tokens of the shortest row that is tried."""
+PRECISION = 0.005
+"""Of a length, to which it is found."""
+NEAR = 0.01
+"""Lengths that differ by less count as one."""
+
+
+def limit_of(tokens: int) -> str:
+    """What ends the search where nothing else does."""
+    return f"a limit of {tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row of one strategy.
+
+    Args:
+        tokens: of the row; 0 where none fits, or where the strategy cannot be played, and ``why_not`` says why.
+        binds: what does not allow more: ``DEVICE``, ``HOST``, ``POSITIONS`` or ``limit_of``.
+        request: for rows of that length.
+        step: with the settings for it.
+    """
+
+    strategy: str
+    tokens: int = 0
+    binds: str = ""
+    request: PlanRequest | None = None
+    step: StepSpec | None = None
+    prediction: Prediction | None = None
+    why_not: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        if self.request is None or self.prediction is None:
+            return 0.0
+        of_step = self.tokens * self.request.global_batch
+        return of_step / self.prediction.step_seconds / self.request.topology.world_size
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers, under the names that candidates of a plan have."""
+        made = self.prediction
+        return {
+            "strategy": self.strategy,
+            "sequence_length": self.tokens,
+            "binds": self.binds,
+            "knobs": settings_of(self.step) if self.step else {},
+            "step_seconds": made.step_seconds if made else None,
+            "tokens_per_second_per_device": self.tokens_per_second if made else None,
+            "peak_gib": made.peak_bytes / 2**30 if made else None,
+            "memory_gib": {name: size / 2**30 for name, size in made.memory.items()} if made else None,
+            "host_gib": made.needs.host / 2**30 if made else None,
+            "why_not": self.why_not,
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        if self.prediction is None or self.step is None:
+            return self.strategy, *["-"] * 5, self.binds, self.why_not
+        made, own = self.prediction, self.step.settings
+        layers = self.step.model.num_layers
+        settings = [f"{name} {getattr(own, name)}" for name in ("look_ahead", "gradient_buffers")]
+        settings += [f"offloaded_layers {own.offloaded_layers} of {layers}"] if own.offloaded_layers else []
+        numbers = (
+            f"{self.tokens:,}",
+            f"{made.step_seconds:.3f}",
+            f"{self.tokens_per_second:,.0f}",
+            f"{made.peak_bytes / 2**30:.2f}",
+            f"{made.needs.host / 2**30:.1f}",
+        )
+        return self.strategy, *numbers, self.binds, ", ".join(settings)
+
+
+HEAD = ("strategy", "longest row", "s/step", "tokens/s/device", "GiB", "host GiB/node", "what binds", "settings")
+GIVEN = "One document a row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest row of every strategy, the longest first.
+
+    Args:
+        request: for the longest rows that are asked about.
+    """
+
+    request: PlanRequest
+    rows: tuple[LongestRow, ...]
+
+    @classmethod
+    def of(
+        cls, request: PlanRequest, *, ends: str = POSITIONS, tell: Callable[[str], None] = lambda _: None
+    ) -> Longest:
+        """Look at every strategy that runs.
+
+        Args:
+            request: with micro-batches of one row, and rows as long as may be.
+            ends: what does not allow longer ones.
+            tell: is given a line for every strategy.
+        """
+        rows = []
+        for strategy in strategies(runs=True).values():
+            if strategy.candidate:
+                rows.append(_longest_of(request, strategy, ends))
+                tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
+        return cls(request, tuple(sorted(rows, key=lambda one: (-one.tokens, -one.tokens_per_second))))
+
+    @property
+    def best(self) -> LongestRow | None:
+        """The longest row of all; None if none fits."""
+        return self.rows[0] if self.rows and self.rows[0].tokens else None
+
+    @property
+    def fastest(self) -> LongestRow | None:
+        """The fastest of those within ``NEAR`` of the longest."""
+        if self.best is None:
+            return None
+        near = (one for one in self.rows if one.tokens >= self.best.tokens * (1 - NEAR))
+        return max(near, key=lambda one: one.tokens_per_second)
+
+    @property
+    def reason(self) -> str:
+        """A sentence."""
+        best, fastest = self.best, self.fastest
+        if best is None or fastest is None:
+            return f"no strategy can train on a row of {SHORTEST} tokens on these machines"
+        words = f"{best.strategy} has the longest row, {best.tokens:,} tokens; what binds is {best.binds}"
+        assert fastest.prediction is not None
+        seconds = f"{fastest.prediction.step_seconds:.3f} s a step"
+        if fastest is best:
+            words += f"; within {NEAR:.0%} of that length nothing is faster than its {seconds}"
+        else:
+            words += f"; within {NEAR:.0%} of that length {fastest.strategy} is the fastest, {seconds}"
+        return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
+
+    @property
+    def memory(self) -> str:
+        """A sentence on the memory of the longest row, part by part; empty if there is none."""
+        best = self.best
+        return held(self.request, best.prediction.needs) if best is not None and best.prediction else ""
+
+    def table(self) -> Iterator[str]:
+        """Lines of text, in columns."""
+        return columns([HEAD, *(one.cells() for one in self.rows)], words=2)
+
+    def json_text(self) -> str:
+        content = {"longest": [one.as_json() for one in self.rows], "reason": self.reason}
+        return json.dumps(content, indent=1, allow_nan=False)
+
+
+def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    try:
+        lean = _Lean(request, strategy)
+        if why := unplayed(request, lean.step(0)):
+            return LongestRow(strategy.name, why_not=why)
+        tokens, binds = lean.longest(ends)
+        offloaded, _ = lean.fewest(max(tokens, SHORTEST))
+        if not tokens:
+            why = shortage(request, lean.needs(SHORTEST, offloaded))
+            return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
+        asked, step = request.with_length(tokens), lean.step(offloaded)
+        usual = with_settings(step, **{name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")})
+        if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
+            step = usual
+        return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
+    except UserError as error:
+        return LongestRow(strategy.name, why_not=str(error))
+
+
+class _Lean:
+    """A strategy in the settings that need the least memory, for rows of any length."""
+
+    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
+        self.request = request
+        self.layers = request.model.num_layers if relieved(request, strategy) else 0
+        settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
+        self._first = request.step(settings, strategy)
+        self.schedule = cache(self._schedule)
+        self.needs = cache(self._needs)
+
+    def step(self, offloaded: int) -> StepSpec:
+        return with_settings(self._first, offloaded_layers=offloaded)
+
+    def _schedule(self, offloaded: int) -> Schedule:
+        return short_schedule(self.request, self.step(offloaded))
+
+    def _needs(self, tokens: int, offloaded: int) -> Needs:
+        return memory_of(self.request.with_length(tokens), self.schedule(offloaded))
+
+    def lacking(self, tokens: int, offloaded: int) -> list[str]:
+        """Which memory does not suffice for rows of a length, with so many layers' inputs in the host's memory."""
+        return lacking(self.request, self.needs(tokens, offloaded))
+
+    def fewest(self, tokens: int) -> tuple[int, str]:
+        """The fewest layers that have to be offloaded for rows of a length, and which memory does not suffice even
+        then, if any.
+        """
+        if DEVICE not in (over := self.lacking(tokens, 0)):
+            return 0, "".join(over)
+        if DEVICE in self.lacking(tokens, self.layers):
+            return self.layers, DEVICE
+        few, enough = 0, self.layers
+        none, all_ = (self.needs(tokens, offloaded).device for offloaded in (few, enough))
+        guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save about alike
+        while enough - few > 1:  # every number tried is a schedule to build
+            guess = min(max(guess, few + 1), enough - 1)
+            if DEVICE in self.lacking(tokens, guess):
+                few, guess = guess, guess + stride
+            else:
+                enough, guess = guess, guess - stride
+            stride *= 2
+        return enough, HOST if HOST in self.lacking(tokens, enough) else ""
+
+    def fits(self, tokens: int) -> bool:
+        some = any(not self.lacking(tokens, offloaded) for offloaded in (self.layers, 0))
+        return some or not self.fewest(tokens)[1]
+
+    def longest(self, ends: str) -> tuple[int, str]:
+        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do.
+
+        Args:
+            ends: what does not allow more than the request has.
+        """
+        most = self.request.sequence_length
+        if self.fits(most):
+            return most, ends
+        if most <= SHORTEST or not self.fits(SHORTEST):
+            return 0, self.fewest(SHORTEST)[1]
+        low, high = SHORTEST, most
+        while high - low > max(1, low * PRECISION):
+            middle = max(isqrt(low * high), low + 1)  # lengths differ by orders of magnitude: halve their ratio
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return low, self.fewest(high)[1]
