@@ -79,10 +79,9 @@ def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         last = measured[-1]["validation_by_position"]
         same = [row for row in measured if row["validation_by_position"].keys() == last.keys()]
         series = {f"step {row['step']}": list(row["validation_by_position"].values()) for row in (same[0], same[-1])}
-        axis: dict[str, Any] = {"x_title": "tokens of the document before the predicted one", "y_title": "loss per token"}
-        yield Section(
-            "Validation loss by position", figures=[lines([f"to {e}" for e in last], series, **axis, log=False)]
-        )
+        x_title = "tokens of the document before the predicted one"
+        curve = lines([f"to {e}" for e in last], series, x_title=x_title, y_title="loss per token", log=False)
+        yield Section("Validation loss by position", figures=[curve])
 
 
 def _recorded(folder: Path) -> Iterator[Section]:
