@@ -96,6 +96,20 @@ def test_layers_that_cannot_be_cut_are_refused_by_name(layer, reason):
         piped_numbers(llama(layer), rows_of(), sequence_chunk=5, check="never")
 
 
+def _looks_back(layer: Any, hidden: Tensor, call: Any) -> Tensor:
+    """Right on whole rows: the token before in the same document, which attention's keys know nothing of."""
+    first = (call["position_ids"] == 0).unsqueeze(-1)
+    return LlamaDecoderLayer.forward(layer, hidden + hidden.roll(1, dims=1).masked_fill(first, 0.0), **call)
+
+
+def test_tokens_that_are_mixed_elsewhere_are_found_at_the_border_of_a_chunk():
+    """By the check of the model, before a step: no number would be of the wrong shape, or not finite."""
+    batch, documents = packed([0], DOCUMENTS)
+    assert right_or_refused(llama(_looks_back), batch, documents=documents) == "right"
+    with pytest.raises(UserError, match=r"hidden states|differ"):
+        piped(llama(_looks_back), sequence_chunk=5)
+
+
 def test_what_does_not_go_with_chunks_is_refused():
     with pytest.raises(UserError, match="compile_layers"):
         piped(llama(), sequence_chunk=5, compile_layers=True)

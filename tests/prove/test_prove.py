@@ -19,14 +19,14 @@ from tawpipe.runtime.world import World
 
 
 def numbers(world: World, *, out: str) -> dict[str, Any]:
-    return vars(prove(world, Path(out), only=["exact", "bits", "order"]))
+    return vars(prove(world, Path(out), only=["exact", "bits", "chunks", "order"]))
 
 
 def test_numbers_of_several_processes_hold(pool, tmp_path):
     found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"))[0]
     assert json.loads((tmp_path / "found.json").read_text()) == found
     assert {name: row["status"] for name, row in found["checks"].items()} == dict.fromkeys(
-        ("exact", "bits", "order"), HOLDS
+        ("exact", "bits", "chunks", "order"), HOLDS
     )
     differences = found["checks"]["exact"]["numbers"]["differences"]
     assert {"tawpipe-spread", "tawpipe-whole", "hsdp", "flat", "weipipe"} <= differences.keys()

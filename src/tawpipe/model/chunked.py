@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.model.kernels import Documents, explicit_gradients, explicit_scores, slices_of
+from tawpipe.model.kernels import Documents, Place, explicit_gradients, explicit_scores, slices_of
 
 PAST_KEYS = 4096
 """Keys of the past that are looked at at one time: repeated for every query head, they exist for no more."""
@@ -148,8 +148,7 @@ class ChunkAttention(torch.autograd.Function):
                     own, chunk.store, piece, options.scale
                 )
                 continue
-            for queries, keys, offset in _slices(query, chunk, piece, options.window):
-                seen = (chunk.store.keys[keys], chunk.store.values[keys])  # type: ignore[index]
+            for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
                 output[queries] = explicit_scores(query[queries], *seen, sinks, **given)
         ctx.save_for_backward(query, sinks, output, sums)
@@ -170,8 +169,7 @@ class ChunkAttention(torch.autograd.Function):
                 own = [tensor[at].contiguous() for tensor in (gradient, query, output, sums)]
                 query_gradient[at] = _flash_gradients(own[0], own[1], own[2], own[3], store, piece, options.scale)
                 continue
-            for queries, keys, offset in _slices(query, chunk, piece, options.window):
-                seen = (store.keys[keys], store.values[keys])  # type: ignore[index]
+            for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
                 of_query, of_key, of_value, of_sinks = explicit_gradients(
                     query[queries], *seen, sinks, gradient[queries], **given
@@ -181,8 +179,9 @@ class ChunkAttention(torch.autograd.Function):
                 store.value_sums[keys] += of_value
                 if sink_sum is not None and of_sinks is not None:
                     sink_sum += of_sinks
-        own_keys = store.key_sums[:, :, chunk.begin : chunk.end].to(query.dtype)
-        own_values = store.value_sums[:, :, chunk.begin : chunk.end].to(query.dtype)
+        assert store.keys is not None and store.values is not None
+        own_keys = store.key_sums[:, :, chunk.begin : chunk.end].to(store.keys.dtype)
+        own_values = store.value_sums[:, :, chunk.begin : chunk.end].to(store.values.dtype)
         of_sinks = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, own_keys, own_values, of_sinks, None, None, None
 
@@ -288,9 +287,15 @@ def _kernel_gradients(
 # everything else
 
 
-def _slices(query: Tensor, chunk: Chunk, piece: Piece, window: int | None) -> Iterator[tuple[Any, Any, int]]:
-    """As ``kernels.slices_of``, with queries counted within the chunk and keys within the row."""
-    every = slice(None)
+def _slices(
+    query: Tensor, chunk: Chunk, piece: Piece, window: int | None
+) -> Iterator[tuple[Place, Place, tuple[Tensor, Tensor], int]]:
+    """Slices of queries whose scores fit a budget: the queries in the chunk, the keys that they see in the row, these
+    keys and values, and at which of them the first query stands.
+    """
+    every, store = slice(None), chunk.store
+    assert store.keys is not None and store.values is not None
     for first, last, oldest in slices_of(query, piece.rows, range(piece.first, piece.last), piece.oldest, window):
         queries = piece.rows, every, slice(first - chunk.begin, last - chunk.begin)
-        yield queries, (piece.rows, every, slice(oldest, last)), first - oldest
+        keys = piece.rows, every, slice(oldest, last)
+        yield queries, keys, (store.keys[keys], store.values[keys]), first - oldest

@@ -30,6 +30,7 @@ from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.randomness import OwnGenerator
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 CHOICES = ("auto", "always", "never")
 DOCUMENTS = (9, 14)
 """Tokens of the documents that the step is taken on."""
+CHUNK = 5
+"""Tokens of a chunk, where rows run in chunks: borders are in the middle of both documents."""
 WIDE_PARAMETERS = 100_000_000
 """Copies of up to so many parameters compute in fp64, larger ones in fp32."""
 MOST_PARAMETERS = 4_000_000_000
@@ -125,18 +128,24 @@ def _batch(vocabulary: int) -> MicroBatch:
 
 def run_watched(chain: Chain, step: Callable[[], None]) -> list[Tensor]:
     """The hidden states before the first layer and after every layer while ``step`` runs one row through the chain."""
-    places: dict[int, Tensor] = {}
-    layer = chain.layer
+    places: dict[int, list[Tensor]] = {}
+    layer, length = chain.layer, sum(DOCUMENTS)
+
+    def keep(place: int, value: Tensor) -> None:
+        parts = places.setdefault(place, [])
+        if sum(part.shape[1] for part in parts) < length:  # chunks come in order; recomputations give the same again
+            parts.append(value.detach().clone())
 
     def watched(block: int, hidden: Tensor, calls: Any) -> Tensor:
         output = layer(block, hidden, calls)
-        for place, value in ((block - 1, hidden), (block, output)):  # recomputations give the same once more
-            places.setdefault(place, value.detach().clone())
+        if block == 1:
+            keep(0, hidden)
+        keep(block, output)
         return output
 
     chain.layer = watched  # type: ignore[method-assign]
     step()
-    return [places[place] for place in sorted(places)]
+    return [torch.cat(places[place], dim=1) for place in sorted(places)]
 
 
 def _by_itself(
@@ -209,12 +218,19 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
 
 
 def check_on_rank_0(
-    pipeline: Callable[..., Any], chain: Chain, source: WeightSource, world: World, *, loss: Loss | None
+    pipeline: Callable[..., Any],
+    chain: Chain,
+    source: WeightSource,
+    world: World,
+    *,
+    loss: Loss | None,
+    in_chunks: bool = False,
 ) -> str:
     """``check_model`` on rank 0, by a pipeline of one process; what came of it, in a sentence, on all ranks.
 
     Args:
         pipeline: makes one.
+        in_chunks: rows run in chunks, whose borders are inside of documents.
 
     Raises:
         UserError: the model is not what it seems; on all ranks.
@@ -223,7 +239,16 @@ def check_on_rank_0(
     def run(copy: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor], list[Tensor]]:
         alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
         still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
-        one = pipeline(copy, loss=loss, optimizer=still, dtype=dtype, clip_norm=None, check="never", world=alone)
+        one = pipeline(
+            copy,
+            loss=loss,
+            optimizer=still,
+            dtype=dtype,
+            clip_norm=None,
+            check="never",
+            world=alone,
+            schedule=ScheduleSettings(sequence_chunk=CHUNK if in_chunks else 0),
+        )
         steps: list[StepResult] = []
 
         def step() -> None:

@@ -82,7 +82,7 @@ class Pipeline:
         seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
             alone. torch's default generators are left to the caller.
         check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
-            ``auto``, for models that the tests do not cover (docs/models.md).
+            ``auto``, for models that the tests do not cover (docs/models.md), and where rows run in chunks.
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
         timeout: after which a communication fails, or later where steps are known to take long (``limit``).
@@ -151,8 +151,9 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
-        if check == "always" or (check == "auto" and not is_tested(model, loss)):
-            self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss)
+        in_chunks = self.settings.sequence_chunk > 0  # which the tests of all families do not know
+        if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
+            self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.spec = self.chain.spec
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))

@@ -176,6 +176,22 @@ class Longest:
         return json.dumps(content, indent=1, allow_nan=False)
 
 
+def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
+    """The longest row that fits, within ``PRECISION``.
+
+    >>> longest_that(lambda tokens: tokens <= 1000, 2, 1 << 24) in range(994, 1001)
+    True
+
+    Args:
+        least: a length that fits.
+        most: one that does not.
+    """
+    while most - least > max(1, least * PRECISION):
+        middle = max(isqrt(least * most), least + 1)  # lengths differ by orders of magnitude: halve their ratio
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
 def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
     try:
         lean = _Lean(request, strategy)
@@ -254,8 +270,5 @@ class _Lean:
             return most, ends
         if most <= SHORTEST or not self.fits(SHORTEST):
             return 0, self.fewest(SHORTEST)[1]
-        low, high = SHORTEST, most
-        while high - low > max(1, low * PRECISION):
-            middle = max(isqrt(low * high), low + 1)  # lengths differ by orders of magnitude: halve their ratio
-            low, high = (middle, high) if self.fits(middle) else (low, middle)
-        return low, self.fewest(high)[1]
+        low = longest_that(self.fits, SHORTEST, most)
+        return low, self.fewest(low + max(2, ceil(2 * low * PRECISION)))[1]

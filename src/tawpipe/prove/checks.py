@@ -38,6 +38,7 @@ CHECKS = (
     Check("kernel", "the fastest attention kernel that is installed is the one that runs", speed.kernel),
     Check("exact", "every strategy has the loss and the gradients of one plain process", exactness.exact),
     Check("bits", "a step that is repeated, with delays in every lane too, gives the same bits", exactness.bits),
+    Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
     Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
     Check("longest", "the longest row that should fit does", memory.longest, alone=True),

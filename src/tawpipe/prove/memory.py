@@ -6,7 +6,6 @@ import gc
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,15 +14,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.longest import longest_that
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.measure import request_of
 from tawpipe.plan.predict import Needs, memory_of, predict
 from tawpipe.plan.probe import resident_memory
-from tawpipe.plan.profile import size_of
-from tawpipe.plan.request import PlanRequest
-from tawpipe.prove.models import alone, packed, sized
+from tawpipe.plan.request import MOST_TOKENS, PlanRequest
+from tawpipe.prove.models import alone, dtype_here, packed, sized
 from tawpipe.prove.outcome import Outcome
-from tawpipe.prove.speed import TOKENS, dtype_here
+from tawpipe.prove.speed import TOKENS
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import peak_of_step
 from tawpipe.runtime.world import World
@@ -57,19 +56,13 @@ def longest(world: World) -> Outcome:
 
     plan = _ask(config, [2 * TOKENS[world.device.type]], settings, dtype, world.device, timed=True)
 
-    def asked(tokens: int) -> PlanRequest:
-        return replace(plan, sequence_length=tokens, size=size_of([tokens]))
+    schedule = build(plan.step(settings))
 
     def fits(tokens: int) -> bool:
-        return _tensors(memory_of(asked(tokens), build(plan.step(settings)))) <= room
+        return _tensors(memory_of(plan.with_length(tokens), schedule)) <= room
 
-    least, most = 256, 512
-    while most < 1 << 24 and fits(most):
-        least, most = most, 2 * most
-    while most - least > least // 64:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    seconds = predict(asked(least), plan.step(settings)).step_seconds
+    least = longest_that(fits, SHORT, MOST_TOKENS)
+    seconds = predict(plan.with_length(least), schedule.step).step_seconds
     numbers: dict[str, Any] = {"tokens": least, "room_bytes": room, "predicted_seconds": seconds}
     if seconds > MOST_SECONDS:
         return Outcome(None, f"{least:,} tokens in {room / 2**30:.1f} GiB would take {seconds:.0f} s a step", numbers)

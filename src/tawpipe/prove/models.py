@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tawpipe.runtime.dtype import chosen_dtype
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
@@ -63,3 +64,8 @@ def packed(config: LlamaConfig, documents: Sequence[int]) -> dict[str, Tensor]:
 def alone(device: torch.device) -> World:
     """This process as a world of its own."""
     return World(Topology.grid(1, 1), 0, device, None)
+
+
+def dtype_here(world: World) -> torch.dtype:
+    """The dtype that a run with ``dtype: auto`` computes in here."""
+    return getattr(torch, chosen_dtype("auto", world)[0])

@@ -66,7 +66,7 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
         if only and check.name not in only:
             continue
         began = time.perf_counter()
-        outcome = _outcome(check, world)
+        outcome, error = _outcome(check, world)
         seconds = time.perf_counter() - began
         found.checks[check.name] = {
             "status": outcome.status,
@@ -80,27 +80,30 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
         )
         if world.rank == 0:
             found.write(out)
+        if error is not None and world.size > 1 and not check.alone:
+            raise error  # the others are somewhere in the middle of it
     for claim, what in found.unproven.items():
         console.line(f"{UNPROVEN:<8}  {'':<{width}}  {claim}: {what}")
     console.line(f"wrote {out}")
     return found
 
 
-def _outcome(check: Check, world: World) -> Outcome:
-    """The outcome of one check on rank 0; on the others something to go on with."""
+def _outcome(check: Check, world: World) -> tuple[Outcome, Exception | None]:
+    """The outcome of one check on rank 0, on the others something to go on with; and the error that ended it."""
     if missing := check.missing(world):
-        return Outcome(None, f"needs {missing}")
-    outcome = Outcome(True, "")
+        return Outcome(None, f"needs {missing}"), None
+    outcome, failed = Outcome(True, ""), None
     try:
         if not check.alone:
             outcome = check.run(world)
         elif world.rank == 0:
             outcome = check.run(alone(world.device))
     except Exception as error:
-        if world.size > 1 and not check.alone:
-            raise  # the others are somewhere in the middle of it
         outcome = Outcome(False, f"{type(error).__name__}: {error}", {"traceback": traceback.format_exc()})
+        failed = error
+    if failed is not None and not check.alone:
+        return outcome, failed
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     world.wait_patiently()
-    return outcome
+    return outcome, failed

@@ -17,9 +17,8 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.measure import device_name, request_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.probe import probe
-from tawpipe.prove.models import made, rows, sized
+from tawpipe.prove.models import dtype_here, made, rows, sized
 from tawpipe.prove.outcome import Outcome
-from tawpipe.runtime.dtype import chosen_dtype
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 
@@ -29,11 +28,6 @@ PER_DEVICE = 2
 STEPS = 5
 QUICKER = "would be faster"
 """What the name of a kernel says where a better one is missing."""
-
-
-def dtype_here(world: World) -> torch.dtype:
-    """The dtype that a run with ``dtype: auto`` computes in here."""
-    return getattr(torch, chosen_dtype("auto", world)[0])
 
 
 def kernel(world: World) -> Outcome:

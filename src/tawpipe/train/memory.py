@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,10 @@ def check_memory(
     dtype: torch.dtype,
     lengths: Sequence[int],
     request: PlanRequest | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Needs | None:
-    """What a process will hold, and a node's host; None where that could not be found out. Call on all ranks, before
-    anything large is there.
+    """What a process will hold, and a node's host; None where that could not be found out, and ``tell`` is given why.
+    Call on all ranks, before anything large is there.
 
     Args:
         config: with the schedule that will run.
@@ -45,9 +46,10 @@ def check_memory(
     machine = machine_unprobed(world)
     measured = request
     if measured is None:
-        measured, _ = ask(config, world, machine, timed=False, **asking)
-    if measured is None:
-        return None
+        measured, problem = ask(config, world, machine, timed=False, **asking)
+        if measured is None:
+            tell(f"memory is not checked before the first step: {problem}")
+            return None
     try:
         needs = memory_quickly(measured, measured.step(config.schedule))
     except UserError:  # it comes again, when the pipeline is made

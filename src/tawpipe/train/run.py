@@ -89,6 +89,7 @@ def run(config: TrainConfig) -> int:
         dtype=DTYPES[config.dtype],
         lengths=_typical_lengths(data, config.sequence_length),
         request=followed.request,
+        tell=console.notice,
     )
     built = build_model(
         config.model,

@@ -1,0 +1,51 @@
+"""Commands that run on several processes: those that torchrun started, those that the command starts, or this one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
+from tawpipe.errors import UserError
+from tawpipe.launch.gpus import find_gpus
+from tawpipe.launch.launcher import in_this_process, launch, local_shape
+
+
+def add_processes(parser: argparse.ArgumentParser, *, out: str, what: str) -> None:
+    """Options that say where to run, and which file to write.
+
+    Args:
+        out: its usual name.
+        what: the file in words.
+    """
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one for each GPU)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="virtual nodes that they are grouped into")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--out", default=out, metavar="FILE", help=f"{what} (default: {out})")
+
+
+def on_processes(
+    command: str, argv: Sequence[str], arguments: argparse.Namespace, act: Callable[[argparse.Namespace], int]
+) -> int:
+    """``act(arguments)`` on every process, and the exit code.
+
+    Raises:
+        UserError: numbers of processes, or a file, that cannot be.
+    """
+    for name in ("nproc", "nodes"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise UserError(f"--{name}", value, "at least 1")
+    out = Path(arguments.out)
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError("--out", arguments.out, "a file in a folder that exists")
+    if started_by_local_launcher() or LaunchEnvironment.read(os.environ) is not None:
+        return act(arguments)
+    gpus = find_gpus() if arguments.device != "cpu" else ()
+    shape = local_shape(arguments.nodes, arguments.nproc or (len(gpus) or 1), num_gpus=len(gpus))
+    if shape.nproc == 1:
+        with in_this_process(gpus=gpus):
+            return act(arguments)
+    return launch([sys.executable, "-m", "tawpipe", command, *argv], shape, gpus=gpus)
