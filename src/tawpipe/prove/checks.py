@@ -41,7 +41,7 @@ CHECKS = (
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
     Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
-    Check("longest", "the longest row that should fit does", memory.longest, alone=True),
+    Check("longest", "the longest row that should fit does, within 5 %", memory.longest, alone=True),
     Check("speed", "a step takes as long as was predicted, within 15 %", speed.step),
     Check(
         "offload", "inputs of layers wait in the host's memory at no cost in numbers", speed.offload, needs=("cuda",)
