@@ -34,6 +34,24 @@ def test_a_step_that_takes_too_long_is_reported():
     assert "waits for nobody" not in text
 
 
+def test_it_watches_where_errors_have_no_descriptor():
+    """In a notebook ``sys.stderr`` is a stream of its own."""
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import io, sys, time; sys.stderr = io.StringIO()\n"
+            "from tawpipe.runtime.watchdog import Watchdog\n"
+            "class Never: done = False\n"
+            "Watchdog(dict, 'rank 0', limit_s=0.2, stream=sys.stdout).watch('step 7', Never()); time.sleep(60)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert told.returncode == 1 and "step 7 has taken" in told.stdout, told
+
+
 def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
     """That may hang as well, which must not keep the process. There is no NCCL here: what torch gives is made up."""
     c10d, asked = sys.modules["torch._C._distributed_c10d"], []

@@ -36,6 +36,8 @@ LAST_WORDS_S = 3.0
 """Seconds after the report, so that every rank has printed its own before connections break."""
 DEAF_S = 30.0
 """Seconds beyond a step's limit for which the watchdog may fail to run before the timer of C ends the process."""
+STDERR = 2
+"""Where the timer of C writes: the descriptor, as ``sys.stderr`` has none in a notebook."""
 EXIT_CODE = 1
 RECORDED = 4000
 """Operations that a rank remembers: some steps of a few hundred each."""
@@ -120,7 +122,7 @@ class Watchdog:
             now = time.monotonic()
             if self._own_end is None and now - put_off > min(self.limit_s, DEAF_S) / 4:
                 put_off = now
-                faulthandler.dump_traceback_later(self.limit_s + DEAF_S, exit=True)
+                faulthandler.dump_traceback_later(self.limit_s + DEAF_S, exit=True, file=STDERR)
             with self._lock:
                 while self._watched and self._watched[0].ended.done:
                     self._watched.pop(0)
@@ -131,7 +133,7 @@ class Watchdog:
                 for line in self.report(late.step, now - late.begin):
                     self._say(line)
                 if self._own_end is None:  # by a thread of C, should the last words hang and keep Python's lock
-                    faulthandler.dump_traceback_later(LAST_WORDS_S + 2, exit=True)
+                    faulthandler.dump_traceback_later(LAST_WORDS_S + 2, exit=True, file=STDERR)
                 threading.Thread(target=self._say_last, args=(late.step,), name="last words", daemon=True).start()
                 if not self._closed.wait(LAST_WORDS_S):
                     self._end()
