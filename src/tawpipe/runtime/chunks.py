@@ -57,7 +57,7 @@ class LayerInChunks:
         """Propagate ``gradient`` of the output, [b, S, H], which becomes that of the input if it is ``wanted``."""
         chunks = list(self._chunks(hidden))
         with torch.no_grad():
-            for number, chunk in chunks:
+            for number, chunk in chunks[:-1]:  # the last puts its own when it is computed again, which is first
                 chunk.only_keys = True
                 with suppress(KeysReached):
                     self._run(number, chunk, hidden[:, chunk.begin : chunk.end])
