@@ -154,8 +154,8 @@ def peak(layer: Layer, hidden: Tensor, calls: Any, chunk: int) -> int:
 def table(rows: list[dict[str, Any]]) -> str:
     """The readings as a page."""
     lines = [
-        "| threads | tokens | chunk | whole row s | in chunks s | ratio | of processor time | backward alone | whole row MiB"
-        " | in chunks MiB | sums differ by |",
+        "| threads | tokens | chunk | whole row s | in chunks s | ratio | of processor time | backward alone "
+        "| whole row MiB | in chunks MiB | sums differ by |",
         "| --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for row in rows:

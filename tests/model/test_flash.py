@@ -37,7 +37,8 @@ def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeyp
     output, sums = flash.attention(query, keys, values, parts, 0.3)
     torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
     key_sums, value_sums = torch.ones_like(keys), torch.ones_like(values)
-    found = flash.gradients(gradient, query, output, sums, keys, values, key_sums, value_sums, parts, 0.3)
+    targets = key_sums, value_sums
+    found = flash.gradients(gradient, query, output, sums, (keys, values), targets, parts, 0.3)
     torch.testing.assert_close(found, of_query, rtol=1e-11, atol=1e-12)
     for total, part in ((key_sums, of_keys), (value_sums, of_values)):
         expected = torch.ones_like(total)

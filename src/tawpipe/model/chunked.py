@@ -178,9 +178,11 @@ class ChunkAttention(torch.autograd.Function):
         for piece in pieces(ctx.documents, chunk.begin, chunk.end, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
-                own = [tensor[at] for tensor in (gradient, query, output, sums)]
-                seen = *store.of(piece.rows), store.key_sums[piece.rows], store.value_sums[piece.rows]
-                query_gradient[at] = flash.gradients(*own, *seen, _parts(piece, query, options.window), options.scale)
+                seen, targets = store.of(piece.rows), (store.key_sums[piece.rows], store.value_sums[piece.rows])
+                parts = _parts(piece, query, options.window)
+                query_gradient[at] = flash.gradients(
+                    gradient[at], query[at], output[at], sums[at], seen, targets, parts, options.scale
+                )
                 continue
             for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}

@@ -69,7 +69,7 @@ def attention(
     sums = own.new_empty(own.shape[:3], dtype=wide)
     for some in _at_one_time(own, values, parts):
         for part in parts:
-            seen = _seen(own, keys, values, some, part.keys)
+            seen = _part_of(keys, values, some, part.keys, own)
             place = some, slice(None), part.queries
             one, lse = _kernel(_for(part, own[place]), *seen, part, scale)
             one, lse = one[..., : values.shape[-1]], lse.to(wide)
@@ -92,30 +92,31 @@ def gradients(
     query: Tensor,
     output: Tensor,
     sums: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_sums: Tensor,
-    value_sums: Tensor,
+    seen: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor],
     parts: Sequence[Part],
     scale: float,
 ) -> Tensor:
-    """The gradient of queries; those of the keys and values that they see are added to ``key_sums``, ``value_sums``."""
-    own = [_folded(tensor, keys) for tensor in (query, gradient, output)]
-    total = torch.empty_like(own[0], dtype=key_sums.dtype)
+    """The gradient of queries; those of the keys and values, of which ``seen`` has the rows', are added to ``targets``,
+    which may be of a wider type.
+    """
+    own = [_folded(tensor, seen[0]) for tensor in (query, gradient, output)]
+    total = torch.empty_like(own[0], dtype=targets[0].dtype)
     log_sums = sums.reshape(total.shape[:3])
-    keys, values, key_sums, value_sums = (one.flatten(0, 1) for one in (keys, values, key_sums, value_sums))
+    keys, values = (one.flatten(0, 1) for one in seen)
+    totals = [one.view(keys.shape[0], *one.shape[2:]) for one in targets]  # of the same memory
     for some in _at_one_time(own[0], values, parts):
         for part in parts:
-            seen = _seen(own[0], keys, values, some, part.keys)
+            key, value = _part_of(keys, values, some, part.keys, own[0])
             place = some, slice(None), part.queries
             queries, arriving, given, logs = (_for(part, one[place]) for one in (*own, log_sums))
             arriving, given = _padded(arriving, queries), _padded(given, queries)
-            of_query, *of_seen = _kernel_gradients(arriving, queries, *seen, given, logs, part, scale)
+            of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, given, logs, part, scale)
             if part.causal:
                 total[place] = of_query
             else:
                 total[place] += of_query.reshape(total[place].shape)
-            for target, one in zip((key_sums, value_sums), of_seen, strict=True):
+            for target, one in zip(totals, of_seen, strict=True):
                 one = one[..., : target.shape[-1]]
                 target[some, part.keys] += one[:, 0] if one.shape[1] == 1 else one.sum(1, dtype=target.dtype)
     return total.view(query.shape).to(query.dtype)
@@ -152,7 +153,7 @@ def _at_one_time(query: Tensor, values: Tensor, parts: Sequence[Part]) -> Iterat
         yield slice(first, first + size)
 
 
-def _seen(query: Tensor, keys: Tensor, values: Tensor, some: slice, at: slice) -> tuple[Tensor, Tensor]:
+def _part_of(keys: Tensor, values: Tensor, some: slice, at: slice, query: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [b, 1, ..., d] as the kernel takes them."""
     return keys[some, None, at], _padded(values[some, None, at], query)
 
