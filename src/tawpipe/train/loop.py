@@ -24,16 +24,15 @@ from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import RowSource
 from tawpipe.errors import RunError
-from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
-from tawpipe.runtime.by_position import LossByPosition, position_edges
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.limits import FACTOR
+from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
@@ -330,7 +329,7 @@ class Training:
         batches = max(1, min(settings.batches, len(self.data.validation) // rows))
         for number in range(batches):
             batch = self._batch(self.data.validation, number * rows, rows)
-            result = self.pipeline.evaluate(batch, by_position=by_position)
+            result = self.pipeline.evaluate(batch, measure=by_position)
             total, tokens = total + result.loss * result.tokens, tokens + result.tokens
         if not self._evaluated:
             self._evaluated = True
@@ -347,14 +346,12 @@ class Training:
 
     def _batch(self, source: RowSource, begin: int, rows: int) -> LocalBatch:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
-        shares = self.pipeline.shares(rows)
-        parts = [MicroBatch.cat([source.sample(begin + row) for row in share.rows]) for share in shares]
+        length = self.config.sequence_length
+        batch = self.pipeline.part_of(rows, length, lambda row: source.sample(begin + row))
         if self.data.report.streamed:  # what else there is was looked at before the run
-            longest = max((length for part in parts for length in part.lengths), default=0)
-            check_longest(self.config.model, self.pipeline.chain.config, self.config.sequence_length, longest)
-        if self.world.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        return LocalBatch(rows, self.config.sequence_length, parts)
+            longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
+            check_longest(self.config.model, self.pipeline.chain.config, length, longest)
+        return batch
 
     def _state(self, step: int) -> RunState:
         return RunState(
