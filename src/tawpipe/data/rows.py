@@ -167,6 +167,22 @@ class PackedDataset:
         segments = self._plan(epoch).segments(row)
         return cut_row(self._corpus, self.documents, segments, self.sequence_length, self._pad_id, self.longest)
 
+    def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
+        """So many tokens of the documents end to end, from the beginning of one on, over and over; fewer only where
+        none is left ``without`` some tokens.
+        """
+        pieces, left, empty = [np.zeros(0, np.int64)], tokens, 0
+        while left and empty < self.num_documents:
+            document %= self.num_documents
+            begin_and_end = 2
+            read = min(int(self._lengths[document]), left + begin_and_end)
+            piece = self._corpus.read(int(self.documents[document]), 0, read)[0]
+            pieces.append(piece[~np.isin(piece, without)][:left].astype(np.int64))
+            left -= len(pieces[-1])
+            empty = 0 if len(pieces[-1]) else empty + 1
+            document += 1
+        return np.concatenate(pieces)
+
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._plans.get(epoch)
         if plan is None:
