@@ -57,6 +57,13 @@ class EvaluationConfig:
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
+    retrieval_lengths: list[int] = field(default_factory=list)
+    """Lengths in tokens, up to --sequence-length, of rows of held-out text in which a fact is hidden and asked for:
+    does the model find it? Empty for no such check."""
+    retrieval_depths: int = bounded(5, minimum=1)
+    """Depths at which the fact stands in rows of every length, evenly from their beginning to their end."""
+    retrieval_samples: int = bounded(4, minimum=1)
+    """Facts hidden at every depth, one in a row."""
 
 
 @dataclass(frozen=True)

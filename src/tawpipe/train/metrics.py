@@ -59,7 +59,7 @@ class MetricsWriter:
         Args:
             step: number of the step, from 1; greater than that of the row before.
             values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss,
-                validation_by_position.
+                validation_by_position, retrieval_found, retrieval_loss.
 
         Returns:
             why it could not be written, the first time that this happens; else nothing.
