@@ -121,6 +121,25 @@ def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
         retrieval_check(config, data, LlamaConfig(max_position_embeddings=128))
 
 
+def test_a_model_is_evaluated_without_a_step(home, capsys):
+    """It says what the run that trained the model said at its end."""
+    words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto")
+    assert alone(home, "taught", *LONG, *words, "--dtype", "float64", "--export.dtype", "float64") == 0
+    page, model = home / "looked.html", str(home / "taught" / "model")
+    words = (*words, "--model", model, "--steps", "0", "--sequence-length", "256", "--global-batch", "4")
+    assert alone(home, "looked", *words, "--dtype", "float64", "--report", str(page)) == 0
+    assert "Hidden facts" in page.read_text() and not (home / "looked" / "model").exists()
+    (row,) = rows(home, "looked")
+    trained = rows(home, "taught")[-1]
+    assert row["step"] == 0 and row["loss"] is None
+    for name in ("validation_by_position", "retrieval_found", "retrieval_loss"):
+        assert row[name] == pytest.approx(trained[name], rel=1e-12)
+    assert row["validation_loss"] == pytest.approx(trained["validation_loss"], rel=1e-12)
+    capsys.readouterr()
+    assert alone(home, "nothing", *words, "--evaluation.retrieval-lengths", "--validation-fraction", "0") == 2
+    assert "--steps: got 0; at least 1 without validation data" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [

@@ -163,8 +163,9 @@ class TrainConfig(DataSettings):
     """Sequences in a step, over all processes. The same for any number of nodes and processes."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
-    steps: int = bounded(60, minimum=1)
-    """Optimizer steps in the whole run, those before a resume included."""
+    steps: int = bounded(60, minimum=0)
+    """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
+    and nothing exported."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

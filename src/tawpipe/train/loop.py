@@ -37,7 +37,7 @@ from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.metrics import MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.retrieval import Retrieval, RetrievalCheck
 from tawpipe.train.stopping import StopRequest
 
@@ -141,7 +141,9 @@ class Training:
             if self.last > self.first:
                 pipeline.drain()
             elif self._evaluates:
-                self._evaluate()
+                values = self._evaluate()
+                if self._writer is not None and not self.last:
+                    self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
         finally:
             if self._writer is not None:
                 self._writer.close()

@@ -101,6 +101,8 @@ def run(config: TrainConfig) -> int:
         trust_remote_code=config.trust_remote_code,
     )
     retrieval = retrieval_check(config, data, built.model.config)
+    if not config.steps and data.validation is None and retrieval is None:
+        raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
     pipeline = _make_pipeline(config, world, data, built, injector, followed.step_s)
     if pipeline.checked:
         console.line(pipeline.checked)
@@ -144,7 +146,7 @@ def run(config: TrainConfig) -> int:
     stopped = training.last < config.steps
     if config.sample.tokens and not stopped:
         results.append(("sample", sample(config, pipeline, data)))
-    if config.export.enabled and not stopped:
+    if config.export.enabled and training.last and not stopped:
         folder = pipeline.export(
             config.output_path / "model",
             dtype=DTYPES[config.export.dtype],
