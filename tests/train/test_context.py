@@ -121,6 +121,40 @@ def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
         retrieval_check(config, data, LlamaConfig(max_position_embeddings=128))
 
 
+def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
+    words = (
+        *LONG,
+        *ASKED,
+        "--evaluation.retrieval-samples",
+        "1",
+        "--checkpoint.every",
+        "0",
+        "--export.enabled",
+        "false",
+    )
+    config = load_config(command(home, "knows", *words)[3:])
+    data = prepare_data(config, sequence_length=256, seed=config.seed, model=config.model)
+    check = retrieval_check(config, data, LlamaConfig())
+    assert check is not None
+    said = data.tokenizer.decode(check.needles.row(224, 0, 0).input_ids[0].tolist())
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"{re.findall('The access code.*[.]', said)[0]}\n" * (4 + number % 3))
+    words = (
+        *words,
+        "--data",
+        str(tmp_path / "*.txt"),
+        "--steps",
+        "20",
+        "--learning-rate",
+        "2e-2",
+        "--micro-batch",
+        "4",
+    )
+    assert alone(home, "knows", *words, "--evaluation.every", "100") == 0
+    assert re.search(r"retrieval +6 of 6 facts found\n", capsys.readouterr().out)
+    assert set(rows(home, "knows")[-1]["retrieval_found"].values()) == {1.0}
+
+
 def test_a_model_is_evaluated_without_a_step(home, capsys):
     """It says what the run that trained the model said at its end."""
     words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto")
