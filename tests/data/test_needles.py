@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tawpipe.data.corpus import Corpus
-from tawpipe.data.encode import Encoder
+from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.needles import Needles
 from tawpipe.data.render import Document, Piece
 from tawpipe.data.report import ReadCounts
@@ -84,6 +84,21 @@ def test_a_depth_moves_the_fact_and_a_length_adds_text(tokenizer):
         begun = ids[needles.rows - needles.samples + sample].index(longer[10])
         assert longer[begun : begun + 300] == ids[needles.rows - needles.samples + sample][begun : begun + 300]
     assert len({one[-40:] for one in words.values()}) == needles.samples
+
+
+def test_text_is_that_of_the_documents_from_one_on_over_and_over():
+    ids = [[5], [1, 2, 3], [4, 9], [9, 9], [6, 7, 8, 9, 4]]
+    tokens = [
+        (Document("text", (Piece(str(own), True),)), Tokens(np.array(own), np.ones(len(own), bool))) for own in ids
+    ]
+    corpus = Corpus.from_tokens(tokens, ReadCounts())
+    chosen = np.array([1, 2, 3, 4])
+    dataset = PackedDataset(corpus, chosen, sequence_length=8, seed=0, packing="split", pad_id=0)
+    for document in range(4):
+        whole = [token for own in np.roll(chosen, -document) for token in ids[own] if token != 9]
+        for count in range(20):
+            assert dataset.text(document, count, [9]).tolist() == (whole * 3)[:count]
+    assert not len(dataset.text(0, 5, [*range(10)]))
 
 
 def test_rows_follow_from_the_seed_and_their_number_alone(tokenizer):

@@ -168,20 +168,22 @@ class PackedDataset:
         return cut_row(self._corpus, self.documents, segments, self.sequence_length, self._pad_id, self.longest)
 
     def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
-        """So many tokens of the documents end to end, from the beginning of one on, over and over; fewer only where
-        none is left ``without`` some tokens.
+        """So many tokens of the documents end to end, from the beginning of one on, over and over; none where nothing
+        is left ``without`` some tokens.
         """
-        pieces, left, empty = [np.zeros(0, np.int64)], tokens, 0
-        while left and empty < self.num_documents:
-            document %= self.num_documents
-            begin_and_end = 2
-            read = min(int(self._lengths[document]), left + begin_and_end)
-            piece = self._corpus.read(int(self.documents[document]), 0, read)[0]
+        pieces, left, end = [np.zeros(0, np.int64)], tokens, document + self.num_documents
+        while left and document < end:
+            first, begin_and_end = document % self.num_documents, 2
+            # No more documents than are needed if each has a token, and of none more than is needed.
+            some = slice(first, min(first + min(left, end - document), self.num_documents))
+            lengths = np.minimum(self._lengths[some], left + begin_and_end)
+            lengths = lengths[: np.searchsorted(lengths.cumsum(), left) + 1]
+            before = self._corpus.offsets[self.documents[some]][: len(lengths)] - (lengths.cumsum() - lengths)
+            piece = self._corpus.tokens[np.repeat(before, lengths) + np.arange(lengths.sum())]
             pieces.append(piece[~np.isin(piece, without)][:left].astype(np.int64))
-            left -= len(pieces[-1])
-            empty = 0 if len(pieces[-1]) else empty + 1
-            document += 1
-        return np.concatenate(pieces)
+            left, document = left - len(pieces[-1]), document + len(lengths)
+        once = np.concatenate(pieces)
+        return np.resize(once, tokens) if len(once) else once
 
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._plans.get(epoch)
