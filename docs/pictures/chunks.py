@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from drawing import Drawing
 
 LAYERS, CHUNKS, CELL, GAP = 4, 4, 52, 6
@@ -13,25 +15,38 @@ TITLE = (
 
 def chunks() -> str:
     """The SVG."""
-    drawing = Drawing(860, 388, TITLE)
+    drawing = Drawing(820, 402, TITLE)
     _grid(
         drawing,
         40,
         "Chunk by chunk: others",
         lambda layer, chunk: chunk * LAYERS + layer,
-        ["keys and values of every layer stay", "weights that travel would come once per chunk"],
+        [
+            ("activation", "keys and values of every layer stay"),
+            ("", "weights that travel would come once for every chunk"),
+        ],
     )
     _grid(
         drawing,
         470,
         "Layer by layer: a visit here",
         lambda layer, chunk: layer * CHUNKS + chunk,
-        ["keys and values of one layer exist", "weights come once, whatever the length"],
+        [
+            ("activation", "keys and values of one layer exist"),
+            ("", "its weights come once, whatever the length"),
+            ("near", "inputs wait in the host's memory or in files"),
+        ],
     )
     return drawing.svg()
 
 
-def _grid(drawing: Drawing, left: float, title: str, order, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+def _grid(
+    drawing: Drawing,
+    left: float,
+    title: str,
+    order: Callable[[int, int], int],
+    words: Sequence[tuple[str, str]],
+) -> None:
     now, top = 9, 84
     drawing.text(left, 34, title, size=16, bold=True)
     by_layer = order(0, 1) == 1
@@ -49,14 +64,9 @@ def _grid(drawing: Drawing, left: float, title: str, order, words: list[str]) ->
     for chunk in range(CHUNKS):
         x = left + 62 + chunk * (CELL + GAP) + CELL / 2
         drawing.text(x, top - 12, f"chunk {chunk + 1}", "soft", size=12, anchor="middle")
-    right = left + 62 + CHUNKS * (CELL + GAP) + 6
-    if by_layer:
-        y = top + (LAYERS - 1 - now // CHUNKS) * (CELL + GAP)
-        drawing.line([(right + 14, y + CELL + 34), (right + 14, y + CELL + 2)], "activation", heads="<>")
-        drawing.text(right + 24, y + CELL + 10, "inputs by chunk:", "soft", size=12)
-        drawing.text(right + 24, y + CELL + 26, "host or files", "soft", size=12)
     y = top + LAYERS * (CELL + GAP) + 18
-    drawing.rect(left, y - 11, 13, 13, "activation", radius=2)
-    drawing.text(left + 20, y, words[0], size=13)
-    drawing.rect(left, y + 11, 13, 13, "weight", radius=2)
-    drawing.text(left + 20, y + 22, words[1], size=13)
+    for color, line in words:
+        if color:
+            drawing.rect(left, y - 11, 13, 13, color, radius=2)
+        drawing.text(left + 20, y, line, size=13)
+        y += 22
