@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
-        settings=ScheduleSettings(early_updates=arguments.early_updates),
+        settings=ScheduleSettings(early_updates=arguments.early_updates, sequence_chunk=arguments.sequence_chunk),
         rope=rope,
         trust_remote_code=arguments.trust_remote_code,
         here=here,
@@ -146,6 +146,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UserError(name, value, expected)
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
+    if arguments.sequence_chunk is not None and arguments.sequence_chunk < 0:
+        raise UserError("--sequence-chunk", arguments.sequence_chunk, "at least 0")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
     from tawpipe.report.page import check_page
@@ -226,6 +228,12 @@ def _parser() -> argparse.ArgumentParser:
         many = "*" if leaf.is_list else None
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help="as in the training run")
     parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
+    parser.add_argument(
+        "--sequence-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="as in the training run's schedule.sequence_chunk; 0 for whole rows (default: the plan chooses)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")

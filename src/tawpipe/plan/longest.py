@@ -2,7 +2,7 @@
 
 A schedule does not depend on the length, and what it holds grows with the tokens. So the schedules of a strategy are
 built once, in the settings that need the least memory; memory is added up for one length after another, and only the
-answer is played by the clock.
+answer is played by the clock. Whether layers compute whole rows or chunks of them is chosen for every strategy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class LongestRow:
         made = self.prediction
         return {
             "strategy": self.strategy,
+            "tokens": self.tokens,
             "sequence_length": self.tokens,
+            "sequence_chunk": self.step.settings.sequence_chunk if self.step else None,
+            "offloaded_layers": self.step.settings.offloaded_layers if self.step else None,
             "binds": self.binds,
             "knobs": settings_of(self.step) if self.step else {},
             "step_seconds": made.step_seconds if made else None,
@@ -85,13 +88,13 @@ class LongestRow:
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
         if self.prediction is None or self.step is None:
-            return self.strategy, *["-"] * 5, self.binds, self.why_not
+            return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
         made, own = self.prediction, self.step.settings
-        layers = self.step.model.num_layers
         settings = [f"{name} {getattr(own, name)}" for name in ("look_ahead", "gradient_buffers")]
-        settings += [f"offloaded_layers {own.offloaded_layers} of {layers}"] if own.offloaded_layers else []
         numbers = (
             f"{self.tokens:,}",
+            f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
+            f"{own.offloaded_layers} of {self.step.model.num_layers}",
             f"{made.step_seconds:.3f}",
             f"{self.tokens_per_second:,.0f}",
             f"{made.peak_bytes / 2**30:.2f}",
@@ -100,7 +103,18 @@ class LongestRow:
         return self.strategy, *numbers, self.binds, ", ".join(settings)
 
 
-HEAD = ("strategy", "longest row", "s/step", "tokens/s/device", "GiB", "host GiB/node", "what binds", "settings")
+HEAD = (
+    "strategy",
+    "longest row",
+    "chunk",
+    "layers offloaded",
+    "s/step",
+    "tokens/s/device",
+    "GiB",
+    "host GiB/node",
+    "what binds",
+    "settings",
+)
 GIVEN = "One document a row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
 
 
@@ -197,12 +211,11 @@ def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
         lean = _Lean(request, strategy)
         if why := unplayed(request, lean.step(0)):
             return LongestRow(strategy.name, why_not=why)
-        tokens, binds = lean.longest(ends)
-        offloaded, _ = lean.fewest(max(tokens, SHORTEST))
+        tokens, chunk, binds = lean.longest(ends)
         if not tokens:
-            why = shortage(request, lean.needs(SHORTEST, offloaded))
+            why = shortage(request, lean.needs(SHORTEST, lean.fewest(SHORTEST, 0)[0], 0))
             return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
-        asked, step = request.with_length(tokens), lean.step(offloaded)
+        asked, step = request.with_length(tokens), lean.step(lean.fewest(tokens, chunk)[0], chunk)
         usual = with_settings(step, **{name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")})
         if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
             step = usual
@@ -217,58 +230,75 @@ class _Lean:
     def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
         self.request = request
         self.layers = request.model.num_layers if relieved(request, strategy) else 0
+        given = request.settings.sequence_chunk
+        self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
+        """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
         settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
         self._first = request.step(settings, strategy)
         self.schedule = cache(self._schedule)
         self.needs = cache(self._needs)
 
-    def step(self, offloaded: int) -> StepSpec:
-        return with_settings(self._first, offloaded_layers=offloaded)
+    def step(self, offloaded: int, chunk: int = 0) -> StepSpec:
+        return with_settings(self._first, offloaded_layers=offloaded, sequence_chunk=chunk)
 
-    def _schedule(self, offloaded: int) -> Schedule:
-        return short_schedule(self.request, self.step(offloaded))
+    def _schedule(self, offloaded: int, chunk: int) -> Schedule:
+        if chunk and chunk != self.chunks[-1]:  # which does not depend on the size of chunks
+            schedule, step = self.schedule(offloaded, self.chunks[-1]), self.step(offloaded, chunk)
+            return replace(schedule, step=replace(schedule.step, settings=step.settings))
+        return short_schedule(self.request, self.step(offloaded, chunk))
 
-    def _needs(self, tokens: int, offloaded: int) -> Needs:
-        return memory_of(self.request.with_length(tokens), self.schedule(offloaded))
+    def _needs(self, tokens: int, offloaded: int, chunk: int) -> Needs:
+        return memory_of(self.request.with_length(tokens), self.schedule(offloaded, chunk))
 
-    def lacking(self, tokens: int, offloaded: int) -> list[str]:
+    def lacking(self, tokens: int, offloaded: int, chunk: int) -> list[str]:
         """Which memory does not suffice for rows of a length, with so many layers' inputs in the host's memory."""
-        return lacking(self.request, self.needs(tokens, offloaded))
+        return lacking(self.request, self.needs(tokens, offloaded, chunk))
 
-    def fewest(self, tokens: int) -> tuple[int, str]:
+    def fewest(self, tokens: int, chunk: int) -> tuple[int, str]:
         """The fewest layers that have to be offloaded for rows of a length, and which memory does not suffice even
         then, if any.
         """
-        if DEVICE not in (over := self.lacking(tokens, 0)):
+        if DEVICE not in (over := self.lacking(tokens, 0, chunk)):
             return 0, "".join(over)
-        if DEVICE in self.lacking(tokens, self.layers):
+        if DEVICE in self.lacking(tokens, self.layers, chunk):
             return self.layers, DEVICE
         few, enough = 0, self.layers
-        none, all_ = (self.needs(tokens, offloaded).device for offloaded in (few, enough))
+        none, all_ = (self.needs(tokens, offloaded, chunk).device for offloaded in (few, enough))
         guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save about alike
         while enough - few > 1:  # every number tried is a schedule to build
             guess = min(max(guess, few + 1), enough - 1)
-            if DEVICE in self.lacking(tokens, guess):
+            if DEVICE in self.lacking(tokens, guess, chunk):
                 few, guess = guess, guess + stride
             else:
                 enough, guess = guess, guess - stride
             stride *= 2
-        return enough, HOST if HOST in self.lacking(tokens, enough) else ""
+        return enough, HOST if HOST in self.lacking(tokens, enough, chunk) else ""
 
-    def fits(self, tokens: int) -> bool:
-        some = any(not self.lacking(tokens, offloaded) for offloaded in (self.layers, 0))
-        return some or not self.fewest(tokens)[1]
+    def fits(self, tokens: int, chunk: int) -> bool:
+        some = any(not self.lacking(tokens, offloaded, chunk) for offloaded in (self.layers, 0))
+        return some or not self.fewest(tokens, chunk)[1]
 
-    def longest(self, ends: str) -> tuple[int, str]:
-        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do.
+    def longest(self, ends: str) -> tuple[int, int, str]:
+        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do. Beside them the
+        chunk: the largest with which a row is about as long as with the smallest.
 
         Args:
             ends: what does not allow more than the request has.
         """
         most = self.request.sequence_length
-        if self.fits(most):
-            return most, ends
-        if most <= SHORTEST or not self.fits(SHORTEST):
-            return 0, self.fewest(SHORTEST)[1]
-        low = longest_that(self.fits, SHORTEST, most)
-        return low, self.fewest(low + max(2, ceil(2 * low * PRECISION)))[1]
+        for chunk in self.chunks:
+            if self.fits(most, chunk):
+                return most, chunk, ends
+        smallest = dict.fromkeys((self.chunks[-1], self.chunks[0]))  # of a row about as long as a chunk, which is less?
+
+        def fits(tokens: int) -> bool:
+            return any(self.fits(tokens, chunk) for chunk in smallest)
+
+        if most <= SHORTEST or not fits(SHORTEST):
+            return 0, 0, self.fewest(SHORTEST, 0)[1]
+        low = longest_that(fits, SHORTEST, most)
+        near = max(SHORTEST, ceil(low * (1 - NEAR)))
+        chunk = next(chunk for chunk in (*self.chunks, *smallest) if self.fits(near, chunk))
+        if not self.fits(low, chunk):
+            low = longest_that(lambda tokens: self.fits(tokens, chunk), near, low)
+        return low, chunk, self.fewest(low + max(2, ceil(2 * low * PRECISION)), chunk)[1]

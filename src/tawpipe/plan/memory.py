@@ -16,7 +16,6 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width
 from tawpipe.plan.bench import Bench, Case
-from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
 from tawpipe.schedule.footprint import BlockMemory
@@ -41,9 +40,6 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
-        if kind == "layer" and 0 < bench.sequence_chunk < tokens:  # one chunk more, whose past is as large as any
-            least = PAST_KEYS + bench.sequence_chunk
-            short, long = (least,), (least + bench.sequence_chunk,)
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
         span = sum(long) - sum(short)
         for name, amount in second.items():
@@ -63,8 +59,7 @@ def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]
     """Bytes of a block by name: those of ``BlockMemory.working`` and of ``BlockMemory.kept``."""
     with bench.case(block, lengths) as case:
         if case.spec.kind == "layer":
-            cut = 0 < bench.sequence_chunk < sum(lengths)
-            return _weigh_layer_in_chunks(bench, block, case) if cut else _weigh_layer(bench, block, case)
+            return _weigh_layer(bench, block, case)
         if case.spec.kind == "head":
             with torch.set_grad_enabled(case.spec.needs_backward):
                 bench.head(case)  # what the first chunk leaves behind for the others is not a chunk's own
@@ -147,17 +142,41 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     return found
 
 
-def _weigh_layer_in_chunks(bench: Bench, block: int, case: Case) -> dict[str, float]:
+def measure_chunks(bench: Bench, sizes: Sequence[int]) -> dict[str, tuple[float, float, float]]:
+    """``BlockMemory.in_chunks``: layers of every kind on rows of two lengths in chunks of one size, and of another.
+
+    The past of a row's last chunk is as large as any that a kernel sees at one time.
+
+    Args:
+        sizes: of chunks, ascending: one, or two of which the second is twice the first.
+    """
+    lines: dict[str, tuple[float, float, float]] = {}
+    least, most = sizes[0], sizes[-1]
+    for (kind, *_), blocks in bench.kinds().items():
+        if kind != "layer":
+            continue
+        long = PAST_KEYS + 2 * least
+        shapes = ((long - least, least), (long, least), *(((long, most),) if most > least else ()))
+        weighed = [_weigh_chunks(bench, blocks[0], *shape) for shape in shapes]
+        for name, amount in weighed[1].items():
+            per_token = (amount - weighed[0][name]) / least
+            own = (weighed[2][name] - amount) / (most - least) if most > least else 0.0
+            line = amount - per_token * long - own * least, own, per_token
+            lines[name] = max(line, lines.get(name, line), key=lambda one: one[0] + one[1] * most + one[2] * long)
+    return lines
+
+
+def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str, float]:
     """Nothing is kept of chunks, and the gradient of the input takes the place of the one that arrives."""
-    chain, held = bench.chain, list[Tensor]()
-    layer = LayerInChunks(chain, block, case.calls, bench.sequence_chunk, lambda number, run: run())
-    wanted = block > chain.spec.first_backward
-    (forward,) = _steady([lambda: held.append(layer.forward(case.hidden)), held.clear], bench.device)[:1]
-    found: dict[str, float] = {"attention": 0, "forward full": forward.most - case.hidden.nbytes}
-    if chain.blocks[block].needs_backward:
-        gradient = case.hidden.clone()
-        (backward,) = _steady([lambda: layer.backward(case.hidden, gradient, wanted=wanted)], bench.device)
-        found["backward full"] = backward.most - (case.hidden.nbytes if wanted else 0)
+    with bench.case(block, (tokens,), in_chunks=True) as case:
+        layer, held = bench.layer_in_chunks(block, case, size), list[Tensor]()
+        wanted = block > bench.chain.spec.first_backward
+        (forward,) = _steady([lambda: held.append(layer.forward(case.hidden)), held.clear], bench.device)[:1]
+        found: dict[str, float] = {"forward full": forward.most - case.hidden.nbytes}
+        if bench.chain.blocks[block].needs_backward:
+            gradient = case.hidden.clone()
+            (backward,) = _steady([lambda: layer.backward(case.hidden, gradient, wanted=wanted)], bench.device)
+            found["backward full"] = backward.most - (case.hidden.nbytes if wanted else 0)
     return found
 
 
@@ -169,7 +188,7 @@ def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list
     return peaks(parts, device)
 
 
-def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequence_chunk: int = 0) -> BlockMemory:
+def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
     """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
 
     A norm keeps its input in fp32, the result before its weight, and its output. Attention keeps queries, keys, values
@@ -197,10 +216,11 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
         "forward selective": (0, 3 * inner + boundary),
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
-    if sequence_chunk:
-        full = layer["forward full"][1] * sequence_chunk, layer["backward full"][1] * sequence_chunk
-        summed = 2 * keys // size * max(4, size)
-        layer = {"forward full": (full[0], 2 * keys), "backward full": (matrix + full[1], 2 * keys + summed - boundary)}
+    summed = 2 * keys // size * max(4, size)
+    in_chunks = {
+        "forward full": (0, 3 * inner + boundary, 2 * keys),
+        "backward full": (matrix, norms + attention + 6 * inner, 2 * keys + summed - boundary),
+    }
     return BlockMemory(
         boundary,
         {
@@ -213,4 +233,5 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
             "head": {"backward full": (max(logits * (12 + size), logits * (4 + size) + head), 0)},
             "embedding": {"backward full": (head, 0)},
         },
+        in_chunks=in_chunks,
     )

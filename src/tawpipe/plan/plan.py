@@ -66,6 +66,8 @@ class Plan:
         made, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - made.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
+        if chunk := self.chosen.step.settings.sequence_chunk:
+            words += f", rows in {of_chunks(self.request, chunk)}"
         if self.request.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
             words += f" and keeps the busiest link {busy:.0%} busy"
@@ -89,7 +91,9 @@ class Plan:
         if least is None or least.prediction is None:
             return "no strategy can run this model on these machines"
         lacks = shortage(self.request, least.prediction.needs)
-        return f"nothing fits: {least.strategy} needs least, and that is {lacks}"
+        why = self.request.profile.why_whole
+        whole = f"; rows in chunks are not offered: {why}" if why else ""
+        return f"nothing fits: {least.strategy} needs least, and that is {lacks}{whole}"
 
     @property
     def least(self) -> Candidate | None:
@@ -198,9 +202,15 @@ class Plan:
             "step_seconds": round(self.chosen.seconds, 6),
             "schedule": settings_of(self.chosen.step),
         }
-        clock = yaml.safe_dump({"clock": record_of(request)}, sort_keys=False, default_flow_style=True, width=120)
+        record = {"clock": record_of(request.of(self.chosen.step))}
+        clock = yaml.safe_dump(record, sort_keys=False, default_flow_style=True, width=120)
         head = yaml.safe_dump(content, sort_keys=False, width=120)
         return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
+
+
+def of_chunks(request: PlanRequest, size: int) -> str:
+    """Chunks of a size in words, with what they change."""
+    return f"chunks of {size:,} tokens" + (" (another size is another draw of dropout)" if request.drops else "")
 
 
 def held(request: PlanRequest, needs: Needs) -> str:

@@ -20,6 +20,8 @@ from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
 """In a step, that a plan is made for."""
+CHUNKS = (2048, 4096, 8192, 16384)
+"""Tokens of a row that layers may compute at one time where whole rows do not fit."""
 MOST_TOKENS = 1 << 24
 """In a row, where the longest that fits is looked for."""
 
@@ -38,9 +40,10 @@ class PlanRequest:
         system_bytes: of a device that the driver and libraries take for themselves; on a CPU the process that has
             loaded them.
         communicator_bytes: of a device that each of its process groups takes.
+        drops: the model has dropout, which is drawn for every chunk of a row.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
-        settings: what a plan takes as given: see ``schedule.settings.UNPLANNED``.
+        settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
 
     model: ModelSpec
@@ -57,6 +60,7 @@ class PlanRequest:
     settings: ScheduleSettings = DEFAULT
     system_bytes: int = 0
     communicator_bytes: int = 0
+    drops: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -67,6 +71,20 @@ class PlanRequest:
     @property
     def micro_batches(self) -> int:
         return -(-self.global_batch // self.micro_batch)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Sizes of chunks in which a plan may let rows run, ascending; none if it may not."""
+        given = self.settings.sequence_chunk
+        sizes = CHUNKS if given is None else (given,)
+        return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
+
+    def of(self, step: StepSpec) -> PlanRequest:
+        """The request as a step computes it: layers on whole rows or in chunks."""
+        size = step.settings.sequence_chunk or 0
+        if not (0 < size < self.sequence_length and self.profile.in_chunks):
+            return self
+        return replace(self, profile=self.profile.cut(size * self.micro_batch))
 
     @cached_property
     def topology(self) -> Topology:
@@ -126,7 +144,7 @@ class PlanRequest:
 
     def compute_s(self, step: StepSpec) -> float:
         """Seconds in which a device computes one micro-batch, forward and backward."""
-        costs, seconds = self.costs, 0.0
+        costs, seconds = self.of(step).costs, 0.0
         for b, block in enumerate(self.model.blocks):
             seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward

@@ -8,14 +8,25 @@ homes are found for it where units or links are uneven (place.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
-from tawpipe.plan.predict import PLAYED_ROUNDS, Needs, Prediction, bound_of, memory_quickly, one_for_all, predict
+from tawpipe.plan.predict import (
+    PLAYED_ROUNDS,
+    Needs,
+    Prediction,
+    bound_of,
+    memory_of,
+    memory_quickly,
+    one_for_all,
+    predict,
+    short_schedule,
+)
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.settings import DEFAULT, spell_homes
 from tawpipe.schedule.step import StepSpec, Strategy
@@ -112,6 +123,16 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
     return [name for name, (most, needed) in there.items() if most and needed > most]
 
 
+def whole_rows_fit(request: PlanRequest) -> bool:
+    """True if some strategy can run the rows whole, with everything on the device."""
+    for strategy in strategies(runs=True).values():
+        with suppress(UserError):
+            lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
+            if strategy.candidate and fits(request, memory_quickly(request, request.step(lean, strategy))):
+                return True
+    return False
+
+
 def shortage(request: PlanRequest, needs: Needs) -> str:
     """What is needed and what is there, of the memory that does not suffice; empty if all does."""
     words = []
@@ -151,6 +172,7 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
             every = [step for step in options if not step.settings.offloaded_layers]
             options += [with_settings(step, offloaded_layers=layers) for step in every]
         possible = [step for step in options if fits(request, memory_quickly(request, step))]
+        possible += _in_chunks(request, options)
     if not possible:
         leanest = _leanest(request, options[0])
         good = fits(request, memory_quickly(request, leanest))
@@ -163,6 +185,20 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
                 best = step, made
     assert best is not None
     return Candidate(strategy.name, *best, True, True)
+
+
+def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
+    """Steps whose rows run in chunks, the largest that fit."""
+    if request.settings.sequence_chunk is not None or not request.chunks:
+        return
+    for option in options:
+        schedule = short_schedule(request, with_settings(option, sequence_chunk=request.chunks[0]))
+        for size in reversed(request.chunks):  # a schedule does not depend on the size
+            step = with_settings(option, sequence_chunk=size)
+            short = replace(schedule, step=replace(schedule.step, settings=step.settings))
+            if fits(request, memory_of(request, short)):
+                yield step
+                break
 
 
 def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
@@ -286,6 +322,8 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
     for fewer in (0, offloaded // 2, offloaded * 3 // 4):
         if fewer < offloaded:
             yield {"offloaded_layers": fewer}
+    if settings.sequence_chunk:
+        yield from ({"sequence_chunk": size} for size in request.chunks if size != settings.sequence_chunk)
     # What a layer keeps besides its input stays on the device, and so does its input.
     if request.profile.memory.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
         yield {"recompute": "selective", "offloaded_layers": 0}
@@ -297,7 +335,8 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
 def _leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
     offloaded = request.model.num_layers if relieved(request, step.strategy) else 0
-    return with_settings(step, **LEAN, offloaded_layers=offloaded)
+    chunk = request.chunks[0] if request.chunks else step.settings.sequence_chunk
+    return with_settings(step, **LEAN, offloaded_layers=offloaded, sequence_chunk=chunk)
 
 
 def relieved(request: PlanRequest, strategy: Strategy) -> bool:

@@ -54,12 +54,20 @@ class BlockMemory:
             where memory is given back before the rest is taken.
         at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
             head, whose logits exist for a chunk only.
+        in_chunks: ``working`` of layers whose rows run in chunks, by what runs: a fixed part, one for every token of a
+            chunk, and one for every token.
     """
 
     boundary: int
     kept: Mapping[str, float]
     working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     at_once: Mapping[str, int] = field(default_factory=dict)
+    in_chunks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def cut(self, chunk: int) -> BlockMemory:
+        """The same for rows that run in chunks of so many tokens."""
+        layer = {name: (fixed + own * chunk, token) for name, (fixed, own, token) in self.in_chunks.items()}
+        return replace(self, working={**self.working, "layer": layer}, in_chunks={})
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
         """The same with so many bytes more whenever a block of a kind computes."""
