@@ -125,8 +125,8 @@ def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable
         for line in found.table():
             print(line)
         print(f"\n{found.reason}")
-        if found.memory:
-            print(found.memory)
+        for line in filter(None, (found.memory, found.hides)):
+            print(line)
     if arguments.report:
         write_longest_page(found, Path(arguments.report))
         if not arguments.json:

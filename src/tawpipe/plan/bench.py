@@ -15,6 +15,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.compute import loss_in_chunks
+from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.spec import BlockSpec
 
 TRIED_TOKENS = 3
@@ -126,7 +127,8 @@ class Bench:
         try:
             for block in layers:
                 with self.case(block, (TRIED_TOKENS,), in_chunks=True) as case:
-                    self.layer_in_chunks(block, case, TRIED_TOKENS - 1).forward(case.hidden)
+                    output = OnDevice(torch.empty_like(case.hidden))
+                    self.layer_in_chunks(block, case, TRIED_TOKENS - 1).forward(OnDevice(case.hidden), output)
         except UserError as error:
             return str(error)
         return ""

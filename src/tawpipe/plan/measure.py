@@ -13,7 +13,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.build import OWN_ROPE, build_model, longest_allowed
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
+from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import RopeSettings
 from tawpipe.plan.bench import Bench
@@ -146,7 +146,11 @@ def request_of(
         return PlanRequest(
             model=made.spec,
             profile=found,
-            machine=replace(machine, host_bytes=int(machine.host_bytes * USABLE)),
+            machine=replace(
+                machine,
+                host_bytes=int(machine.host_bytes * USABLE),
+                files_bytes=int(machine.files_bytes * USABLE),
+            ),
             global_batch=global_batch,
             micro_batch=micro_batch,
             sequence_length=row,
@@ -159,6 +163,7 @@ def request_of(
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
             drops=_drops(made.config),
+            key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 
     def chunks(whole: Profile) -> Sequence[int]:

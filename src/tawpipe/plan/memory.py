@@ -14,10 +14,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
-from tawpipe.model.flops import attention_width
+from tawpipe.model.flops import attention_width, key_width
 from tawpipe.plan.bench import Bench, Case
+from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
+from tawpipe.runtime.rows import OnDevice, Rows
 from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
@@ -167,16 +169,35 @@ def measure_chunks(bench: Bench, sizes: Sequence[int]) -> dict[str, tuple[float,
 
 
 def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str, float]:
-    """Nothing is kept of chunks, and the gradient of the input takes the place of the one that arrives."""
+    """What is kept of chunks is attention's alone, and the gradient of the input takes the place of the one that
+    arrives.
+    """
     with bench.case(block, (tokens,), in_chunks=True) as case:
-        layer, held = bench.layer_in_chunks(block, case, size), list[Tensor]()
-        wanted = block > bench.chain.spec.first_backward
-        (forward,) = _steady([lambda: held.append(layer.forward(case.hidden)), held.clear], bench.device)[:1]
-        found: dict[str, float] = {"forward full": forward.most - case.hidden.nbytes}
-        if bench.chain.blocks[block].needs_backward:
-            gradient = case.hidden.clone()
-            (backward,) = _steady([lambda: layer.backward(case.hidden, gradient, wanted=wanted)], bench.device)
-            found["backward full"] = backward.most - (case.hidden.nbytes if wanted else 0)
+        layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
+        wanted, found = block > bench.chain.spec.first_backward, dict[str, float]()
+        gradient = case.hidden.clone()
+
+        def rows(_: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+            return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=bench.device))
+
+        def forward(kept: KeptAttention | None) -> None:
+            output = OnDevice(torch.empty_like(case.hidden))
+            layer.forward(OnDevice(case.hidden), output, kept)
+            held[:] = [output, kept]
+
+        def backward() -> None:
+            layer.backward(OnDevice(case.hidden), gradient, wanted=wanted, kept=held[0])
+
+        for name, make in (("full", lambda: None), ("selective", lambda: KeptAttention(rows, tokens))):
+            first, left, back, _ = _steady(
+                [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
+            )
+            kept = left.after if name == "selective" else 0
+            found[f"forward {name}"] = first.most - given - kept
+            if name == "selective":
+                found["kept"] = kept
+            if bench.chain.blocks[block].needs_backward:
+                found[f"backward {name}"] = back.most - back.before - (given if wanted else 0)
     return found
 
 
@@ -201,7 +222,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
     wide = config.hidden_size * max(4, size)
     heads = config.num_attention_heads
     queries = attention_width(config) * size
-    keys = queries * (getattr(config, "num_key_value_heads", None) or heads) // heads
+    keys = key_width(config) * size
     experts = getattr(config, "num_experts_per_tok", None) or 1
     width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     inner = (width or 4 * config.hidden_size) * experts * size
@@ -217,10 +238,10 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
     summed = 2 * keys // size * max(4, size)
-    in_chunks = {
-        "forward full": (0, 3 * inner + boundary, 2 * keys),
-        "backward full": (matrix, norms + attention + 6 * inner, 2 * keys + summed - boundary),
-    }
+    in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, queries + 4 * heads)}
+    for how in ("full", "selective"):
+        in_chunks[f"forward {how}"] = 0, 3 * inner + boundary, 2 * keys
+        in_chunks[f"backward {how}"] = matrix, norms + attention + 6 * inner, 2 * keys + summed - boundary
     return BlockMemory(
         boundary,
         {

@@ -128,7 +128,7 @@ class Plan:
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
         if made is None:
-            return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib"))
+            return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib", "files_gib"))
         devices = request.topology.world_size
         tokens = request.global_batch * request.sequence_length
         peak = request.peak_flops
@@ -142,6 +142,7 @@ class Plan:
             "peak_gib": made.peak_bytes / 2**30,
             "memory_gib": {name: size / 2**30 for name, size in made.memory.items()},
             "host_gib": made.needs.host / 2**30,
+            "files_gib": made.needs.files / 2**30,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -221,6 +222,10 @@ def held(request: PlanRequest, needs: Needs) -> str:
     if needs.host:
         known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
         words += f"; of a node's host {gib(needs.host)} {known}"
+    if needs.files:
+        free = request.machine.files_bytes
+        known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"
+        words += f"; of a node's disk {gib(needs.files)} {known}"
     return words
 
 
@@ -273,3 +278,5 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
     if made.needs.host:
         yield f"  host of a node: {made.needs.host / 2**30:.3f} GiB"
+    if made.needs.files:
+        yield f"  disk of a node: {made.needs.files / 2**30:.3f} GiB"

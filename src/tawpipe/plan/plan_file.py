@@ -154,7 +154,8 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
     planned = settings_from(values, where="PLAN: schedule")
     # Those that a plan keeps if they are given may be missing: earlier plans took them as given always.
     chosen = [name for name in PLANNED if name in values or name not in KEPT_BY_PLANS]
-    return replace(base, **{name: getattr(planned, name) for name in chosen})
+    made = replace(base, **{name: getattr(planned, name) for name in chosen})
+    return made if made.sequence_chunk else replace(made, offload_dir="")  # whole rows wait in no files
 
 
 def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **memory: Any) -> Profile:

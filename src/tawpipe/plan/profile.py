@@ -16,9 +16,10 @@ import torch
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width
+from tawpipe.model.flops import attention_width, key_width
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
+from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.footprint import BlockMemory
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
@@ -170,8 +171,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     config = chain.config.get_text_config()
     width = attention_width(config)
     rate = flops * EFFICIENCY
-    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    projected = config.hidden_size * width * (1 + 2 * groups / config.num_attention_heads)
+    projected = config.hidden_size * (width + 2 * key_width(config))
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     for block in chain.blocks:
         numel = sum(chain.units[unit].numel for unit in block.units)
@@ -259,14 +259,15 @@ class _Clock:
         """``seconds`` of a layer on one row in chunks."""
         bench = self.bench
         with bench.case(block, (tokens,), in_chunks=True) as case:
-            layer, gradient = bench.layer_in_chunks(block, case, size), torch.empty_like(case.hidden)
+            layer, hidden = bench.layer_in_chunks(block, case, size), OnDevice(case.hidden)
+            gradient, output = torch.empty_like(case.hidden), OnDevice(torch.empty_like(case.hidden))
             wanted = block > bench.chain.spec.first_backward
             self._doing = f"block {block} in chunks, {tokens:,} tokens"
 
             def backward() -> None:
-                layer.backward(case.hidden, gradient.copy_(case.hidden), wanted=wanted)
+                layer.backward(hidden, gradient.copy_(case.hidden), wanted=wanted)
 
-            forward_s = self._time(lambda: layer.forward(case.hidden), grad=False, once=once)
+            forward_s = self._time(lambda: layer.forward(hidden, output), grad=False, once=once)
             trained = bench.chain.blocks[block].needs_backward
             return forward_s, self._time(backward, grad=False, once=once) if trained else 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
@@ -41,6 +42,7 @@ class PlanRequest:
             loaded them.
         communicator_bytes: of a device that each of its process groups takes.
         drops: the model has dropout, which is drawn for every chunk of a row.
+        key_value_bytes: of a layer's keys and values, for every token; 0 if unknown.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
@@ -61,6 +63,7 @@ class PlanRequest:
     system_bytes: int = 0
     communicator_bytes: int = 0
     drops: bool = False
+    key_value_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -81,10 +84,15 @@ class PlanRequest:
 
     def of(self, step: StepSpec) -> PlanRequest:
         """The request as a step computes it: layers on whole rows or in chunks."""
-        size = step.settings.sequence_chunk or 0
-        if not (0 < size < self.sequence_length and self.profile.in_chunks):
-            return self
-        return replace(self, profile=self.profile.cut(size * self.micro_batch))
+        size, profile = step.settings.sequence_chunk or 0, self.profile
+        if 0 < size < self.sequence_length and profile.in_chunks:
+            profile = profile.cut(size * self.micro_batch)
+        given = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
+        return replace(self, profile=profile, settings=given)
+
+    def in_chunks(self, size: int) -> dict[str, Any]:
+        """Settings for rows in chunks of so many tokens, or for whole ones (0), which wait in no files."""
+        return {"sequence_chunk": size, "offload_dir": self.settings.offload_dir if size else ""}
 
     @cached_property
     def topology(self) -> Topology:
@@ -105,8 +113,9 @@ class PlanRequest:
             update_s=profile.update_s,
             size=self.size,
             reduce_scatter="ring",
-            host=machine.host,
+            host=machine.disk if self.settings.offload_dir else machine.host,
             boundary_bytes=profile.memory.boundary,
+            kept_bytes=profile.memory.kept.get("kept", 0.0),
         )
 
     @property
@@ -139,6 +148,8 @@ class PlanRequest:
         Raises:
             UserError: the settings cannot work for this model on these machines.
         """
+        if settings.sequence_chunk is None:  # and so rows are whole
+            settings = replace(settings, **self.in_chunks(0))
         shares = share_micro_batches(self.micro_batches, self.topology.world_size)
         return step_of(self.model, self.topology, settings, shares, strategy=strategy)
 
@@ -153,7 +164,8 @@ class PlanRequest:
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:
         """Bytes of one activation of every kind."""
-        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host)
+        chunk = (self.settings.sequence_chunk or 0) * self.micro_batch
+        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host, chunk=chunk)
 
     @property
     def has_host(self) -> bool:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.simulate import Timeline
 
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
@@ -90,12 +90,14 @@ def lines(
     x_title: str,
     y_title: str,
     log: bool = True,
-    end: tuple[str, float] | None = None,
+    ends: Mapping[str, tuple[float, str]] | None = None,
+    limit: float = 0.0,
 ) -> Any:
     """Curves over a common axis.
 
     Args:
-        end: what ends them, and where: an upright line.
+        ends: of curves, the last value, which is marked, and what ends them.
+        limit: a line across all curves.
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
     for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
@@ -107,16 +109,25 @@ def lines(
             line={"color": color},
             hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
         )
-    if end is not None:
-        name, at = end
-        drawn = [value for values in series.values() for value in values if value is not None]
+    if limit:
         figure.add_scatter(
-            x=[at, at],
-            y=[min(drawn, default=0), max(drawn, default=1)],
-            name=name,
+            x=[min(x), max(x)],
+            y=[limit, limit],
+            name="limit",
             mode="lines",
             line={"color": LIMIT, "dash": "dash"},
-            hovertemplate=f"{name}: %{{x}}<extra></extra>",
+            hovertemplate="limit: %{y:.4g}<extra></extra>",
+        )
+    if ends:
+        last = {name: max(at for at, value in zip(x, series[name], strict=True) if value is not None) for name in ends}
+        figure.add_scatter(
+            x=[last[name] for name in ends],
+            y=[value for value, _ in ends.values()],
+            name="where a row ends",
+            mode="markers",
+            marker={"symbol": "x-thin", "size": 12, "line": {"width": 3, "color": LIMIT}},
+            customdata=[f"{name}: {why}" for name, (_, why) in ends.items()],
+            hovertemplate="%{customdata}<br>%{x}: %{y:.4g}<extra></extra>",
         )
     if log:
         figure.update_xaxes(type="log")
@@ -162,7 +173,7 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
     changes: Counter[float] = Counter()
     for span in spans:
         for buffers, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
-            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind is not Kind.OFFLOADED)
+            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind not in OUTSIDE)
             if size:
                 changes[when - zero] += sign * size
     seconds = sorted({0.0, *changes})
