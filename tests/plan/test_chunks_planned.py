@@ -18,15 +18,16 @@ from tawpipe.model.chain import Chain
 from tawpipe.plan import measure as measure_module
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.longest import NEAR, POSITIONS, PRECISION, _longest_of
-from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, replay
 from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.probe import probe_files
 from tawpipe.plan.profile import measure, size_of
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import CHUNKS, PlanRequest
-from tawpipe.plan.search import _best, fits
+from tawpipe.plan.search import FILES, _best, fits, lacking, shortage, with_settings
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies import find
 from tawpipe.simulate import LinkModel, Seconds
@@ -140,6 +141,49 @@ def test_ways_out_have_chunks():
     assert any("--schedule.sequence-chunk 2048" in way for way in ways), ways
 
 
+# files
+
+
+def test_files_hold_what_is_offloaded_and_the_disk_is_what_binds():
+    """On processors too, whose memory is the host's; and only for rows in chunks."""
+    disk = replace(asked_of().machine, files=LinkModel(1e5, full_duplex=False), files_bytes=10**12)
+    files = replace(DEFAULT, offload_dir="/disk")
+    whole = chosen(asked_of(0, disk, settings=files))
+    assert whole is not None and (whole.sequence_chunk, whole.offload_dir) == (0, "")
+    free = asked_of()
+    tight = (needed(free, 2048) + needed(asked_of(settings=files), 2048, LAYERS)) // 2
+    assert chosen(asked_of(tight)) is None
+    asked = asked_of(tight, disk, settings=files)
+    settings = chosen(asked)
+    assert settings is not None and settings.sequence_chunk and settings.offloaded_layers
+    assert settings.offload_dir == "/disk"
+    step = step_of(asked, "flat", **{name: getattr(settings, name) for name in ("sequence_chunk", "offloaded_layers")})
+    needs = memory_quickly(asked, step)
+    assert needs.files == 2 * settings.offloaded_layers * 20 * ROW and needs.host == 0 and "host" not in needs.parts
+    in_memory = with_settings(step, offload_dir="")
+    slow, quick = (predict(asked, one).step_seconds for one in (step, in_memory))
+    each = 4 * 20 * ROW / (1e5 / 2)  # four micro-batches; two devices share the disk
+    assert each < slow and quick < slow, "a layer takes as long as its input on its way, if that is longer"
+    small = replace(asked, machine=replace(disk, files_bytes=needs.files - 1))
+    assert lacking(small, needs) == [FILES] and "disk" in shortage(small, needs)
+    row = _longest_of(replace(small, memory_bytes=tight // 2), find("flat"), POSITIONS)
+    assert row.binds == FILES and row.as_json()["files_gib"] * 2**30 <= needs.files
+
+
+def test_a_disk_is_measured_and_in_the_machines_file(tmp_path):
+    link, free = probe_files(str(tmp_path), size=1 << 23)
+    assert 0 < link.bytes_per_s < float("inf") and not link.full_duplex and free > 0
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"schedule.offload_dir: got .*missing"):
+        probe_files(str(tmp_path / "missing"))
+    machine = replace(GPUS, files=LinkModel(3e9, full_duplex=False), files_bytes=5 << 30)
+    read = machine_from(spell_machine(machine))
+    assert (read.files, read.files_bytes) == (machine.files, machine.files_bytes) and read.disk.bytes_per_s == 1.5e9
+    assert machine_from(spell_machine(GPUS)).files_bytes == 0
+    with pytest.raises(UserError, match=r"topology: files: free_gib: got -1"):
+        machine_from(spell_machine(machine) | {"files": {"free_gib": -1}})
+
+
 # the longest row
 
 
@@ -190,6 +234,30 @@ def test_a_run_follows_the_chunks_of_a_plan_and_refuses_others(tmp_path):
     assert followed(text, tmp_path, sequence_chunk=4096).config.schedule.sequence_chunk == 4096
     with pytest.raises(UserError, match=r"--schedule.sequence-chunk: got 0; 4096, as in the plan; or another"):
         followed(text, tmp_path, sequence_chunk=0)
+
+
+# what a device holds
+
+
+def test_a_token_of_a_long_row_takes_at_most_26_kb_of_a_device(tmp_path):
+    """Of Llama-3.1-8B in bf16, besides homes, buffers and constants of a chunk, with inputs outside of the device: keys
+    and values, their gradients in fp32, one row of the gradient, rotary tables.
+    """
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    LlamaConfig(**shape, num_hidden_layers=4, vocab_size=1000, max_position_embeddings=1 << 24).save_pretrained(
+        tmp_path
+    )
+    machine = machine_of("2x2@10gbit", device=Device("H100"))
+    rows = [1 << 18, 1 << 20]
+    for folder in ("", "/disk"):
+        held = []
+        for row in rows:
+            settings = replace(DEFAULT, sequence_chunk=4096, offload_dir=folder)
+            asked = request_of(str(tmp_path), machine, sequence_length=row, global_batch=4, settings=settings)
+            parts = memory_quickly(asked, step_of(asked, "tawpipe-spread", offloaded_layers=4)).parts
+            held.append(parts["activations"] + parts["working"])
+        per_token = (held[1] - held[0]) / (rows[1] - rows[0])
+        assert 4096 + 8192 + 8192 < per_token <= 4096 + 8192 + 8192 + 1024 < 26_000
 
 
 # measuring

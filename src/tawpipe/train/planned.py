@@ -191,12 +191,14 @@ def _make(
 ) -> tuple[str, str, PlanRequest | None]:
     """Measure links and blocks, search, choose; the plan as text, or nothing, a line, and what was measured."""
     from tawpipe.plan.plan import Plan
-    from tawpipe.plan.probe import probe
+    from tawpipe.plan.probe import probe, with_files
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
     tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
     machine = probe(world).machine
+    if config.schedule.offload_dir:
+        machine = with_files(machine, world, config.schedule.offload_dir)
     request, problem = ask(config, world, machine, vocab_size=vocab_size, dtype=dtype, lengths=lengths, tell=tell)
 
     def choose() -> str:
