@@ -8,7 +8,7 @@ answer is played by the clock. Whether layers compute whole rows or chunks of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, isqrt
@@ -29,6 +29,8 @@ from tawpipe.schedule.strategies import find, strategies
 POSITIONS = "the model's positions"
 SHORTEST = 2
 """Tokens of the shortest row that is tried."""
+USUAL = {name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")}
+"""Buffers of a row that leaves room for them."""
 PRECISION = 0.005
 """Of a length, to which it is found."""
 HIDING_LEAST = 64
@@ -192,11 +194,12 @@ class Longest:
         fastest = self.fastest
         if fastest is None or self.request.topology.num_nodes == 1:
             return {}
-        lean = _Lean(self.request, find(fastest.strategy))
+        ways = [_Lean(self.request, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
 
         def played(tokens: int) -> Prediction:
-            chunk = next((chunk for chunk in lean.chunks if lean.fits(tokens, chunk)), lean.chunks[-1])
-            return predict(self.request.with_length(tokens), lean.roomy(tokens, chunk, spare=True))
+            fitting = ((one, chunk) for one in ways for chunk in one.chunks if one.fits(tokens, chunk))
+            way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
+            return predict(self.request.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
 
         return {
             "strategy": fastest.strategy,
@@ -262,16 +265,19 @@ def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
         if not tokens:
             why = shortage(request, lean.needs(SHORTEST, lean.fewest(SHORTEST, 0)[0], 0))
             return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
-        asked, step = request.with_length(tokens), lean.roomy(tokens, chunk, spare=binds != DEVICE)
+        asked, step = request.with_length(tokens), lean.step(lean.fewest(tokens, chunk)[0], chunk)
+        usual = with_settings(step, **USUAL)
+        if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
+            step = usual
         return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
     except UserError as error:
         return LongestRow(strategy.name, why_not=str(error))
 
 
 class _Lean:
-    """A strategy in the settings that need the least memory, for rows of any length."""
+    """A strategy in the settings that need the least memory, or with more buffers, for rows of any length."""
 
-    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
+    def __init__(self, request: PlanRequest, strategy: Strategy, buffers: Mapping[str, int] = LEAN) -> None:
         self.request = request
         self.layers = {
             bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
@@ -280,21 +286,13 @@ class _Lean:
         given = request.settings.sequence_chunk
         self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
         """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
-        settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
+        settings = replace(request.settings, strategy=strategy.name, recompute="full", **{**LEAN, **buffers})
         self._first = request.step(settings, strategy)
         self.schedule = cache(self._schedule)
         self.needs = cache(self._needs)
 
     def step(self, offloaded: int, chunk: int = 0) -> StepSpec:
         return with_settings(self._first, offloaded_layers=offloaded, **self.request.in_chunks(chunk))
-
-    def roomy(self, tokens: int, chunk: int, *, spare: bool) -> StepSpec:
-        """The step for rows of a length that fit: as little as needed is offloaded, and where memory may be to spare,
-        and is, buffers are the usual ones.
-        """
-        step, asked = self.step(self.fewest(tokens, chunk)[0], chunk), self.request.with_length(tokens)
-        usual = with_settings(step, **{name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")})
-        return usual if spare and fits(asked, memory_quickly(asked, usual)) else step
 
     def _schedule(self, offloaded: int, chunk: int) -> Schedule:
         if chunk and chunk != self.chunks[-1]:
