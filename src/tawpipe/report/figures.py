@@ -135,6 +135,41 @@ def lines(
     return figure
 
 
+def heat_map(
+    x: Sequence[str],
+    y: Sequence[str],
+    shares: Sequence[Sequence[float]],
+    words: Sequence[Sequence[str]],
+    *,
+    x_title: str,
+    y_title: str,
+) -> Any:
+    """Cells of two axes, by a number from 0, which is bad, to 1; the first row is at the top.
+
+    Args:
+        shares, words: row by row, of every cell.
+    """
+    figure = _figure(110 + 56 * len(y), xaxis_title=x_title, yaxis_title=y_title)
+    figure.add_heatmap(
+        x=list(x),
+        y=list(y),
+        z=[list(row) for row in shares],
+        text=[list(row) for row in words],
+        texttemplate="%{text}",
+        textfont={"color": "#1c2330"},
+        hovertemplate=f"{x_title}: %{{x}}<br>{y_title}: %{{y}}<br>%{{text}}<extra></extra>",
+        zmin=0,
+        zmax=1,
+        colorscale=[[0, "#f0a58f"], [0.5, "#f4e3a1"], [1, "#8ecb92"]],
+        showscale=False,
+        xgap=2,
+        ygap=2,
+    )
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False, autorange="reversed")
+    return figure
+
+
 def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
     """Lanes of some ranks over seconds, to zoom into; the same colours as in pictures."""
     mine = [bar for bar in bars if bar.rank in chosen]
