@@ -166,7 +166,7 @@ class ChunkAttention(torch.autograd.Function):
         plain = options.is_plain(sinks, query, value)
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:3], dtype=wide) if plain else None
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
         for piece in pieces(documents, chunk.begin, chunk.end, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
@@ -192,7 +192,7 @@ class ChunkAttention(torch.autograd.Function):
         assert store.key_sums is not None and store.value_sums is not None
         query_gradient = torch.empty_like(query)
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=store.key_sums.dtype)
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
         for piece in pieces(ctx.documents, chunk.begin, chunk.end, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries

@@ -152,7 +152,7 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
-        in_chunks = self.settings.sequence_chunk > 0  # which the tests of all families do not know
+        in_chunks = bool(self.settings.sequence_chunk)  # which the tests of all families do not know
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.spec = self.chain.spec
@@ -197,7 +197,7 @@ class Pipeline:
             self.chain,
             self.spec,
             chunk_tokens=chunk_tokens,
-            sequence_chunk=self.settings.sequence_chunk,
+            sequence_chunk=self.settings.sequence_chunk or 0,
             compiled=compile_layers,
             offload_dir=self.settings.offload_dir,
         )

@@ -90,12 +90,14 @@ def lines(
     x_title: str,
     y_title: str,
     log: bool = True,
-    end: tuple[str, float] | None = None,
+    ends: Mapping[str, tuple[float, str]] | None = None,
+    limit: float = 0.0,
 ) -> Any:
     """Curves over a common axis.
 
     Args:
-        end: what ends them, and where: an upright line.
+        ends: of curves, the last value, which is marked, and what ends them.
+        limit: a line across all curves.
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
     for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
@@ -107,16 +109,25 @@ def lines(
             line={"color": color},
             hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
         )
-    if end is not None:
-        name, at = end
-        drawn = [value for values in series.values() for value in values if value is not None]
+    if limit:
         figure.add_scatter(
-            x=[at, at],
-            y=[min(drawn, default=0), max(drawn, default=1)],
-            name=name,
+            x=[min(x), max(x)],
+            y=[limit, limit],
+            name="limit",
             mode="lines",
             line={"color": LIMIT, "dash": "dash"},
-            hovertemplate=f"{name}: %{{x}}<extra></extra>",
+            hovertemplate="limit: %{y:.4g}<extra></extra>",
+        )
+    if ends:
+        last = {name: max(at for at, value in zip(x, series[name], strict=True) if value is not None) for name in ends}
+        figure.add_scatter(
+            x=[last[name] for name in ends],
+            y=[value for value, _ in ends.values()],
+            name="where a row ends",
+            mode="markers",
+            marker={"symbol": "x-thin", "size": 12, "line": {"width": 3, "color": LIMIT}},
+            customdata=[f"{name}: {why}" for name, (_, why) in ends.items()],
+            hovertemplate="%{customdata}<br>%{x}: %{y:.4g}<extra></extra>",
         )
     if log:
         figure.update_xaxes(type="log")

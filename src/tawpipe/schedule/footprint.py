@@ -58,12 +58,22 @@ class BlockMemory:
             where memory is given back before the rest is taken.
         at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
             head, whose logits exist for a chunk only.
+        in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
+            fixed part, one for every token of a chunk, and one for every token.
     """
 
     boundary: int
     kept: Mapping[str, float]
     working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     at_once: Mapping[str, int] = field(default_factory=dict)
+    in_chunks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def cut(self, chunk: int) -> BlockMemory:
+        """The same for rows that run in chunks of so many tokens."""
+        lines = {name: (fixed + own * chunk, token) for name, (fixed, own, token) in self.in_chunks.items()}
+        _, attention = lines.pop("kept", (0, 0.0))
+        kept = {**self.kept, "kept": attention, "attention": attention}
+        return replace(self, kept=kept, working={**self.working, "layer": lines}, in_chunks={})
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
         """The same with so many bytes more whenever a block of a kind computes."""
@@ -101,7 +111,8 @@ class BlockMemory:
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
         if Kind.OFFLOADED not in kinds:
             return computing
-        under_way = tokens if block == "embedding" else min(tokens, STAGED * schedule.step.settings.sequence_chunk)
+        chunk = schedule.step.settings.sequence_chunk or tokens
+        under_way = tokens if block == "embedding" else min(tokens, STAGED * chunk)
         return computing + under_way * self.boundary
 
 
