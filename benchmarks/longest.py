@@ -1,7 +1,7 @@
 """How long a row does everybody train on in the same memory? One Llama in fp32, on the CPU of this machine.
 
     python benchmarks/longest.py --memory-gib 2 --out benchmarks/results/DATE-longest
-    python benchmarks/longest.py --memory-gib 0.125 --shape 256,4,4,1,896,2048 --out DIR    # 20 minutes on two cores
+    python benchmarks/longest.py --memory-gib 0.08 --shape 256,4,4,1,896,2048 --out DIR    # 20 minutes on two cores
 
 Memory is what a step takes of anonymous memory above the loaded model (weights, gradients, states of AdamW), per
 process; bytes in files have a column of their own. Two short rows, and a third where the step is long, give memory as a
@@ -182,7 +182,7 @@ class Benchmark:
         row: dict[str, Any] = {"system": side, "processes": 2 if side in TWO else 1}
         row |= dict.fromkeys(("tokens", "peak_gib", "file_gib", "seconds", "binds", "why_not"))
         try:
-            best, readings = longest(probe, **limits, first=2 * self.args.chunk)
+            best, readings = longest(probe, **limits, first=self.args.chunk)
             row["readings"] = [asdict(one) for one in readings]
             if best is not None:
                 row |= {"tokens": best.tokens, "peak_gib": best.peak_bytes / 2**30, "seconds": best.seconds}
