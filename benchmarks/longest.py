@@ -75,9 +75,8 @@ def next_length(readings: Sequence[Reading], *, most_bytes: float, most_seconds:
     if len(fitting) < 2:
         wanted = (high + low) / 2 if high else 2 * low or first
     else:
-        shorter = [one for one in fitting if one.tokens <= 0.7 * low] or fitting[
-            :1
-        ]  # a line through two that are apart
+        # A line through two that are apart, or noise would tilt it.
+        shorter = [one for one in fitting if one.tokens <= 0.7 * low] or fitting[:1]
         guess = min(predict(shorter[-1], fitting[-1], most_bytes, most_seconds), 4 * low)
         wanted = guess * 0.97 if guess > low * 1.06 else max(guess * 1.03, low * 1.06)
         if high is not None and wanted > high * 0.99:
@@ -165,7 +164,7 @@ class Benchmark:
         }
         print(f"{len(losses)} sides differ by {off:.1e} in two losses and norms", flush=True)
         self.write()
-        if off > TOLERANCE:
+        if not off <= TOLERANCE:  # or one of them is not a number
             raise SystemExit(f"the sides differ by {off:.1e}: see equality in {self.path}")
 
     def run(self, side: str) -> None:
@@ -229,7 +228,8 @@ def _binds(readings: Sequence[Reading]) -> str:
 
 def _spread(values: Sequence[Sequence[float]]) -> float:
     """The largest relative difference between the sides."""
-    return max((max(column) / min(column) - 1 for column in zip(*values, strict=True)), default=0.0)
+    apart = [one / other - 1 for column in zip(*values, strict=True) for one in column for other in column]
+    return math.nan if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
 def _versions(*names: str) -> dict[str, str | None]:
