@@ -128,7 +128,10 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
     homes: list[int] = []
     if (places := find(name).places(topology)) and draw(st.booleans()):
         homes = draw(st.lists(st.integers(0, places - 1), min_size=len(model.units), max_size=len(model.units)))
-    recompute = draw(st.lists(st.sampled_from(tuple(RECOMPUTE)), min_size=others, max_size=others))
+    chunk = draw(st.sampled_from((0, 0, 4)))
+    allowed = ("full", "selective") if chunk else tuple(RECOMPUTE)
+    recompute = draw(st.lists(st.sampled_from(allowed), min_size=others, max_size=others))
+    first = draw(st.sampled_from(allowed)) if chunk else "full"
     step = step_for(
         model,
         topology,
@@ -138,8 +141,9 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        recompute=spell_recompute(["full"] * offloaded + recompute),
+        recompute=spell_recompute([first] * offloaded + recompute),
         offloaded_layers=offloaded,
+        sequence_chunk=chunk,
         early_updates=draw(st.booleans()),
         **draw(compressions(name, topology.local_size)),
         **draw(scopes_and_caches(name)),

@@ -12,7 +12,7 @@ after another. Everything else (soft caps, sinks, dropout) goes through explicit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class Chunk:
     Args:
         only_keys: leave the layer when keys and values are there.
         attended: whether the layer has called its attention.
+        keep: is given the chunk's tokens, attention's output and the log-sum-exp of its scores, None without a kernel.
+        kept: these two from before; they are not computed then.
     """
 
     store: KeyStore
@@ -84,6 +86,13 @@ class Chunk:
     end: int
     only_keys: bool = False
     attended: bool = False
+    keep: Callable[[slice, Tensor, Tensor | None], None] | None = None
+    kept: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def tokens(self) -> slice:
+        """Its place in a row."""
+        return slice(self.begin, self.end)
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,10 @@ class ChunkAttention(torch.autograd.Function):
             raise KeysReached
         ctx.chunk, ctx.documents, ctx.options = chunk, documents, options
         ctx.seed = int(torch.randint(2**62, ())) if options.dropout > 0 else 0
+        if chunk.kept is not None:
+            output, sums = chunk.kept
+            ctx.save_for_backward(query, sinks, output, sums)
+            return output.clone()  # not what was saved, which would then be an output without a graph
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as it is wanted in the end
         plain = options.is_plain(sinks, query, value)
@@ -163,6 +176,8 @@ class ChunkAttention(torch.autograd.Function):
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
                 output[queries] = explicit_scores(query[queries], *seen, sinks, **given)
+        if chunk.keep is not None:
+            chunk.keep(chunk.tokens, output, sums)
         ctx.save_for_backward(query, sinks, output, sums)
         return output
 

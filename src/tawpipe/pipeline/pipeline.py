@@ -177,7 +177,7 @@ class Pipeline:
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
         # Before anything is compiled: what runs under a probe first is never compiled afterwards.
-        self._kept_per_token = self._schedules.kept_per_token(self.chain)
+        self._kept_per_token = self._schedules.kept_per_token(self.chain, dtype)
         if compile_layers:
             self.chain.compile_layers()
         del source
@@ -198,6 +198,7 @@ class Pipeline:
             chunk_tokens=chunk_tokens,
             sequence_chunk=self.settings.sequence_chunk,
             compiled=compile_layers,
+            offload_dir=self.settings.offload_dir,
         )
         self.executor = Executor(
             self.world.rank,
@@ -301,6 +302,7 @@ class Pipeline:
             for saving in self._savings:
                 saving.join()
             self.executor.close()
+            self._compute.places.close()
         self._closed()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
@@ -519,6 +521,7 @@ class Pipeline:
         boundary = tokens * hidden * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
         sizes |= {Kind(kind): tokens * each for kind, each in self._kept_per_token.items() if kind != "attention"}
+        sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
         said = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.nodes)
         return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)
 

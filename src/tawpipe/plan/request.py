@@ -89,6 +89,7 @@ class PlanRequest:
             reduce_scatter="ring",
             host=machine.host,
             boundary_bytes=profile.memory.boundary,
+            kept_bytes=profile.memory.kept.get("kept", 0.0),
         )
 
     @property
@@ -135,7 +136,8 @@ class PlanRequest:
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:
         """Bytes of one activation of every kind."""
-        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host)
+        chunk = self.settings.sequence_chunk * self.micro_batch
+        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host, chunk=chunk)
 
     @property
     def has_host(self) -> bool:
