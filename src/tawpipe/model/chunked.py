@@ -58,9 +58,11 @@ class KeyStore:
         assert self.keys is not None and self.values is not None
         return self.keys[rows], self.values[rows]
 
-    def begin_backward(self) -> None:
-        """Make room for the sums."""
+    def make_sums(self) -> None:
+        """Make room for the sums, once."""
         assert self.keys is not None and self.values is not None
+        if self.key_sums is not None:
+            return
         wide = torch.promote_types(self.keys.dtype, torch.float32)
         self.key_sums = torch.zeros_like(self.keys, dtype=wide)
         self.value_sums = torch.zeros_like(self.values, dtype=wide)
@@ -186,6 +188,7 @@ class ChunkAttention(torch.autograd.Function):
         query, sinks, output, sums = ctx.saved_tensors
         chunk, options, (gradient,) = ctx.chunk, ctx.options, gradients
         store = chunk.store
+        store.make_sums()
         assert store.key_sums is not None and store.value_sums is not None
         query_gradient = torch.empty_like(query)
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=store.key_sums.dtype)

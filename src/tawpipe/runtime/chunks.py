@@ -115,13 +115,12 @@ class LayerInChunks:
         """Propagate ``gradient`` of the output, [b, S, H], which becomes that of the input if it is ``wanted``."""
         chunks = self._chunks(hidden)
         with torch.no_grad():
-            early = chunks[:-1] or chunks  # the last is computed again before all others, and puts its own
-            for chunk, tokens in zip(early, hidden.read([chunk.tokens for chunk in early]), strict=True):
+            spans = [chunk.tokens for chunk in chunks[:-1]]  # the last puts its own when it is computed again, first
+            for chunk, tokens in zip(chunks, hidden.read(spans) if spans else (), strict=False):
                 chunk.only_keys = True
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
                 chunk.only_keys = False
-        chunks[0].store.begin_backward()
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
         results = kept.read(spans) if kept else repeat(None, len(spans))
