@@ -54,30 +54,36 @@ class BlockMemory:
             where memory is given back before the rest is taken.
         at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
             head, whose logits exist for a chunk only.
+        keys, key_gradients: of a layer's keys and values, and of their gradients, for every token: where several ranks
+            compute a row together, each of them has those of all its tokens for a time.
     """
 
     boundary: int
     kept: Mapping[str, float]
     working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     at_once: Mapping[str, int] = field(default_factory=dict)
+    keys: float = 0
+    key_gradients: float = 0
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
         """The same with so many bytes more whenever a block of a kind computes."""
         more = {name: (fixed + amount, per_token) for name, (fixed, per_token) in self.working.get(kind, {}).items()}
         return replace(self, working={**self.working, kind: more})
 
-    def activations(self, tokens: int, *, pinned: bool = False) -> dict[Kind, int]:
+    def activations(self, tokens: int, *, pinned: bool = False, ranks: int = 1) -> dict[Kind, int]:
         """Bytes of one activation of every kind, for a micro-batch.
 
         Args:
             pinned: the host's memory is pinned, which comes in powers of two.
+            ranks: that compute it together. What layers are called with besides their input is there for all tokens.
         """
-        sizes = dict.fromkeys(BOUNDARIES, self.boundary * tokens)
+        boundary = self.boundary * -(-tokens // ranks)
+        sizes = dict.fromkeys(BOUNDARIES, boundary)
         if pinned:
-            sizes[Kind.OFFLOADED] = 1 << (self.boundary * tokens - 1).bit_length()
-        return sizes | {
-            kind: round(self.kept.get(kind, 0) * tokens) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)
-        }
+            sizes[Kind.OFFLOADED] = 1 << (boundary - 1).bit_length()
+        whole = {Kind.KEYS: self.keys * tokens, Kind.KEY_GRADIENTS: self.key_gradients * tokens} if ranks > 1 else {}
+        kept = {kind: self.kept.get(kind, 0) * tokens for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)}
+        return sizes | {kind: round(size) for kind, size in (kept | whole).items()}
 
     def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
         """What an action takes while it computes."""
@@ -87,8 +93,12 @@ class BlockMemory:
         recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
         block = schedule.model.blocks[action.block].kind
         of_kind = self.working.get(block, {})
-        direction = "forward" if action.op is Op.FORWARD else "backward"
-        fixed, per_token = of_kind.get(f"{direction} {recompute}", (0, 0))
+        forward, settings = action.op in (Op.FORWARD, Op.KEYS), schedule.step.settings
+        fixed, per_token = of_kind.get(f"{'forward' if forward else 'backward'} {recompute}", (0, 0))
+        if settings.sequence_ranks > 1:
+            if block == "layer" and settings.sequence_chunk:  # what it says of the whole row are keys and values
+                per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
+            tokens = -(-tokens // settings.sequence_ranks)
         return round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
 
 

@@ -71,6 +71,10 @@ class ScheduleSettings:
     """Run a layer on so many tokens of a row at a time, all of them in one visit, so that rows may be much longer: what
     a layer needs besides its input then exists for one chunk, and keys and values for one layer. 0 runs it on whole
     rows."""
+    sequence_ranks: int = bounded(1, minimum=1)
+    """So many processes of a node compute the rows of a micro-batch together, each a share of the tokens of every
+    document; they gather keys and values layer by layer. For rows that one device cannot hold, or computes for too
+    long. It must divide the processes of every node."""
 
 
 DEFAULT = ScheduleSettings()
@@ -84,7 +88,7 @@ RENAMED = {
     "finite_check": "early_updates (true for a finite_check of false)",
 }
 """Names of earlier versions, and what they are now."""
-UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "sequence_chunk")
+UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "sequence_chunk", "sequence_ranks")
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""
@@ -122,6 +126,9 @@ def check_values(settings: ScheduleSettings) -> None:
     """
     if settings.sequence_chunk and settings.recompute != "full":
         expected = "full with --schedule.sequence-chunk, which keeps nothing of a chunk"
+        raise UserError("schedule.recompute", settings.recompute, expected)
+    if settings.sequence_ranks != 1 and settings.recompute != "full":
+        expected = "full with --schedule.sequence-ranks, under which a backward pass begins with keys and values"
         raise UserError("schedule.recompute", settings.recompute, expected)
     hints = get_type_hints(ScheduleSettings)
     for one in fields(settings):
