@@ -184,6 +184,14 @@ def test_evaluation_between_steps_changes_nothing(pool):
         {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
         {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
         {"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True},
+        {"strategy": "tawpipe-spread", "sequence_ranks": 2},
+        {
+            "strategy": "tawpipe-whole",
+            "sequence_ranks": 2,
+            "sequence_chunk": 3,
+            "clip_norm": None,
+            "early_updates": True,
+        },
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )

@@ -90,5 +90,5 @@ class LayerInChunks:
             raise unsupported(
                 f"{self.chain.block_name(self.block)} of {self.chain.name}",
                 "it calls no attention through transformers' interface, so it mixes tokens elsewhere and cannot be cut "
-                "along the sequence; --schedule.sequence-chunk 0 runs it whole",
+                "along the sequence; --schedule.sequence-chunk 0 with --schedule.sequence-ranks 1 runs it whole",
             )

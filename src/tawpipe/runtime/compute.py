@@ -16,15 +16,26 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
+from tawpipe.model.batch import MicroBatch, tokens_of
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.by_position import Head, LossByPosition
 from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
+from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, loss
+from tawpipe.schedule.buffers import (
+    Buffer,
+    Kind,
+    block_input,
+    context,
+    input_gradient,
+    key_gradients,
+    keys,
+    loss,
+)
 from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
@@ -42,6 +53,7 @@ class StepInput:
         seed, step: what random numbers derive from; ``seed`` None for an evaluation.
         digest: a small number that is the same on all ranks if they were given the same.
         by_position: sums an evaluation's loss by position besides.
+        place: of this rank among those that compute these micro-batches together.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -50,13 +62,23 @@ class StepInput:
     step: int
     digest: int = 0
     by_position: LossByPosition | None = None
+    place: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Labels that count, of micro-batches that no other rank counts."""
+        return 0 if self.place else sum(batch.tokens for batch in self.micro_batches.values())
 
 
 @dataclass
 class _OnDevice:
-    """A micro-batch on the device: its tensors and the calls of its layers."""
+    """A micro-batch on the device: its tensors, those of the tokens that this rank computes, and the calls of its
+    layers.
+    """
 
     batch: MicroBatch
+    own: MicroBatch
+    dealt: Dealt | None
     calls: tuple[LayerCall, ...]
     embedded: GradientEdge | None
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
@@ -70,14 +92,22 @@ class Compute:
     Args:
         chunk_tokens: tokens of a micro-batch for which logits exist at one time.
         sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
+        sequence_ranks: that compute a row together.
         compiled: layers are compiled.
     """
 
     def __init__(
-        self, chain: Chain, spec: ModelSpec, *, chunk_tokens: int, sequence_chunk: int = 0, compiled: bool = False
+        self,
+        chain: Chain,
+        spec: ModelSpec,
+        *,
+        chunk_tokens: int,
+        sequence_chunk: int = 0,
+        sequence_ranks: int = 1,
+        compiled: bool = False,
     ) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
-        self.sequence_chunk = sequence_chunk
+        self.sequence_chunk, self.sequence_ranks = sequence_chunk, sequence_ranks
         self._random = BlockRandomness(chain.device, compiled=compiled)
         self._repeated: set[tuple[int, bool]] = set()
         """Blocks that have been seen to give the same twice."""
@@ -96,27 +126,40 @@ class Compute:
         before = self._sums_when_new(action) if block.kind != "head" else None
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
-            batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
-            if self.sequence_chunk and not self.chain.along_tokens:
+            whole, dealt = self._dealt(given, m)
+            batch = whole.to(self.chain.device)  # in the lane's stream
+            if (self.sequence_chunk or dealt) and not self.chain.along_tokens:
                 self.chain.find_tokens()
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
                 hidden, calls = self._drawing(action, given, lambda: self.chain.embed(batch))
             self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
-            self._held[context(m)] = _OnDevice(batch, calls, get_gradient_edge(hidden) if keep else None)
+            own = batch.tokens_at(dealt.own) if dealt else batch
+            with torch.set_grad_enabled(keep):
+                hidden = tokens_of(hidden, dealt.own) if dealt else hidden
+            edge = get_gradient_edge(hidden) if keep else None
+            self._held[context(m)] = _OnDevice(batch, own, dealt, calls, edge)
             self._held[block_input(m, 1)] = hidden.detach()
         else:
             hidden, held = self._held[block_input(m, action.block)], self._held[context(m)]
-            if block.kind == "layer":
+            if block.kind == "layer" and held.dealt:
+                layer = self._in_set(action, held, given)
+                store = layer.store(self._held[keys(m, action.block)])
+                output = layer.attend(hidden, store)
+                self._check_new(action, given, before, output, lambda: layer.attend(hidden, store))
+                self._held[block_input(m, action.block + 1)] = output
+            elif block.kind == "layer":
                 output = self._layer_forward(action, hidden, held.calls, given)
                 again = partial(self._layer, action, hidden, held.calls, given)
                 self._check_new(action, given, before, output, again)
                 self._held[block_input(m, action.block + 1)] = output
             else:
                 self._check_head(action, given, hidden)
-                by_position = given.by_position and given.by_position.head(self.chain, given.micro_batches[m])
+                whole, dealt = self._dealt(given, m)
+                on_host = whole.tokens_at(dealt.own) if dealt else whole
+                by_position = given.by_position and given.by_position.head(self.chain, on_host)
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[loss(m)] = loss_in_chunks(
-                        self.chain, hidden, held.batch, None, given.scale, self.chunk_tokens, by_position
+                        self.chain, hidden, held.own, None, given.scale, self.chunk_tokens, by_position
                     )
         self._release(action)
 
@@ -153,10 +196,62 @@ class Compute:
         """True if rows of [b, S, ...] are computed in chunks."""
         return 0 < self.sequence_chunk < hidden.shape[1]
 
+    def _dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, Dealt | None]:
+        """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
+        batch = given.micro_batches[m]
+        if self.sequence_ranks == 1:
+            return batch, None
+        row = batch.in_one_row()
+        return row, Dealt(row.lengths, self.sequence_ranks, given.place)
+
+    def _in_set(self, action: Action, held: _OnDevice, given: StepInput) -> LayerInSet:
+        state, seed, dealt = self._state(action), self._seed(action, given), held.dealt
+        assert dealt is not None
+        draw = lambda number, run: self._random.run(  # noqa: E731
+            state, seed_of(seed, number * dealt.ranks + dealt.place + 1), run
+        )
+        size = self.sequence_chunk or max(1, dealt.most)
+        return LayerInSet(self.chain, action.block, held.calls, size, draw, dealt)
+
     def _in_chunks(self, action: Action, calls: tuple[LayerCall, ...], given: StepInput) -> LayerInChunks:
         state, seed = self._state(action), self._seed(action, given)
         draw = lambda number, run: self._random.run(state, seed_of(seed, number + 1), run)  # noqa: E731
         return LayerInChunks(self.chain, action.block, calls, self.sequence_chunk, draw)
+
+    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        """KEYS: this rank's keys and values of a layer."""
+        self._bind(action, buffers)
+        held = self._held[context(action.micro_batch)]
+        self._held[action.writes[0]] = self._in_set(action, held, given).keys(self._input(action))
+        self._release(action)
+
+    def keys_together(self, action: Action, transport: Transport) -> None:
+        """A COLLECTIVE of keys and values, or of their gradients, of which this rank's sums are left."""
+        (buffer,) = action.reads
+        if buffer.kind is Kind.KEYS:
+            place = self._held[context(action.micro_batch)].dealt.place
+            transport.together(action, [(one[place].view(-1), one.view(-1)) for one in self._held[buffer]])
+            return
+        pairs = self._held[buffer]
+        transport.together(action, [(one.view(-1), own.view(-1)) for one, own in pairs])
+        self._held[buffer] = [own for _, own in pairs]
+        if self.chain.device.type == "cuda":
+            for one, _ in pairs:  # or its memory would be given away before this lane has read it
+                one.record_stream(torch.cuda.current_stream())
+
+    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        """KEYS_BACKWARD: propagate the gradients of this rank's keys and values to the weights and to the input's."""
+        m, b = action.micro_batch, action.block
+        self._bind(action, buffers)
+        units = self.spec.trainable_units(b)
+        for unit, buffer in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[buffer], accumulate=True, in_chunks=True)
+        gradient = self._held[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
+        layer = self._in_set(action, self._held[context(m)], given)
+        layer.keys_backward(self._input(action), self._held[key_gradients(m, b)], gradient)
+        for unit in units:
+            self.chain.finish_collect(unit)
+        self._release(action)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
@@ -166,8 +261,8 @@ class Compute:
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
         held: _OnDevice = self._held[context(m)]
-        in_chunks = block.kind == "head" and held.batch.input_ids.numel() > self.chunk_tokens
-        in_chunks |= block.kind == "layer" and self._cuts(held.batch.input_ids)
+        in_chunks = block.kind == "head" and held.own.input_ids.numel() > self.chunk_tokens
+        in_chunks |= block.kind == "layer" and (held.dealt is not None or self._cuts(held.batch.input_ids))
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads, in_chunks=in_chunks)
         wanted = input_gradient(m, b) in action.writes
@@ -178,8 +273,14 @@ class Compute:
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
                 self._held[loss(m)] = loss_in_chunks(
-                    self.chain, hidden, held.batch, gradient, given.scale, self.chunk_tokens
+                    self.chain, hidden, held.own, gradient, given.scale, self.chunk_tokens
                 )
+        elif block.kind == "layer" and held.dealt:
+            gradient = self._held[input_gradient(m, b + 1)]  # replaced in place
+            layer = self._in_set(action, held, given)
+            store = layer.store(self._held[keys(m, b)])
+            sums = layer.attend_backward(self._input(action), gradient, store, wanted=wanted)
+            self._held[key_gradients(m, b)] = [(one, torch.empty_like(one[0])) for one in sums]
         elif block.kind == "layer" and self._cuts(held.batch.input_ids):
             gradient = self._held[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
             self._in_chunks(action, held.calls, given).backward(self._input(action), gradient, wanted=wanted)
@@ -196,7 +297,9 @@ class Compute:
                 elif held.embedded is not None:
                     graph, held.embedded = held.embedded, None
                 else:
-                    graph = get_gradient_edge(self._drawing(action, given, lambda: self.chain.embed(held.batch))[0])
+                    hidden = self._drawing(action, given, lambda: self.chain.embed(held.batch))[0]
+                    graph = get_gradient_edge(tokens_of(hidden, held.dealt.own) if held.dealt else hidden)
+                    hidden = None
                 torch.autograd.backward(graph, arriving)
             if hidden is not None:
                 gradient = hidden.grad
@@ -237,7 +340,7 @@ class Compute:
             before: the block's ``_sums_when_new``.
             first: what it has given.
         """
-        if before is None:
+        if before is None or not first.numel():
             return
         second = self._drawing(action, given, forward)
         name = f"{self.chain.block_name(action.block)} of {self.chain.name}"
