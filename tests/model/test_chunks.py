@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +14,6 @@ from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refuse
 from model_families import family_config, keep_fp64, real_model
 from tawpipe.errors import UserError
 from tawpipe.model import chunked
-from tawpipe.schedule.settings import ScheduleSettings, check_values
 
 FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -39,35 +40,51 @@ def test_packed_documents_are_cut_anywhere(size):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [3, pytest.param(7, marks=pytest.mark.slow)])
-def test_every_kind_of_attention(family, size):
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"sequence_chunk": 3},
+        {"sequence_chunk": 5, "recompute": "selective"},
+        pytest.param({"sequence_chunk": 7}, marks=pytest.mark.slow),
+    ],
+    ids=lambda knobs: " ".join(map(str, knobs.values())),
+)
+def test_every_kind_of_attention(family, knobs):
     """Windows, soft caps, sinks, biases, few heads of keys, experts, values of another width, learned positions."""
     batch, documents = packed([0], DOCUMENTS)
     config = family_config(family)
     if family == "qwen3_moe":
         config.output_router_logits = False
-    assert right_or_refused(lambda: real_model(config), batch, documents=documents, sequence_chunk=size) == "right"
+    assert right_or_refused(lambda: real_model(config), batch, documents=documents, **knobs) == "right"
 
 
 @pytest.mark.parametrize(
     "knobs",
     [
         {"offloaded_layers": 2},
+        {"offloaded_layers": 1, "recompute": "selective:1,full", "micro_batch": 3},
+        {"offloaded_layers": 2, "recompute": "selective", "sequence_chunk": 2 * LENGTH},
         {"micro_batch": 2},
         {"micro_batches_per_visit": 3, "reuse": False},
     ],
     ids=lambda knobs: " ".join(map(str, knobs)),
 )
-def test_with_other_settings(knobs):
-    assert right_or_refused(llama(), rows_of(), sequence_chunk=5, **knobs) == "right"
+@pytest.mark.parametrize("files", [False, True])
+def test_with_other_settings(knobs, files, tmp_path):
+    if files and "offloaded_layers" not in knobs:
+        pytest.skip("nothing is offloaded")
+    knobs = {"sequence_chunk": 5, "offload_dir": str(tmp_path) if files else ""} | knobs
+    assert right_or_refused(llama(), rows_of(), **knobs) == "right"
+    assert not list(tmp_path.iterdir()), "files without names leave nothing behind"
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_dropout_repeats_in_the_recomputation(family):
+def test_dropout_repeats_in_the_recomputation(family, recompute):
     """In attention and behind it: the gradient is the slope of the loss that the forward pass has drawn."""
     drops = {"llama": {"attention_dropout": 0.3}, "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.3}}
     make = lambda: real_model(family_config(family, **drops[family]))  # noqa: E731
-    assert slope_error(make, rows_of(), sequence_chunk=5) < 1e-6
+    assert slope_error(make, rows_of(), sequence_chunk=5, recompute=recompute) < 1e-6
     losses = [piped_numbers(make, rows_of(), sequence_chunk=size).loss for size in (5, 5, 6)]
     assert losses[0] == losses[1] != losses[2], "another size of chunks is another draw"
 
@@ -113,5 +130,21 @@ def test_tokens_that_are_mixed_elsewhere_are_found_at_the_border_of_a_chunk():
 def test_what_does_not_go_with_chunks_is_refused():
     with pytest.raises(UserError, match="compile_layers"):
         piped(llama(), sequence_chunk=5, compile_layers=True)
-    with pytest.raises(UserError, match="recompute"):
-        check_values(ScheduleSettings(recompute="none", sequence_chunk=5))
+    with pytest.raises(UserError, match=r"recompute.*full or selective"):
+        piped(llama(), sequence_chunk=5, recompute="none:1,full")
+    with pytest.raises(UserError, match=r"offload_dir.*sequence_chunk"):
+        piped(llama(), offload_dir="/tmp")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+    """Before the first step, and so is a disk without room, with what was missing; and the step before is not lost."""
+    with pytest.raises(UserError, match=r"offload_dir: got '.*missing'; a folder that every process can write to"):
+        piped(llama(), sequence_chunk=5, offloaded_layers=2, offload_dir=str(tmp_path / "missing"))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    pipeline = piped(llama(), sequence_chunk=5, offloaded_layers=2, offload_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"offload_dir: got .*room for [\d,]+ bytes more.*No space"):
+        pipeline.step(rows_of())

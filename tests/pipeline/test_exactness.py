@@ -75,11 +75,12 @@ def test_scopes_keep_the_numbers(pool, nodes, local):
 
 def test_rows_in_chunks_keep_the_numbers(pool):
     settings = [
-        setting(2, 2, strategy, rounds, per_visit, tied, "float64") | {"sequence_chunk": size}
-        for strategy, rounds, per_visit, tied, size in [
-            ("tawpipe-spread", 2, 2, True, 7),
-            ("tawpipe-whole", 1, 1, False, 5),
-            ("hsdp", 2, 1, True, 19),
+        setting(2, 2, strategy, rounds, per_visit, tied, "float64") | {"sequence_chunk": size} | more
+        for strategy, rounds, per_visit, tied, size, more in [
+            ("tawpipe-spread", 2, 2, True, 7, {}),
+            ("tawpipe-whole", 1, 1, False, 5, {"offloaded_layers": 3}),
+            ("tawpipe-striped", 2, 2, False, 6, {"offloaded_layers": 5, "recompute": "selective"}),
+            ("hsdp", 2, 1, True, 19, {"offloaded_layers": 2, "recompute": "selective:2,full", "offload_dir": "/tmp"}),
         ]
     ]
     check(pool, 2, 2, settings)
@@ -192,6 +193,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
             "clip_norm": None,
             "early_updates": True,
         },
+        {"strategy": "tawpipe-spread", "sequence_chunk": 6, "offloaded_layers": 5, "recompute": "selective"},
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )

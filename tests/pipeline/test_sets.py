@@ -20,7 +20,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
     fixed = {"dtype": "float64", "sequence_ranks": ranks}
     settings = [
         {"strategy": "tawpipe-spread", "rows": 5, "micro_batches_per_visit": 2, "tied": True},
-        {"strategy": "tawpipe-whole", "rows": 3, "tied": False, "sequence_chunk": 3},
+        {"strategy": "tawpipe-whole", "rows": 3, "tied": False, "sequence_chunk": 3, "recompute": "selective"},
         {"strategy": "hsdp", "rows": 7, "micro_batches_per_visit": 3, "tied": True, "micro_batch": 2},
         {"strategy": "flat", "rows": 2, "tied": False, "sequence_chunk": 7, "offloaded_layers": 3},
     ]
@@ -40,6 +40,12 @@ def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
     for family, difference in differences.items():
         # transformers computes a router's softmax in fp32, also in an fp64 model.
         assert difference < (1e-6 if family in ("qwen3_moe", "gpt_oss", "deepseek_v3") else LIMIT), differences
+
+
+def test_dropout_repeats_in_every_part_of_a_layer(pool):
+    """In attention, behind it and before the first layer: the gradient is the slope of the loss."""
+    drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.1}
+    assert max(pool.run("borders:slope_over_ranks", 1, 2, family="gpt2", drops=drops, sequence_ranks=2)) < 1e-6
 
 
 def test_an_evaluation_by_position(pool):

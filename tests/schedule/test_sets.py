@@ -102,6 +102,7 @@ def test_sets_that_cannot_be_are_refused(ranks):
     ("settings", "reason"),
     [
         ({"recompute": "none"}, "full with"),
+        ({"recompute": "none", "sequence_chunk": 4}, "full or selective"),
         ({"strategy": "weipipe"}, "at different layers"),
         ({"strategy": "1f1b"}, "whole rows"),
     ],

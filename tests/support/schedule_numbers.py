@@ -21,6 +21,8 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule
 
 PRIME = 2**31 - 1
+INPUTS, KEPT = ("x", "host"), ("graph", "kept", "hostkept")
+"""The beginnings of buffers that hold a block's input, and what a block keeps besides or in its place."""
 
 
 class WrongNumbers(Exception):
@@ -299,7 +301,7 @@ class Numbers:
 
     def _keys(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
-        x = held[[*self._kept(head.action.reads), f"x.{m}.{b}"][0]]
+        x = self._input(head)
         place, ranks = self._place(head.rank), self.schedule.step.settings.sequence_ranks
         own = self.model.keys(b, held[f"ctx.{m}"], place, x, self._weights(head))
         held[head.action.writes[0]] = [own if i == place else 99 for i in range(ranks)]
@@ -307,7 +309,7 @@ class Numbers:
 
     def _keys_backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
-        x = held[[*self._kept(head.action.reads), f"x.{m}.{b}"][0]]
+        x = self._input(head)
         summed = held[f"dkv.{m}.{b}"][self._place(head.rank)]
         self._add_gradients(head, x, summed)
         if f"dx.{m}.{b}" in head.action.writes:
@@ -369,20 +371,31 @@ class Numbers:
     def _forward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         kind = self.schedule.model.blocks[b].kind
-        x = 0 if kind == "embedding" else held[f"x.{m}.{b}"]
+        x = 0 if kind == "embedding" else self._input(head)
         if kind == "embedding":
             held[f"ctx.{m}"] = m
         result = self.model.forward(b, held[f"ctx.{m}"], x, self._weights(head))
         for name in self._key_names(head.action.reads):
             result = (result + self.model.attended(self._place(head.rank), held[name])) % PRIME
-        held[f"loss.{m}" if kind == "head" else f"x.{m}.{b + 1}"] = result
-        for name in self._kept(head.action.writes):
-            held[name] = x
+        for name in head.action.writes:
+            what, *_, block = name.split(".")
+            if (what in INPUTS and block == str(b + 1)) or what == "loss":
+                held[name] = result
+            elif what in KEPT:
+                held[name] = x
         self._free(head)
 
-    @staticmethod
-    def _kept(names: Sequence[str]) -> list[str]:
-        return [name for name in names if name.startswith(("graph.", "kept.", "reload."))]
+    def _input(self, head: Issued) -> int:
+        """The input of a block, by all that a pass starts from."""
+        at = str(head.action.block)
+        found = {
+            self.held[head.rank][name]
+            for name in head.action.reads
+            if name.startswith("reload.") or (name.split(".")[0] in (*INPUTS, *KEPT) and name.split(".")[-1] == at)
+        }
+        if len(found) != 1:
+            raise WrongNumbers(f"a pass starts from {len(found)} inputs")
+        return found.pop()
 
     @staticmethod
     def _key_names(names: Sequence[str]) -> list[str]:
@@ -391,8 +404,7 @@ class Numbers:
     def _backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         spec = self.schedule.model.blocks[b]
-        source = [*self._kept(head.action.reads), f"x.{m}.{b}"][0]
-        x = 0 if spec.kind == "embedding" else held[source]
+        x = 0 if spec.kind == "embedding" else self._input(head)
         weights = self._weights(head)
         dx = 1
         if spec.kind == "head":

@@ -128,10 +128,12 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
     homes: list[int] = []
     if (places := find(name).places(topology)) and draw(st.booleans()):
         homes = draw(st.lists(st.integers(0, places - 1), min_size=len(model.units), max_size=len(model.units)))
+    chunk = draw(st.sampled_from((0, 0, 4)))
     local = topology.local_size
     ranks = 1 if ring else draw(st.sampled_from([size for size in range(1, local + 1) if local % size == 0]))
-    ways = tuple(RECOMPUTE) if ranks == 1 else ("full",)
-    recompute = draw(st.lists(st.sampled_from(ways), min_size=others, max_size=others))
+    allowed = ("full", "selective") if chunk else tuple(RECOMPUTE) if ranks == 1 else ("full",)
+    recompute = draw(st.lists(st.sampled_from(allowed), min_size=others, max_size=others))
+    first = draw(st.sampled_from(allowed)) if chunk else "full"
     step = step_for(
         model,
         topology,
@@ -141,8 +143,9 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         micro_batches_per_visit=draw(st.integers(1, 3)),
         look_ahead=draw(st.integers(1 if ring else 0, 4)),
         gradient_buffers=draw(st.integers(1, 3)),
-        recompute=spell_recompute(["full"] * offloaded + recompute),
+        recompute=spell_recompute([first] * offloaded + recompute),
         offloaded_layers=offloaded,
+        sequence_chunk=chunk,
         early_updates=draw(st.booleans()),
         sequence_ranks=ranks,
         **draw(compressions(name, topology.local_size)),

@@ -75,6 +75,8 @@ class Chunk:
         take: is given keys and values, with their graph; then the layer is left.
         gathered: the store has keys and values of all tokens, and who gathered them propagates their gradients.
         attended: whether the layer has called its attention.
+        keep: is given the chunk's tokens, attention's output and the log-sum-exp of its scores, None without a kernel.
+        kept: these two from before; they are not computed then.
     """
 
     store: KeyStore
@@ -85,6 +87,13 @@ class Chunk:
     take: Callable[[Tensor, Tensor], object] | None = None
     gathered: bool = False
     attended: bool = False
+    keep: Callable[[slice, Tensor, Tensor | None], None] | None = None
+    kept: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def tokens(self) -> slice:
+        """Its place in a row."""
+        return slice(self.begin, self.end)
 
     def __post_init__(self) -> None:
         self.ranges = self.ranges or ((self.begin, self.end),)
@@ -157,6 +166,10 @@ class ChunkAttention(torch.autograd.Function):
             raise KeysReached
         ctx.chunk, ctx.documents, ctx.options = chunk, documents, options
         ctx.seed = int(torch.randint(2**62, ())) if options.dropout > 0 else 0
+        if chunk.kept is not None:
+            output, sums = chunk.kept
+            ctx.save_for_backward(query, sinks, output, sums)
+            return output.clone()  # not what was saved, which would then be an output without a graph
         output = query.new_empty(*query.shape[:3], value.shape[-1])
         plain = options.is_plain(sinks, query, value)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -172,6 +185,8 @@ class ChunkAttention(torch.autograd.Function):
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
                 output[queries] = explicit_scores(query[queries], *seen, sinks, **given)
+        if chunk.keep is not None:
+            chunk.keep(chunk.tokens, output, sums)
         ctx.save_for_backward(query, sinks, output, sums)
         return output
 

@@ -184,7 +184,7 @@ class Pipeline:
         self.chain.prepare(self.world.device, dtype)
         self.chain.load_buffers(source.buffers())
         # Before anything is compiled: what runs under a probe first is never compiled afterwards.
-        self._kept_per_token = self._schedules.kept_per_token(self.chain)
+        self._kept_per_token = self._schedules.kept_per_token(self.chain, dtype)
         if compile_layers:
             self.chain.compile_layers()
         del source
@@ -206,6 +206,7 @@ class Pipeline:
             sequence_chunk=self.settings.sequence_chunk,
             sequence_ranks=self.settings.sequence_ranks,
             compiled=compile_layers,
+            offload_dir=self.settings.offload_dir,
         )
         self.executor = Executor(
             self.world.rank,
@@ -309,6 +310,7 @@ class Pipeline:
             for saving in self._savings:
                 saving.join()
             self.executor.close()
+            self._compute.places.close()
         self._closed()
         self.transport.close()
         self._world_of_saves.drop_group(self.world)
@@ -525,11 +527,15 @@ class Pipeline:
         )
         hidden = self.chain.config.get_text_config().hidden_size
         tokens = min(self.micro_batch, rows) * sequence_length
-        boundary = -(-tokens // self.settings.sequence_ranks) * hidden * self.dtype.itemsize
+        own = -(-tokens // self.settings.sequence_ranks)
+        boundary = own * hidden * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
-        keys = key_elements(self.chain.config.get_text_config()) * tokens
-        sizes |= {Kind.KEYS: keys * self.dtype.itemsize, Kind.KEY_GRADIENTS: keys * self.storage.master_dtype.itemsize}
-        sizes |= {Kind(kind): tokens * each for kind, each in self._kept_per_token.items() if kind != "attention"}
+        if self.settings.sequence_ranks > 1:
+            keys = key_elements(self.chain.config.get_text_config()) * tokens
+            sizes[Kind.KEYS] = keys * self.dtype.itemsize
+            sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize
+        sizes |= {Kind(kind): own * each for kind, each in self._kept_per_token.items() if kind != "attention"}
+        sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
         said = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.nodes)
         return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)
 

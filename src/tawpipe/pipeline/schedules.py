@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.model.flops import attention_width
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
@@ -73,7 +76,7 @@ class Schedules:
             raise UserError("batch", f"{count} micro-batches", expected)
         return self._ready
 
-    def kept_per_token(self, chain: Chain) -> dict[str, int]:
+    def kept_per_token(self, chain: Chain, dtype: torch.dtype) -> dict[str, int]:
         """Bytes that a layer keeps for every token, by kind; nothing where every layer recomputes everything.
 
         Raises:
@@ -82,6 +85,11 @@ class Schedules:
         wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
         if not wanted:
             return {}
+        if self.settings.sequence_chunk:  # attention's output, and a sum for every head
+            config = chain.config.get_text_config()
+            return {
+                "kept": attention_width(config) * dtype.itemsize + config.num_attention_heads * max(4, dtype.itemsize)
+            }
         per_token = kept_per_token(chain)
         if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"

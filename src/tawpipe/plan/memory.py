@@ -16,9 +16,10 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width, key_elements
 from tawpipe.plan.bench import Bench, Case
-from tawpipe.runtime.chunks import LayerInChunks
+from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
+from tawpipe.runtime.rows import OnDevice, Rows
 from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
@@ -150,16 +151,35 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
 
 
 def _weigh_layer_in_chunks(bench: Bench, block: int, case: Case) -> dict[str, float]:
-    """Nothing is kept of chunks, and the gradient of the input takes the place of the one that arrives."""
-    chain, held = bench.chain, list[Tensor]()
+    """What is kept of chunks is attention's alone, and the gradient of the input takes the place of the one that
+    arrives.
+    """
+    chain, held, size = bench.chain, list[Any](), case.hidden.nbytes
     layer = LayerInChunks(chain, block, case.calls, bench.sequence_chunk, lambda number, run: run())
-    wanted = block > chain.spec.first_backward
-    (forward,) = _steady([lambda: held.append(layer.forward(case.hidden)), held.clear], bench.device)[:1]
-    found: dict[str, float] = {"attention": 0, "forward full": forward.most - case.hidden.nbytes}
-    if chain.blocks[block].needs_backward:
-        gradient = case.hidden.clone()
-        (backward,) = _steady([lambda: layer.backward(case.hidden, gradient, wanted=wanted)], bench.device)
-        found["backward full"] = backward.most - (case.hidden.nbytes if wanted else 0)
+    wanted, found = block > chain.spec.first_backward, dict[str, float]()
+    gradient, length = case.hidden.clone(), case.hidden.shape[1]
+
+    def rows(_: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+        return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=bench.device))
+
+    def forward(kept: KeptAttention | None) -> None:
+        output = OnDevice(torch.empty_like(case.hidden))
+        layer.forward(OnDevice(case.hidden), output, kept)
+        held[:] = [output, kept]
+
+    def backward() -> None:
+        layer.backward(OnDevice(case.hidden), gradient, wanted=wanted, kept=held[0])
+
+    for name, make in (("full", lambda: None), ("selective", lambda: KeptAttention(rows, length))):
+        first, left, back, _ = _steady(
+            [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
+        )
+        kept = left.after if name == "selective" else 0
+        found[f"forward {name}"] = first.most - size - kept
+        if name == "selective":
+            found["kept"] = found["attention"] = kept
+        if chain.blocks[block].needs_backward:
+            found[f"backward {name}"] = back.most - back.before - (size if wanted else 0)
     return found
 
 
@@ -202,12 +222,14 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
     if sequence_chunk:
         full = layer["forward full"][1] * sequence_chunk, layer["backward full"][1] * sequence_chunk
         summed = 2 * keys // size * max(4, size)
-        layer = {"forward full": (full[0], 2 * keys), "backward full": (matrix + full[1], 2 * keys + summed - boundary)}
+        forward, backward = (full[0], 2 * keys), (matrix + full[1], 2 * keys + summed - boundary)
+        layer = {f"forward {how}": forward for how in ("full", "selective")}
+        layer |= {f"backward {how}": backward for how in ("full", "selective")}
     return BlockMemory(
         boundary,
         {
             "graph": boundary + norms + attention + 3 * inner,
-            "kept": boundary + queries + 4 * heads,
+            "kept": (0 if sequence_chunk else boundary) + queries + 4 * heads,
             "ctx": 2 * queries // heads + 32,
         },
         {

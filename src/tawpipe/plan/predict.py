@@ -34,10 +34,12 @@ class Needs:
     Args:
         parts: of what a device holds, by name.
         host: of a node's host, for all of its devices; 0 where the host's memory is what devices compute in.
+        files: of a node's disk, for all of its devices.
     """
 
     parts: Mapping[str, int]
     host: int
+    files: int = 0
 
     @property
     def device(self) -> int:
@@ -91,9 +93,10 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         "working": said.working_bytes,
         "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
+    devices = max(request.machine.nodes)
     if request.has_host:
-        return Needs(parts, said.host_bytes * max(request.machine.nodes))
-    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0)
+        return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
+    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices)
 
 
 def link_bytes_of(timeline: Timeline) -> float:

@@ -91,6 +91,7 @@ class PlanRequest:
             host=machine.host,
             boundary_bytes=profile.memory.boundary,
             key_elements=round(profile.memory.keys) // self.widths.weight,
+            kept_bytes=profile.memory.kept.get("kept", 0.0),
         )
 
     @property
@@ -141,7 +142,8 @@ class PlanRequest:
 
     def activations_of(self, ranks: int) -> Mapping[Kind, int]:
         """The same on each of so many ranks that compute a micro-batch together."""
-        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host, ranks=ranks)
+        chunk, tokens = self.settings.sequence_chunk * self.micro_batch, round(self.size.tokens)
+        return self.profile.memory.activations(tokens, pinned=self.has_host, chunk=chunk, ranks=ranks)
 
     @property
     def has_host(self) -> bool:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.simulate import Timeline
 
 PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
@@ -163,7 +163,7 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
     for span in spans:
         made = [one for one in span.action.writes if one not in span.action.reads]
         for buffers, when, sign in ((made, span.begin, 1), (span.action.frees, span.end, -1)):
-            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind is not Kind.OFFLOADED)
+            size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind not in OUTSIDE)
             if size:
                 changes[when - zero] += sign * size
     seconds = sorted({0.0, *changes})

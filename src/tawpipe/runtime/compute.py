@@ -6,7 +6,7 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,11 +18,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch, tokens_of
 from tawpipe.model.chain import Chain
+from tawpipe.model.chunked import KeyStore
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.by_position import Head, LossByPosition
-from tawpipe.runtime.chunks import LayerInChunks
+from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
+from tawpipe.runtime.rows import InHost, OnDevice, Places, Rows
 from tawpipe.runtime.sets import Dealt, LayerInSet
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
@@ -40,7 +42,11 @@ from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
 SAVED = (Kind.GRAPH, Kind.ATTENTION)
-"""Kinds of what a layer keeps for its backward pass instead of its input."""
+"""Kinds of what a layer on whole rows keeps for its backward pass instead of its input."""
+KEPT = (Kind.ATTENTION, Kind.OFFLOADED_ATTENTION)
+"""Kinds of what a layer in chunks keeps besides it."""
+ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
+"""Kinds of a block's input."""
 
 
 @dataclass
@@ -94,6 +100,7 @@ class Compute:
         sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
         sequence_ranks: that compute a row together.
         compiled: layers are compiled.
+        offload_dir: folder of files for what waits outside of the device chunk by chunk; the host's memory if empty.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class Compute:
         sequence_chunk: int = 0,
         sequence_ranks: int = 1,
         compiled: bool = False,
+        offload_dir: str = "",
     ) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
         self.sequence_chunk, self.sequence_ranks = sequence_chunk, sequence_ranks
@@ -116,6 +124,7 @@ class Compute:
         """Unit -> the buffer that its parameters are views of."""
         self._places: dict[tuple[Buffer, torch.Size, torch.dtype], Tensor] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
+        self.places = Places(chain.device, offload_dir)
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
@@ -138,21 +147,19 @@ class Compute:
                 hidden = tokens_of(hidden, dealt.own) if dealt else hidden
             edge = get_gradient_edge(hidden) if keep else None
             self._held[context(m)] = _OnDevice(batch, own, dealt, calls, edge)
-            self._held[block_input(m, 1)] = hidden.detach()
+            self._keep_rows(next(one for one in action.writes if one.kind in ROWS), hidden.detach())
         else:
-            hidden, held = self._held[block_input(m, action.block)], self._held[context(m)]
-            if block.kind == "layer" and held.dealt:
-                layer = self._in_set(action, held, given)
-                store = layer.store(self._held[keys(m, action.block)])
-                output = layer.attend(hidden, store)
-                self._check_new(action, given, before, output, lambda: layer.attend(hidden, store))
-                self._held[block_input(m, action.block + 1)] = output
+            held = self._held[context(m)]
+            if block.kind == "layer" and (self.sequence_chunk or held.dealt):
+                self._layer_forward_in_chunks(action, held, given, before)
             elif block.kind == "layer":
+                hidden = self._input(action)
                 output = self._layer_forward(action, hidden, held.calls, given)
-                again = partial(self._layer, action, hidden, held.calls, given)
+                again = partial(self.chain.layer, action.block, hidden, held.calls)
                 self._check_new(action, given, before, output, again)
                 self._held[block_input(m, action.block + 1)] = output
             else:
+                hidden = self._input(action)
                 self._check_head(action, given, hidden)
                 whole, dealt = self._dealt(given, m)
                 on_host = whole.tokens_at(dealt.own) if dealt else whole
@@ -166,7 +173,7 @@ class Compute:
     def _layer_forward(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
         """A layer's output; what the action writes besides is what its backward pass starts from."""
         b = action.block
-        layer = partial(self._layer, action, calls=calls, given=given)
+        layer = partial(self.chain.layer, action.block, calls=calls)
         kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
         if kept is None:
             with torch.no_grad():
@@ -182,19 +189,65 @@ class Compute:
         self._held[kept] = (leaf, get_gradient_edge(output))
         return output.detach()
 
-    def _layer(self, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
-        """The layer on whole rows, or in chunks, which have no graph."""
-        if self._cuts(hidden):
-            return self._in_chunks(action, calls, given).forward(hidden)
-        return self.chain.layer(action.block, hidden, calls)
+    def _layer_forward_in_chunks(
+        self, action: Action, held: _OnDevice, given: StepInput, before: list[Tensor] | None
+    ) -> None:
+        """Like ``_layer_forward`` and ``_check_new``, where neither input nor output need be on the device."""
+        source, layer = self._rows_of(self._input(action)), self._in_chunks(action, held, given)
+        if isinstance(layer, LayerInSet):
+            layer.gather(self._held[keys(action.micro_batch, action.block)])
+        target = next(one for one in action.writes if one.kind in ROWS)
+        kept = None
+        if buffer := next((one for one in action.writes if one.kind in KEPT), None):
+            self._held[buffer] = kept = KeptAttention(partial(self._make_rows, buffer), source.shape[1])
+        made = self._make_rows(target, "", source.shape, source.dtype)
+        self._held[target] = made.tensor if isinstance(made, OnDevice) else made
+        layer.forward(source, made, kept)
+        if before is not None:
+            again = layer.outputs(source)
+            spans = spans_of(source.shape[1], layer.size)
+            for first, (_, second) in zip(made.read(spans), again, strict=True):
+                self._compare(action, first, second)
+            self._expect_unchanged(action, before)
 
-    def _input(self, action: Action) -> Tensor:
-        """The input of a block in its backward pass."""
-        return self._held[next(one for one in action.reads if one.kind in (Kind.RELOADED, Kind.INPUT))]
+    def _keep_rows(self, target: Buffer, hidden: Tensor) -> None:
+        """Hold an activation where its buffer says."""
+        if target.kind is not Kind.OFFLOADED:
+            self._held[target] = hidden
+            return
+        self._held[target] = rows = self.places.of(target, hidden.shape, hidden.dtype)
+        for span in spans_of(hidden.shape[1], self.sequence_chunk):
+            rows.write(span, hidden[:, span])
+        rows.settle()
 
-    def _cuts(self, hidden: Tensor) -> bool:
-        """True if rows of [b, S, ...] are computed in chunks."""
-        return 0 < self.sequence_chunk < hidden.shape[1]
+    def _make_rows(self, target: Buffer, part: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+        if target.kind in (Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION):
+            return self.places.of(target, shape, dtype, part)
+        return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=self.chain.device))
+
+    def _rows_of(self, held: Tensor | Rows) -> Rows:
+        return OnDevice(held) if isinstance(held, Tensor) else held
+
+    def _input(self, action: Action) -> Any:
+        """The input of a block: a tensor, or rows that are elsewhere."""
+        return self._held[next(one for one in action.reads if one.kind in ROWS)]
+
+    def _in_chunks(self, action: Action, held: _OnDevice, given: StepInput) -> LayerInChunks:
+        state, seed, dealt = self._state(action), self._seed(action, given), held.dealt
+        ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
+
+        def draw(number: int, run: Callable[[], Tensor]) -> Tensor:
+            return self._random.run(state, seed_of(seed, number * ranks + place + 1), run)
+
+        if dealt is None:
+            return LayerInChunks(self.chain, action.block, held.calls, self.sequence_chunk, draw)
+        size, store = self.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
+        return LayerInSet(self.chain, action.block, held.calls, size, draw, dealt, store)
+
+    def _in_set(self, action: Action, given: StepInput) -> LayerInSet:
+        layer = self._in_chunks(action, self._held[context(action.micro_batch)], given)
+        assert isinstance(layer, LayerInSet)
+        return layer
 
     def _dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, Dealt | None]:
         """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
@@ -204,25 +257,15 @@ class Compute:
         row = batch.in_one_row()
         return row, Dealt(row.lengths, self.sequence_ranks, given.place)
 
-    def _in_set(self, action: Action, held: _OnDevice, given: StepInput) -> LayerInSet:
-        state, seed, dealt = self._state(action), self._seed(action, given), held.dealt
-        assert dealt is not None
-        draw = lambda number, run: self._random.run(  # noqa: E731
-            state, seed_of(seed, number * dealt.ranks + dealt.place + 1), run
-        )
-        size = self.sequence_chunk or max(1, dealt.most)
-        return LayerInSet(self.chain, action.block, held.calls, size, draw, dealt)
-
-    def _in_chunks(self, action: Action, calls: tuple[LayerCall, ...], given: StepInput) -> LayerInChunks:
-        state, seed = self._state(action), self._seed(action, given)
-        draw = lambda number, run: self._random.run(state, seed_of(seed, number + 1), run)  # noqa: E731
-        return LayerInChunks(self.chain, action.block, calls, self.sequence_chunk, draw)
+    def _shape(self, given: StepInput, m: int) -> tuple[int, ...]:
+        """Rows and tokens of a micro-batch that this rank computes."""
+        batch, dealt = self._dealt(given, m)
+        return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """KEYS: this rank's keys and values of a layer."""
         self._bind(action, buffers)
-        held = self._held[context(action.micro_batch)]
-        self._held[action.writes[0]] = self._in_set(action, held, given).keys(self._input(action))
+        self._held[action.writes[0]] = self._in_set(action, given).keys(self._rows_of(self._input(action)))
         self._release(action)
 
     def keys_together(self, action: Action, transport: Transport) -> None:
@@ -247,8 +290,8 @@ class Compute:
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=True, in_chunks=True)
         gradient = self._held[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
-        layer = self._in_set(action, self._held[context(m)], given)
-        layer.keys_backward(self._input(action), self._held[key_gradients(m, b)], gradient)
+        source, sums = self._rows_of(self._input(action)), self._held[key_gradients(m, b)]
+        self._in_set(action, given).keys_backward(source, sums, gradient)
         for unit in units:
             self.chain.finish_collect(unit)
         self._release(action)
@@ -261,29 +304,30 @@ class Compute:
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
         held: _OnDevice = self._held[context(m)]
-        in_chunks = block.kind == "head" and held.own.input_ids.numel() > self.chunk_tokens
-        in_chunks |= block.kind == "layer" and (held.dealt is not None or self._cuts(held.batch.input_ids))
+        cut = block.kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
+        in_chunks = cut or (block.kind == "head" and held.own.input_ids.numel() > self.chunk_tokens)
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads, in_chunks=in_chunks)
         wanted = input_gradient(m, b) in action.writes
         gradient = None
         if block.kind == "head":
-            hidden = self._held[block_input(m, b)]
+            hidden = self._input(action)
             gradient = torch.empty_like(hidden) if wanted else None
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
                 self._held[loss(m)] = loss_in_chunks(
                     self.chain, hidden, held.own, gradient, given.scale, self.chunk_tokens
                 )
-        elif block.kind == "layer" and held.dealt:
-            gradient = self._held[input_gradient(m, b + 1)]  # replaced in place
-            layer = self._in_set(action, held, given)
-            store = layer.store(self._held[keys(m, b)])
-            sums = layer.attend_backward(self._input(action), gradient, store, wanted=wanted)
-            self._held[key_gradients(m, b)] = [(one, torch.empty_like(one[0])) for one in sums]
-        elif block.kind == "layer" and self._cuts(held.batch.input_ids):
+        elif cut:
             gradient = self._held[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
-            self._in_chunks(action, held.calls, given).backward(self._input(action), gradient, wanted=wanted)
+            kept = next((self._held[one] for one in action.reads if one.kind in KEPT), None)
+            source, layer = self._rows_of(self._input(action)), self._in_chunks(action, held, given)
+            if isinstance(layer, LayerInSet):
+                layer.gather(self._held[keys(m, b)])
+            layer.backward(source, gradient, wanted=wanted, kept=kept)
+            if isinstance(layer, LayerInSet):
+                sums = layer.key_gradients()
+                self._held[key_gradients(m, b)] = [(one, torch.empty_like(one[0])) for one in sums]
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
@@ -297,9 +341,8 @@ class Compute:
                 elif held.embedded is not None:
                     graph, held.embedded = held.embedded, None
                 else:
-                    hidden = self._drawing(action, given, lambda: self.chain.embed(held.batch))[0]
-                    graph = get_gradient_edge(tokens_of(hidden, held.dealt.own) if held.dealt else hidden)
-                    hidden = None
+                    output = self._drawing(action, given, lambda: self.chain.embed(held.batch))[0]
+                    graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
                 torch.autograd.backward(graph, arriving)
             if hidden is not None:
                 gradient = hidden.grad
@@ -340,25 +383,30 @@ class Compute:
             before: the block's ``_sums_when_new``.
             first: what it has given.
         """
-        if before is None or not first.numel():
-            return
-        second = self._drawing(action, given, forward)
-        name = f"{self.chain.block_name(action.block)} of {self.chain.name}"
+        if before is not None:
+            self._compare(action, first, self._drawing(action, given, forward))
+            self._expect_unchanged(action, before)
+
+    def _expect_unchanged(self, action: Action, before: list[Tensor]) -> None:
         if any(old != new for old, new in zip(before, self._sums_when_new(action) or (), strict=True)):
-            raise UserError(
-                "--model", name, "its forward pass changes weights in place, which only the optimizer may do"
-            )
+            expected = "its forward pass changes weights in place, which only the optimizer may do"
+            raise UserError("--model", self._name(action), expected)
         self._repeated.add(self._state(action))
+
+    def _compare(self, action: Action, first: Tensor, second: Tensor) -> None:
         # Some kernels of GPUs add in any order.
         limit = torch.finfo(first.dtype).eps if first.is_cuda else 0.0
         reach = limit * float(first.abs().nan_to_num().max())
         if not torch.allclose(first, second, rtol=limit, atol=reach, equal_nan=True):
             raise UserError(
                 "--model",
-                name,
+                self._name(action),
                 "run twice on the same input it gives two results, so its gradients would belong to neither: it keeps "
                 "state from call to call, or draws random numbers elsewhere than from torch's default generators",
             )
+
+    def _name(self, action: Action) -> str:
+        return f"{self.chain.block_name(action.block)} of {self.chain.name}"
 
     def offload(self, action: Action) -> None:
         """OFFLOAD: copy an activation into pinned memory of the host. A later action on COMPUTE, which waits for this
@@ -392,8 +440,14 @@ class Compute:
         width = self.chain.config.get_text_config().hidden_size
         for action in program:
             if action.op in (Op.OFFLOAD, Op.RELOAD):
-                shape = torch.Size((*given.micro_batches[action.micro_batch].input_ids.shape, width))
+                shape = torch.Size((*self._shape(given, action.micro_batch), width))
                 self._place(action.writes[0], shape, dtype, to_host=action.op is Op.OFFLOAD)
+            for buffer in action.writes:
+                if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
+                    shape = (*self._shape(given, action.micro_batch), width)
+                    place = self.places.of(buffer, shape, dtype)
+                    if isinstance(place, InHost):
+                        place.reserve(spans_of(shape[1], self.sequence_chunk))
 
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tawpipe.model.chunked import Chunk, KeysReached, KeyStore
-from tawpipe.runtime.chunks import LayerInChunks
+from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
+from tawpipe.runtime.rows import Rows
 from tawpipe.schedule.pieces import Ranges, tokens_of_ranks
 
 
@@ -87,98 +88,78 @@ class LayerInSet(LayerInChunks):
 
     Args:
         dealt: who computes which tokens.
+        store: keys and values of all tokens; of none before they are gathered.
     """
 
     dealt: Dealt
+    store: KeyStore
 
-    def keys(self, hidden: Tensor) -> list[Tensor]:
+    def keys(self, hidden: Rows) -> list[Tensor]:
         """Keys and values, [ranks, heads, most, d] each, with this rank's own at its place and room for the others'."""
         found: list[Tensor] = []
 
         def take(begin: int, *own: Tensor) -> None:
-            shape = self.dealt.ranks, self.dealt.most
             for place, one in enumerate(own):
                 _, heads, tokens, dim = one.shape
                 if place == len(found):
-                    found.append(one.new_empty(shape[0], heads, shape[1], dim))
+                    found.append(one.new_empty(self.dealt.ranks, heads, self.dealt.most, dim))
                 found[place][self.dealt.place, :, begin : begin + tokens] = one[0]
 
-        chunks = list(self._own(hidden))
+        chunks = self._chunks(hidden)
+        read = hidden.read([chunk.tokens for chunk in chunks])
         if not chunks:  # what keys look like is told by any token; nobody reads what it leaves
-            chunks = [(0, Chunk(self._store(), 0, 1))]
-            hidden = hidden.new_zeros(1, 1, hidden.shape[2])
+            chunks = [Chunk(self.store, 0, 1)]
+            read = iter([torch.zeros(1, 1, *hidden.shape[2:], dtype=hidden.dtype, device=self.chain.device)])
         with torch.no_grad():
-            for number, chunk in chunks:
+            for chunk, tokens in zip(chunks, read, strict=True):
                 chunk.take = partial(take, chunk.begin)
-                self._leave(number, chunk, hidden[:, chunk.begin : chunk.end])
+                self._leave(chunk, tokens)
         return found
 
-    def store(self, gathered: list[Tensor]) -> KeyStore:
-        """Gathered keys and values in the order of the row; ``gathered`` is empty afterwards."""
-        store = self._store()
-        store.keys, store.values = (self.dealt.in_order(gathered.pop(0)) for _ in range(2))
-        return store
+    def gather(self, gathered: list[Tensor]) -> None:
+        """Put keys and values, rank by rank, into the store; ``gathered`` is empty afterwards."""
+        self.store.keys, self.store.values = (self.dealt.in_order(gathered.pop(0)) for _ in range(2))
 
-    def attend(self, hidden: Tensor, store: KeyStore) -> Tensor:
-        """The layer's output for these keys and values, without a graph."""
-        output = torch.empty_like(hidden)
-        with torch.no_grad():
-            for number, chunk in self._own(hidden, store):
-                output[:, chunk.begin : chunk.end] = self._run(number, chunk, hidden[:, chunk.begin : chunk.end])
-        return output
-
-    def attend_backward(self, hidden: Tensor, gradient: Tensor, store: KeyStore, *, wanted: bool) -> list[Tensor]:
-        """Propagate ``gradient`` of the output, which becomes that of the input as far as it does not come through keys
-        and values, if it is ``wanted``.
-
-        Returns:
-            What these tokens add to the gradients of keys and values of all, rank by rank; ``store`` is empty then.
+    def backward(self, hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None = None) -> None:
+        """Propagate ``gradient`` of the output, which becomes that of the input if it is ``wanted``, as far as it does
+        not come through keys and values.
         """
-        store.begin_backward()
-        for number, chunk in reversed(list(self._own(hidden, store))):
-            rows = slice(None), slice(chunk.begin, chunk.end)
-            leaf = hidden[rows].contiguous().detach().requires_grad_(wanted)
-            with torch.enable_grad():
-                output = self._run(number, chunk, leaf)
-            torch.autograd.backward(output, gradient[rows])
-            if wanted:
-                assert leaf.grad is not None
-                gradient[rows] = leaf.grad
+        self.store.begin_backward()
+        self._propagate(self._chunks(hidden), hidden, gradient, wanted=wanted, kept=kept)
+
+    def key_gradients(self) -> list[Tensor]:
+        """What ``backward`` adds to the gradients of keys and values of all, rank by rank; the store is empty then."""
+        store = self.store
         store.keys = store.values = None
         assert store.key_sums is not None and store.value_sums is not None
         of_keys, store.key_sums = self.dealt.by_rank(store.key_sums), None
-        return [of_keys, self.dealt.by_rank(store.value_sums)]
+        of_values, store.value_sums = self.dealt.by_rank(store.value_sums), None
+        return [of_keys, of_values]
 
-    def keys_backward(self, hidden: Tensor, sums: Sequence[Tensor], gradient: Tensor | None) -> None:
+    def keys_backward(self, hidden: Rows, sums: Sequence[Tensor], gradient: Tensor | None) -> None:
         """Propagate the gradients of this rank's keys and values, [heads, most, d] each; ``gradient`` of the input is
         added to.
         """
-        for number, chunk in self._own(hidden):
-            rows = slice(None), slice(chunk.begin, chunk.end)
-            leaf = hidden[rows].contiguous().detach().requires_grad_(gradient is not None)
+        chunks = self._chunks(hidden)
+        for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
+            leaf = tokens.contiguous().detach().requires_grad_(gradient is not None)
             own: list[Tensor] = []
             chunk.take = lambda *found, own=own: own.extend(found)
             with torch.enable_grad():
-                self._leave(number, chunk, leaf)
-            pairs = [(one, of[None, :, rows[1]].to(one.dtype)) for one, of in zip(own, sums, strict=True)]
+                self._leave(chunk, leaf)
+            pairs = [(one, of[None, :, chunk.tokens].to(one.dtype)) for one, of in zip(own, sums, strict=True)]
             if pairs := [pair for pair in pairs if pair[0].requires_grad]:
                 torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             if gradient is not None and leaf.grad is not None:
-                gradient[rows] += leaf.grad
+                gradient[:, chunk.tokens] += leaf.grad
 
-    def _store(self) -> KeyStore:
-        return KeyStore(1, sum(self.dealt.lengths))
+    def _chunks(self, hidden: Rows) -> list[Chunk]:
+        spans = spans_of(hidden.shape[1], self.size)
+        ranges = [self.dealt.part(span.start, span.stop) for span in spans]
+        return [Chunk(self.store, s.start, s.stop, own, gathered=True) for s, own in zip(spans, ranges, strict=True)]
 
-    def _own(self, hidden: Tensor, store: KeyStore | None = None) -> Iterator[tuple[int, Chunk]]:
-        """This rank's chunks, with their numbers."""
-        tokens = hidden.shape[1]
-        for number, begin in enumerate(range(0, tokens, self.size)):
-            end = min(begin + self.size, tokens)
-            where = self.dealt.part(begin, end)
-            yield number, Chunk(store or self._store(), begin, end, where, gathered=store is not None)
-
-    def _leave(self, number: int, chunk: Chunk, hidden: Tensor) -> None:
+    def _leave(self, chunk: Chunk, hidden: Tensor) -> None:
         """Run as far as keys and values."""
         with suppress(KeysReached):
-            self._run(number, chunk, hidden)
+            self._run(chunk, hidden)
         self._check(chunk)

@@ -1,8 +1,11 @@
 """What a rank computes, as actions: a block on its micro-batches, and the inputs that wait in the host's memory.
 
-A device's copy of an input that waits in the host's memory goes two blocks later, with the action that then computes: a
-device waits for its link to the host rather than pile up what should have left. And what comes back waits for its
-buffer, which is free when the block two before it is done.
+Rows that are computed in chunks come from there and go there within FORWARD and BACKWARD (``StepSpec.streams``): no
+other rank waits for a chunk, and an action for each would make programs hundreds of times as long.
+
+Otherwise they have actions of their own. A device's copy of an input that waits in the host's memory goes two blocks
+later, with the action that then computes: a device waits for its link to the host rather than pile up what should have
+left. And what comes back waits for its buffer, which is free when the block two before it is done.
 """
 
 from __future__ import annotations
@@ -14,27 +17,43 @@ from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_g
 from tawpipe.schedule.step import StepSpec
 
 
-def forward(step: StepSpec, block: int, m: int, weights: Sequence[Buffer], *, training: bool = True) -> Action:
+def forward(
+    step: StepSpec, block: int, m: int, weights: Sequence[Buffer], *, place: int = 0, training: bool = True
+) -> Action:
     """FORWARD of one block on one micro-batch.
 
     Args:
+        place: of the micro-batch in its round.
         weights: buffers of the block's units, in their order.
         training: a backward pass follows.
     """
     model = step.model
     if block == 0:
-        writes = (block_input(m, 1), context(m))
+        writes = (boundary(step, 1, m, place, training=training), context(m))
         return Action(Op.FORWARD, Lane.COMPUTE, tuple(weights), writes, block=0, micro_batch=m)
-    source, keep = block_input(m, block), training and block >= model.first_backward
+    source = boundary(step, block, m, place, training=training)
+    keep = training and block >= model.first_backward
     saved, left = step.saves(block) if keep else None, left_behind(step, block, m) if training else ()
     reads = (*weights, source, context(m), *left)
     if model.blocks[block].kind == "head":
         writes, frees = (loss(m),), (source, context(m))
     else:
-        writes, frees = (block_input(m, block + 1),), left if keep and not saved else (source, *left)
+        target = boundary(step, block + 1, m, place, training=training)
+        in_its_place = saved and not step.settings.sequence_chunk
+        writes, frees = (target,), left if keep and not in_its_place else (source, *left)
         if saved:
-            writes = (*writes, Buffer(saved, (m, block)))
+            writes = (*writes, kept(step, saved, block, m, place))
     return Action(Op.FORWARD, Lane.COMPUTE, reads, writes, tuple(frees), block=block, micro_batch=m)
+
+
+def boundary(step: StepSpec, block: int, m: int, place: int, *, training: bool) -> Buffer:
+    """The input of a block, as FORWARD finds it and as the block before leaves it."""
+    return offloaded(place, block) if training and step.streams(block) else block_input(m, block)
+
+
+def kept(step: StepSpec, saved: Kind, block: int, m: int, place: int) -> Buffer:
+    """What a block keeps for its backward pass besides its input, or in its place."""
+    return Buffer(Kind.OFFLOADED_ATTENTION, (place, block)) if step.streams(block) else Buffer(saved, (m, block))
 
 
 def offload(block: int, m: int, place: int) -> Action:
@@ -58,6 +77,8 @@ def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:
     in its forward pass, or in the backward pass of the head, which has no other.
     """
     last = len(step.model.blocks) - 1
+    if step.settings.sequence_chunk:
+        return ()
     before = (last - 2, last - 1) if block == last else (block - 2,)
     return tuple(block_input(m, b) for b in before if b >= step.model.first_backward and step.offloads(b))
 
@@ -89,10 +110,9 @@ def backward(
             reads += [input_gradient(m, block + 1), context(m)]
             frees += [input_gradient(m, block + 1)]
             if block > 0:
-                kind = step.saves(block) or Kind.INPUT
-                source = reloaded(place, block) if step.offloads(block) else Buffer(kind, (m, block))
-                reads.append(source)
-                frees.append(source)
+                sources = _sources(step, block, m, place)
+                reads += sources
+                frees += sources
         if block > model.first_backward:
             writes.append(input_gradient(m, block))
         else:
@@ -106,3 +126,14 @@ def backward(
         for unit, (buffer, accumulate) in gradients.items():
             if not accumulate:
                 yield Action(Op.ZERO, Lane.COMPUTE, (), (buffer,), unit=unit)
+
+
+def _sources(step: StepSpec, block: int, m: int, place: int) -> list[Buffer]:
+    """What a layer's backward pass starts from."""
+    saved = step.saves(block)
+    if step.settings.sequence_chunk:
+        own = [boundary(step, block, m, place, training=True)]
+        return [*own, kept(step, saved, block, m, place)] if saved else own
+    if step.offloads(block):
+        return [reloaded(place, block)]
+    return [Buffer(saved or Kind.INPUT, (m, block))]

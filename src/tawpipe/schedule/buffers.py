@@ -33,7 +33,9 @@ class Kind(StrEnum):
     ATTENTION = "kept"
     """A block's attention output, kept for its backward pass (micro-batch, block)."""
     OFFLOADED = "host"
-    """A block's input in the host's memory (micro-batch's place in its round, block)."""
+    """A block's input in the host's memory or a file (micro-batch's place in its round, block)."""
+    OFFLOADED_ATTENTION = "hostkept"
+    """A block's attention output outside of the device (micro-batch's place in its round, block)."""
     RELOADED = "reload"
     """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
     KEYS = "kv"
@@ -60,7 +62,9 @@ TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
 """Activations that may go to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
-STAYING = frozenset({Kind.OFFLOADED, Kind.RELOADED})
+OUTSIDE = frozenset({Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION})
+"""Activations that are not on the device."""
+STAYING = OUTSIDE | {Kind.RELOADED}
 """Activations whose places are there for the whole run, see blocks.py."""
 _POOLS = dict.fromkeys("WS", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)
 """First letter of a pool's name -> kind: whole units ``W``, slices ``S``; whole gradients ``G``, slices ``H``, sums in

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import BOUNDARIES, Kind
+from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, Kind
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements, scratch_bytes
 from tawpipe.topology import Topology
+
+STAGED = 4
+"""Chunks of a layer's input and output that are on their way at one time."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +74,28 @@ class BlockMemory:
         more = {name: (fixed + amount, per_token) for name, (fixed, per_token) in self.working.get(kind, {}).items()}
         return replace(self, working={**self.working, kind: more})
 
-    def activations(self, tokens: int, *, pinned: bool = False, ranks: int = 1) -> dict[Kind, int]:
+    def activations(self, tokens: int, *, pinned: bool = False, chunk: int = 0, ranks: int = 1) -> dict[Kind, int]:
         """Bytes of one activation of every kind, for a micro-batch.
 
         Args:
             pinned: the host's memory is pinned, which comes in powers of two.
+            chunk: tokens that come and go at one time, 0 for all.
             ranks: that compute it together. What layers are called with besides their input is there for all tokens.
         """
-        boundary = self.boundary * -(-tokens // ranks)
-        sizes = dict.fromkeys(BOUNDARIES, boundary)
+        own = -(-tokens // ranks)
+        sizes = dict.fromkeys(BOUNDARIES, self.boundary * own)
+        sizes |= {kind: round(self.kept.get(kind, 0) * own) for kind in (Kind.GRAPH, Kind.ATTENTION)}
+        sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
+        if ranks > 1:
+            sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
+        sizes[Kind.OFFLOADED_ATTENTION] = sizes[Kind.ATTENTION]
         if pinned:
-            sizes[Kind.OFFLOADED] = 1 << (boundary - 1).bit_length()
-        whole = {Kind.KEYS: self.keys * tokens, Kind.KEY_GRADIENTS: self.key_gradients * tokens} if ranks > 1 else {}
-        kept = {kind: self.kept.get(kind, 0) * tokens for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)}
-        return sizes | {kind: round(size) for kind, size in (kept | whole).items()}
+            whole, rest = divmod(own, min(chunk, own) or own)
+            for kind in OUTSIDE:
+                each = sizes[kind] / own
+                parts = [each * (chunk or own)] * whole + [each * rest] * (rest > 0)
+                sizes[kind] = sum(1 << max(0, ceil(part) - 1).bit_length() for part in parts)
+        return sizes
 
     def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
         """What an action takes while it computes."""
@@ -99,7 +111,11 @@ class BlockMemory:
             if block == "layer" and settings.sequence_chunk:  # what it says of the whole row are keys and values
                 per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
             tokens = -(-tokens // settings.sequence_ranks)
-        return round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
+        computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
+        if Kind.OFFLOADED not in kinds:
+            return computing
+        under_way = tokens if block == "embedding" else min(tokens, STAGED * settings.sequence_chunk)
+        return computing + under_way * self.boundary
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,7 @@ class Costs:
             at which they are most together.
         host_bytes: activations that wait in the host's memory, and exact values of frozen units that the compute dtype
             rounds.
+        file_bytes: activations that wait in files, of one process.
     """
 
     parameters: int
@@ -129,6 +146,7 @@ class Costs:
     activation_bytes: int
     working_bytes: int = 0
     host_bytes: int = 0
+    file_bytes: int = 0
 
 
 def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:
@@ -166,12 +184,13 @@ def costs(
         + scratch_bytes(schedule, rank)
         for rank in ranks
     ]
-    on_host = {kind: each for kind, each in activation_bytes.items() if kind is Kind.OFFLOADED}
-    on_device = {kind: each for kind, each in activation_bytes.items() if kind is not Kind.OFFLOADED}
+    outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
+    on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     held = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
     activations, computing = max(held, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False) * widths.exact for rank in ranks]
     settings, units = schedule.step.settings, schedule.model.units
+    left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(settings.offload_dir)
     far = far_widths(settings, widths)
     return Costs(
         parameters=sum(unit.numel for unit in units),
@@ -188,7 +207,8 @@ def costs(
         buffer_bytes=max(buffers),
         activation_bytes=activations,
         working_bytes=computing,
-        host_bytes=max(schedule.peak_activations(r, on_host) + own for r, own in zip(ranks, exact, strict=True)),
+        host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
+        file_bytes=max(left) if in_files else 0,
     )
 
 

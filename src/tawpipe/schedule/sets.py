@@ -20,11 +20,14 @@ from itertools import groupby
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient, key_gradients, keys
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import SET, Topology
+
+KEPT = (Kind.ATTENTION, Kind.OFFLOADED_ATTENTION)
+"""Kinds of what a layer in chunks keeps of its attention."""
 
 
 def set_group(ranks: int) -> str:
@@ -74,7 +77,7 @@ def _visit(actions: Sequence[Action], group: str) -> Iterable[list[Action]]:
         if action.op is Op.FORWARD:
             yield [*made, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
             continue
-        frees = (input_gradient(action.micro_batch, action.block + 1), kv)
+        frees = (*(one for one in action.frees if _ends(one, action)), kv)
         made += [
             replace(action, reads=(*action.reads, kv), writes=(*action.writes, dkv), frees=frees),
             _collective("reduce_scatter", dkv, group),
@@ -86,11 +89,21 @@ def _visit(actions: Sequence[Action], group: str) -> Iterable[list[Action]]:
 def _gathered(action: Action, group: str) -> list[Action]:
     """The keys and values of all tokens, for a layer's action."""
     m, block = action.micro_batch, action.block
-    inputs = (block_input(m, block), context(m))
-    needed = tuple(one for one in action.reads if one.is_weight or one.kind is Kind.RELOADED or one in inputs)
+    needed = tuple(one for one in action.reads if one.is_weight or one == context(m) or _is_input(one, block))
     kv = keys(m, block)
     own = Action(Op.KEYS, Lane.COMPUTE, needed, (kv,), block=block, micro_batch=m)
     return [own, _collective("all_gather", kv, group)]
+
+
+def _is_input(buffer: Buffer, block: int) -> bool:
+    """True for a block's input; what its actions read of other blocks, they only free."""
+    of_block = buffer.kind in (Kind.INPUT, Kind.OFFLOADED) and buffer.at[1] == block
+    return of_block or buffer.kind is Kind.RELOADED
+
+
+def _ends(buffer: Buffer, action: Action) -> bool:
+    """True for what a layer's BACKWARD reads and KEYS_BACKWARD does not."""
+    return buffer == input_gradient(action.micro_batch, action.block + 1) or buffer.kind in KEPT
 
 
 def _collective(which: str, buffer: Buffer, group: str) -> Action:
@@ -104,9 +117,8 @@ def _keys_backward(action: Action) -> Action:
     """KEYS_BACKWARD after a layer's BACKWARD, as that was without sets: it adds to the same gradients, and frees what
     that would have freed.
     """
-    m, block = action.micro_batch, action.block
-    dkv, arriving = key_gradients(m, block), input_gradient(m, block + 1)
-    needed = (one for one in action.reads if not one.is_gradient and one != arriving)
-    frees = (*(one for one in action.frees if one != arriving), dkv)
+    dkv = key_gradients(action.micro_batch, action.block)
+    needed = (one for one in action.reads if not one.is_gradient and not _ends(one, action))
+    frees = (*(one for one in action.frees if not _ends(one, action)), dkv)
     reads = (*needed, dkv, *action.writes)
     return replace(action, op=Op.KEYS_BACKWARD, reads=reads, frees=frees)

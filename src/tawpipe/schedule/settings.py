@@ -48,7 +48,11 @@ class ScheduleSettings:
     are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
     backwards: none:4,selective:8,full."""
     offloaded_layers: int = bounded(0, minimum=0)
-    """The inputs of so many first layers wait for their backward pass in the host's memory."""
+    """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
+    come and go by chunk, and what selective recomputation keeps of these layers does so as well."""
+    offload_dir: str = ""
+    """Under sequence_chunk, a folder on every machine's own disk (NVMe) in whose files they wait instead. The files
+    have no names: they go with the process."""
     weights_compression: Compression = "none"
     """In what weights travel between nodes: as --dtype says (none), or in 8 bits with a scale for every 256 of them,
     which changes the numbers; see docs/knobs.md."""
@@ -88,7 +92,10 @@ RENAMED = {
     "finite_check": "early_updates (true for a finite_check of false)",
 }
 """Names of earlier versions, and what they are now."""
-UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "sequence_chunk", "sequence_ranks")
+UNPLANNED = (
+    *("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens"),
+    *("sequence_chunk", "sequence_ranks", "offload_dir"),
+)
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""
@@ -124,12 +131,9 @@ def check_values(settings: ScheduleSettings) -> None:
     Raises:
         UserError: the first of them.
     """
-    if settings.sequence_chunk and settings.recompute != "full":
-        expected = "full with --schedule.sequence-chunk, which keeps nothing of a chunk"
-        raise UserError("schedule.recompute", settings.recompute, expected)
-    if settings.sequence_ranks != 1 and settings.recompute != "full":
-        expected = "full with --schedule.sequence-ranks, under which a backward pass begins with keys and values"
-        raise UserError("schedule.recompute", settings.recompute, expected)
+    if settings.offload_dir and not settings.sequence_chunk:
+        expected = "nothing without sequence_chunk: whole rows wait in the host's memory"
+        raise UserError("schedule.offload_dir", settings.offload_dir, expected)
     hints = get_type_hints(ScheduleSettings)
     for one in fields(settings):
         value, choices = getattr(settings, one.name), _choices(hints[one.name])

@@ -71,6 +71,14 @@ class StepSpec:
         """True if the input of a block waits in the host's memory. Layers are the blocks from 1 on."""
         return 1 <= block <= self.settings.offloaded_layers
 
+    def moves(self, block: int) -> bool:
+        """True if OFFLOAD and RELOAD move the input of a block."""
+        return self.offloads(block) and not self.settings.sequence_chunk
+
+    def streams(self, block: int) -> bool:
+        """True if the input of a block comes and goes by chunk, within the actions that compute."""
+        return self.settings.sequence_chunk > 0 and self.offloads(block) and block >= self.model.first_backward
+
     @cached_property
     def step_cache(self) -> int:
         """Units whose copies are kept beyond what look-ahead needs."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
@@ -437,7 +438,13 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
-    if any(step.saves(block) for block in range(1, offloaded + 1)):
+    if settings.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
+        expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
+        raise UserError("schedule.recompute", settings.recompute, expected)
+    if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
+        expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
+        raise UserError("schedule.recompute", settings.recompute, expected)
+    if not settings.sequence_chunk and any(step.saves(block) for block in range(1, offloaded + 1)):
         expected = "layers that recompute everything: what the others keep instead of their input stays on the device"
         raise UserError("schedule.offloaded_layers", offloaded, expected)
     if step.step_cache and not settings.reuse:

@@ -139,7 +139,7 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
             weights = tuple(route.full[visit.weight_index, unit] for unit in model.blocks[visit.block].units)
         own = step.in_round(route.rank, visit.round)
         for soon in visits[position + 1 : position + 2]:  # a visit ahead, so that it comes back while this one computes
-            if soon.backward and step.offloads(soon.block):
+            if soon.backward and step.moves(soon.block):
                 coming = step.in_round(route.rank, soon.round)
                 yield from (reload(soon.block, m, place) for place, m in enumerate(coming))
         if visit.backward:
@@ -147,8 +147,8 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
             yield from backward(step, visit.block, own, weights, gradients)
         else:
             for place, m in enumerate(own):
-                yield forward(step, visit.block, m, weights, training=training)
-                if training and visit.block >= model.first_backward and step.offloads(visit.block):
+                yield forward(step, visit.block, m, weights, place=place, training=training)
+                if training and visit.block >= model.first_backward and step.moves(visit.block):
                     yield offload(visit.block, m, place)
         if visit.gradient_index is not None:
             yield from route.push(visit)

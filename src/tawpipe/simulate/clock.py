@@ -218,14 +218,16 @@ class Player:
         """Seconds of an action that no other rank takes part in."""
         costs = self.cost_model
         if action.op is Op.FORWARD:
-            work = costs.forward_s(rank, action.block, action.micro_batch)
+            work = max(costs.forward_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD:
             again = self.schedule.step.recomputes(action.block)
-            work = costs.backward_s(rank, action.block, action.micro_batch, again)
+            work = max(
+                costs.backward_s(rank, action.block, action.micro_batch, again), costs.streaming_s(action, passes=2)
+            )
         elif action.op is Op.KEYS:
-            work = costs.keys_s(rank, action.block, action.micro_batch)
+            work = max(costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.KEYS_BACKWARD:  # once more, and the gradients of its input and its weights
-            work = 3 * costs.keys_s(rank, action.block, action.micro_batch)
+            work = max(3 * costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD_INPUT:
             work = costs.backward_s(rank, action.block, action.micro_batch)
             work -= costs.backward_weight_s(rank, action.block, action.micro_batch)

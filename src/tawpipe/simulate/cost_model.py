@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Kind
 
 KEYS_SHARE = 0.04
 """Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
@@ -105,8 +107,9 @@ class CostModel:
         reduce_scatter: ``pairwise``, every rank sends every other its piece, as the runtime does on gloo; ``ring``, as
             NCCL does. They move equal bytes where every member is on a node of its own; over a group with several
             members on a node the ring moves fewer between the nodes.
-        host: between a device and its host's memory; every rank has one.
+        host: between a device and its host's memory, or its disk if rows wait there; every rank has one.
         boundary_bytes: of a boundary activation, for every token.
+        kept_bytes: of what selective recomputation keeps of a layer in chunks, for every token.
         key_elements: of a layer's keys and values, for every token.
         ranks: that compute a micro-batch together, see ``in_sets``.
     """
@@ -126,6 +129,7 @@ class CostModel:
     reduce_scatter: str = "pairwise"
     host: LinkModel = LinkModel(math.inf)
     boundary_bytes: int = 0
+    kept_bytes: float = 0.0
     key_elements: int = 0
     ranks: int = 1
 
@@ -213,6 +217,22 @@ class CostModel:
     def host_s(self, micro_batch: int) -> float:
         """Seconds in which a boundary activation passes between a device and its host."""
         return self.host.latency_s + self.boundary(micro_batch) / self.host.bytes_per_s
+
+    def streaming_s(self, action: Action, *, passes: int = 1) -> float:
+        """Seconds in which rows come and go by chunk while an action computes.
+
+        Args:
+            passes: how often it reads its input.
+        """
+        each = {Kind.OFFLOADED: float(self.boundary_bytes), Kind.OFFLOADED_ATTENTION: self.kept_bytes}
+        read = sum(
+            each[one.kind] * (passes if one.kind is Kind.OFFLOADED else 1) for one in action.reads if one.kind in each
+        )
+        written = sum(each[one.kind] for one in action.writes if one.kind in each)
+        if not read and not written:
+            return 0.0
+        tokens = self._size(action.micro_batch).tokens
+        return self.host.latency_s + self.host.busy_s(1, written * tokens, read * tokens)
 
     def update_seconds(self, rank: int, elements: int) -> float:
         return self.update_s * elements * self.compute_factor.get(rank, 1.0)

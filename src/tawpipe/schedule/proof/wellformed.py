@@ -30,7 +30,7 @@ from tawpipe.schedule.buffers import (
     reloaded,
 )
 from tawpipe.schedule.proof.symbolic import ScheduleError
-from tawpipe.schedule.sets import set_group
+from tawpipe.schedule.sets import KEPT, set_group
 from tawpipe.schedule.step import Schedule
 
 GROUPS = ("node", "rail", "world")
@@ -147,7 +147,7 @@ class _Checker:
         saved = self.step.saves(b) if self.schedule.training and spec.needs_backward else None
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
-        reads, writes = {block_input(m, b), context(m)}, {block_input(m, b + 1)}
+        reads, writes = {self._boundary(b, m), context(m)}, {self._boundary(b + 1, m)}
         if b == 0:
             reads, writes = {context(m)} if backward else set(), writes | {context(m)}
         if self.schedule.training and (not backward or spec.kind == "head"):
@@ -156,19 +156,22 @@ class _Checker:
             writes = {loss(m)}
         elif backward:
             reads, writes = reads | {input_gradient(m, b + 1)}, set()
-            if saved or self.step.offloads(b):
+            if self.step.settings.sequence_chunk:
+                reads |= {self._kept(saved, b, m)} if saved else set()
+            elif saved or self.step.offloads(b):
                 source = Buffer(saved, (m, b)) if saved else reloaded(self._place(m), b)
                 reads = reads - {block_input(m, b)} | {source}
         elif saved:
-            writes |= {Buffer(saved, (m, b))}
+            writes |= {self._kept(saved, b, m)}
         if backward and b > self.model.first_backward:
             writes |= {input_gradient(m, b)}
         if action.op is Op.KEYS:
             back = reloaded(self._place(m), b)
-            source = back if self.step.offloads(b) and back in action.reads else block_input(m, b)
+            source = back if self.step.moves(b) and back in action.reads else self._boundary(b, m)
             reads, writes = {source, context(m)}, {keys(m, b)}
         elif action.op is Op.KEYS_BACKWARD:
-            reads = reads - {input_gradient(m, b + 1)} | {key_gradients(m, b)} | writes
+            reads = {one for one in reads if one != input_gradient(m, b + 1) and one.kind not in KEPT}
+            reads |= {key_gradients(m, b)} | writes
         elif together:
             reads |= {keys(m, b)}
             writes |= {key_gradients(m, b)} if backward else set()
@@ -190,9 +193,18 @@ class _Checker:
         if not set(action.frees) <= reads:
             yield "frees something else than an activation that it reads"
 
+    def _streams(self, b: int) -> bool:
+        return self.schedule.training and self.step.streams(b)
+
+    def _boundary(self, b: int, m: int) -> Buffer:
+        return offloaded(self._place(m), b) if self._streams(b) else block_input(m, b)
+
+    def _kept(self, saved: Kind, b: int, m: int) -> Buffer:
+        return Buffer(Kind.OFFLOADED_ATTENTION, (self._place(m), b)) if self._streams(b) else Buffer(saved, (m, b))
+
     def _host(self, action: Action) -> Iterator[str]:
         b, m = action.block, action.micro_batch
-        if not self.schedule.training or not self.step.offloads(b) or m not in self.own:
+        if not self.schedule.training or not self.step.moves(b) or m not in self.own:
             yield "moves the input of a block that does not wait in the host's memory"
             return
         there = (offloaded(self._place(m), b),)

@@ -77,8 +77,8 @@ class _Worker:
     def _forward(self, turn: int, number: int, stage: int) -> Iterator[Action]:
         for block in self.ring.forward_blocks(stage):
             weights = [self._weights(turn, Stream.FORWARD, unit) for unit in self.model.blocks[block].units]
-            for m in self.ring.micro_batches(number):
-                yield forward(self.ring.step, block, m, weights, training=self.ring.training)
+            for place, m in enumerate(self.ring.micro_batches(number)):
+                yield forward(self.ring.step, block, m, weights, place=place, training=self.ring.training)
 
     def _backward(self, turn: int, number: int, stage: int) -> Iterator[Action]:
         for block in self.ring.backward_blocks(stage):

@@ -1,0 +1,257 @@
+"""Rows of a micro-batch that are read and written a chunk of tokens at a time: on the device, in the host's memory, or
+in a file.
+
+What a long row leaves for its backward pass, the inputs of its layers above all, need not be on the device as a whole:
+while a chunk is computed the next one comes and the one before goes. Nothing of that meets another rank, so it happens
+inside the action that computes, and not in actions of its own, of which there would be some for every chunk.
+
+    place = places.of(buffer, (rows, tokens, width), dtype)
+    for chunk in place.read([slice(0, 4096), slice(4096, 8192)]):   # on the device, in this order, one ahead
+        place.write(span, result)
+    place.settle()                                                  # what was written may be read from now on
+
+A file is gone from its folder as soon as it is open: whatever ends the process gives the disk back.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.schedule.buffers import Buffer
+
+UNDER_WAY = 2
+"""Chunks that are on their way to a file at one time; whoever writes more waits."""
+
+
+class Rows(Protocol):
+    """A tensor [rows, tokens, ...], wherever it is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        """The tokens of every span, on the device; only to be read, and valid until the next one is asked for."""
+        ...
+
+    def write(self, span: slice, tokens: Tensor) -> None: ...
+
+    def settle(self) -> None:
+        """Call after the last ``write``, before anything is read."""
+        ...
+
+
+class OnDevice:
+    """A tensor of the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+
+    def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        for span in spans:
+            yield self.tensor[:, span]
+
+    def write(self, span: slice, tokens: Tensor) -> None:
+        self.tensor[:, span] = tokens
+
+    def settle(self) -> None:
+        pass
+
+
+class InHost:
+    """Memory of the host: pinned where the device is another one, and copied on streams beside that which computes.
+
+    It comes chunk by chunk, because pinned memory comes in powers of two.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self._device = shape, dtype, device
+        self._chunks: dict[tuple[int, int], Tensor] = {}
+        on_cuda = device.type == "cuda"
+        self._in, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_cuda else (None, None)
+
+    def _chunk(self, span: slice) -> Tensor:
+        key = span.start, span.stop
+        if key not in self._chunks:
+            shape = (self.shape[0], span.stop - span.start, *self.shape[2:])
+            self._chunks[key] = torch.empty(shape, dtype=self.dtype, pin_memory=self._in is not None)
+        return self._chunks[key]
+
+    def reserve(self, spans: Sequence[slice]) -> None:
+        """Have the memory: to pin it halts the thread that issues, so it is done before a step."""
+        for span in spans:
+            self._chunk(span)
+
+    def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        if self._in is None:
+            yield from map(self._chunk, spans)
+            return
+        compute = torch.cuda.current_stream(self._device)
+        self._in.wait_stream(compute)  # of what was written there
+        coming: deque[tuple[Tensor, torch.Event]] = deque()
+        for place in range(len(spans) + 1):
+            if place < len(spans):
+                with torch.cuda.stream(self._in):
+                    tokens = self._chunk(spans[place]).to(self._device, non_blocking=True)
+                    coming.append((tokens, self._in.record_event()))
+            if place > 0:
+                tokens, there = coming.popleft()
+                compute.wait_event(there)
+                tokens.record_stream(compute)
+                yield tokens
+
+    def write(self, span: slice, tokens: Tensor) -> None:
+        if self._out is None:
+            self._chunk(span).copy_(tokens)
+            return
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            self._chunk(span).copy_(tokens, non_blocking=True)
+        tokens.record_stream(self._out)
+
+    def settle(self) -> None:
+        if self._out is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._out)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where files are made, and the threads that read and write them.
+
+    Raises:
+        UserError: no file can be made there.
+    """
+
+    path: str
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows read"))
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows write"))
+
+    def __post_init__(self) -> None:
+        try:
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            expected = f"a folder that every process can write to ({error.strerror})"
+            raise UserError("schedule.offload_dir", self.path, expected) from error
+
+
+class InFile:
+    """A file without a name, read one chunk ahead and written behind by the folder's threads.
+
+    Raises:
+        UserError: the disk is full.
+    """
+
+    def __init__(self, folder: Folder, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self._device, self._folder = shape, dtype, device, folder
+        self._token = dtype.itemsize * int(torch.Size(shape[2:]).numel())
+        self.bytes = shape[0] * shape[1] * self._token
+        self._file = tempfile.TemporaryFile(dir=folder.path)  # noqa: SIM115 - open for the whole run
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, max(1, self.bytes))
+        except OSError as error:
+            self.close()
+            expected = f"room for {self.bytes:,} bytes more, which the inputs of one layer take ({error.strerror})"
+            raise UserError("schedule.offload_dir", folder.path, expected) from error
+        self._writing: deque[Future[None]] = deque()
+
+    def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        coming: deque[Future[Tensor]] = deque()
+        for place in range(len(spans) + 1):
+            if place < len(spans):
+                coming.append(self._folder.reader.submit(self._fetch, spans[place]))
+            if place > 0:
+                yield coming.popleft().result().to(self._device, non_blocking=True)
+
+    def write(self, span: slice, tokens: Tensor) -> None:
+        while len(self._writing) >= UNDER_WAY:
+            self._writing.popleft().result()
+        copied = None
+        if tokens.is_cuda:
+            there = torch.empty(tokens.shape, dtype=self.dtype, pin_memory=True)
+            there.copy_(tokens, non_blocking=True)
+            copied = torch.cuda.current_stream(self._device).record_event()
+        else:
+            there = tokens.detach().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
+        self._writing.append(self._folder.writer.submit(self._put, span, there, copied))
+
+    def settle(self) -> None:
+        while self._writing:
+            self._writing.popleft().result()
+
+    def close(self) -> None:
+        """Give the disk back."""
+        self._file.close()
+
+    def _fetch(self, span: slice) -> Tensor:
+        shape = (self.shape[0], span.stop - span.start, *self.shape[2:])
+        tokens = torch.empty(shape, dtype=self.dtype, pin_memory=self._device.type == "cuda")
+        for row in range(self.shape[0]):
+            self._transfer(os.preadv, tokens[row], row, span)
+        return tokens
+
+    def _put(self, span: slice, tokens: Tensor, copied: torch.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        for row in range(self.shape[0]):
+            self._transfer(os.pwritev, tokens[row], row, span)
+
+    def _transfer(self, move: Any, tokens: Tensor, row: int, span: slice) -> None:
+        """``preadv`` or ``pwritev``, which may stop early."""
+        left = memoryview(tokens.flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        at = (row * self.shape[1] + span.start) * self._token
+        while left:
+            done = move(self._file.fileno(), [left], at)
+            if not done:
+                raise RunError("the file of a layer's inputs ended early")
+            left, at = left[done:], at + done
+
+
+class Places:
+    """Where rows wait outside of the device, for the whole run.
+
+    Args:
+        folder: for files; the host's memory if it is empty.
+
+    Raises:
+        UserError: no file can be made there.
+    """
+
+    def __init__(self, device: torch.device, folder: str = "") -> None:
+        self._device, self._folder = device, Folder(folder) if folder else None
+        self._there: dict[tuple[Buffer, str, tuple[int, ...], torch.dtype], InHost | InFile] = {}
+
+    def of(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, part: str = "") -> InHost | InFile:
+        """The place of a buffer, or of a named part of it.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        key = buffer, part, tuple(shape), dtype
+        if key not in self._there:
+            self._there[key] = (
+                InFile(self._folder, key[2], dtype, self._device)
+                if self._folder
+                else InHost(key[2], dtype, self._device)
+            )
+        return self._there[key]
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files that there are."""
+        return sum(place.bytes for place in self._there.values() if isinstance(place, InFile))
+
+    def close(self) -> None:
+        """Give all files back."""
+        for place in self._there.values():
+            if isinstance(place, InFile):
+                place.close()
+        self._there.clear()
