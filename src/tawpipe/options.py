@@ -140,7 +140,7 @@ def describe(hint: Any, bounds: str = "") -> str:
         if get_origin(kind) is Literal:
             return "one of " + ", ".join(map(str, get_args(kind)))
         if get_origin(kind) in (tuple, list):
-            return "a list of " + {str: "texts", float: "numbers"}[get_args(kind)[0]]
+            return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}[get_args(kind)[0]]
         return words[kind]
 
     return " or ".join(map(one, kinds_of(hint)))

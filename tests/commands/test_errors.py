@@ -39,13 +39,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "setting", "value", "expected"),
     [
-        ("--steps 0", "--steps", "0", "at least 1"),
-        ("--steps many", "--steps", "'many'", "a whole number at least 1"),
+        ("--steps 0 --evaluation.every 0", "--steps", "0", "at least 1"),
+        ("--steps many", "--steps", "'many'", "a whole number at least 0"),
         ("--steps 1.5", "--steps", "1.5", "a whole number"),
         ("--steps 1e3", "--steps", "'1e3'", "a whole number"),
         ("--nodes true", "--nodes", "'true'", "a whole number at least 1 or null"),
         ("--steps", "--steps", "nothing", "a whole number"),
-        ("--steps=-3", "--steps", "-3", "at least 1"),
+        ("--steps=-3", "--steps", "-3", "at least 0"),
         ("--global-batch -1", "--global-batch", "-1", "at least 1"),
         ("--sequence-length 1", "--sequence-length", "1", "at least 2"),
         ("--learning-rate nan", "--learning-rate", "nan", "above 0"),
@@ -232,7 +232,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_are_refused_before_torch_is_imported() -> None:
     script = (
-        "import sys; from tawpipe.cli import main; code = main(['train', '--steps', '0']); "
+        "import sys; from tawpipe.cli import main; code = main(['train', '--steps', '-1']); "
         "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     environ = {name: value for name, value in os.environ.items() if name not in TORCHRUN}

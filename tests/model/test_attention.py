@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tawpipe.model import kernels
 from tawpipe.model.attention import PackedMask, packed_attention
 from tawpipe.model.kernels import Documents
+from tawpipe.runtime.peak import peaks
 
 
 @pytest.fixture(autouse=True)
@@ -217,3 +218,12 @@ def test_parts_without_a_gradient_and_parts_that_overlap():
     sum([parts[0].sum(), *(part.sum() * 2**-9 for part in parts[3:])], parts[1].sum()).backward()
     assert tensor.grad is not None
     assert tensor.grad.flatten().tolist() == [1 + 2**-6, 1 + 2**-6, 2 + 2**-6, 2 + 2**-6, 1, 1]
+
+
+def test_narrower_values_make_no_matrix_of_scores():
+    """The CPU's fused kernel wants one width; without it torch keeps S x S scores of every head, here 256 MiB."""
+    query, key = torch.randn(2, 1, 4, 4096, 24, requires_grad=True)
+    value = torch.randn(1, 4, 4096, 16, requires_grad=True)
+    attention = lambda: kernels.fused(query, key, value, None, 0.2, 0.0).sum().backward()  # noqa: E731
+    assert peaks([attention], torch.device("cpu"))[0].most < 32 << 20
+    assert value.grad is not None and value.grad.shape == value.shape

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refused, rows_of, slope_error
 from model_families import family_config, keep_fp64, real_model
 from tawpipe.errors import UserError
-from tawpipe.model import chunked
+from tawpipe.model import chunked, flash
 
 FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -56,6 +56,19 @@ def test_every_kind_of_attention(family, knobs):
     if family == "qwen3_moe":
         config.output_router_logits = False
     assert right_or_refused(lambda: real_model(config), batch, documents=documents, **knobs) == "right"
+
+
+@pytest.mark.parametrize("past", [2, 4096])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "deepseek_v3"])
+def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypatch):
+    """In tiles of the past, some queries and some heads at a time."""
+    monkeypatch.setattr(chunked, "FLASH_WINDOW", 2)
+    monkeypatch.setattr(chunked, "PAST_KEYS", past)
+    monkeypatch.setattr(flash, "PADDED", past)
+    monkeypatch.setattr(chunked, "explicit_scores", None)
+    batch, documents = packed([0], DOCUMENTS)
+    make = lambda: real_model(family_config(family))  # noqa: E731
+    assert right_or_refused(make, batch, documents=documents, sequence_chunk=7) == "right"
 
 
 @pytest.mark.parametrize(

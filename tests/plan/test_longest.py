@@ -209,7 +209,9 @@ def test_the_command(tmp_path, capsys):
     )
     assert "tawpipe-spread: " in progress and DEVICE in progress
     text = page.read_text(encoding="utf-8")
-    assert all(title in text for title in ("Seconds over the length", "Memory over the length", "Memory of a device"))
+    assert all(
+        title in text for title in ("Seconds over the length", "Memory of a device over the length", "where a row ends")
+    )
     assert main([*words, "--sequence-length", "4096", "--global-batch", "8", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["longest"]
     assert {row["strategy"] for row in rows} == set(CANDIDATES)

@@ -1,4 +1,4 @@
-"""Evaluations by position of packed documents, on any number of processes."""
+"""What evaluations measure besides their loss, on any number of processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from borders import llama, packed, sgd
+from borders import llama, packed, rows_of, sgd
+from model_families import VOCABULARY
 from pipelines import make_pipeline
-from tawpipe.runtime.by_position import LossByPosition
+from tawpipe.runtime.measures import AnswersByRow, LossByPosition
 from tawpipe.runtime.world import World
 
 LENGTHS = [[20, 4], [24], [1, 2, 21], [7, 8, 9], [24], [3, 21]]
@@ -35,9 +36,40 @@ def by_position(world: World, *, chunk: int, micro_batch: int, **knobs: Any) -> 
         )
         curve = LossByPosition(EDGES, world.device) if asked else None
         steps = [pipeline.step(packed([0], LENGTHS)[0]).loss]
-        evaluated = [pipeline.evaluate(packed([0], LENGTHS, seed=seed)[0], by_position=curve) for seed in (4, 5)]
+        evaluated = [pipeline.evaluate(packed([0], LENGTHS, seed=seed)[0], measure=curve) for seed in (4, 5)]
         steps.append(pipeline.step(packed([0], LENGTHS)[0]).loss)
         said = [(one.loss, one.tokens) for one in evaluated]
         found.append((curve.means(world) if curve else {}, said, steps))
         pipeline.close()
     return found
+
+
+def asked_rows(model: Any) -> dict[str, torch.Tensor]:
+    """Five rows with an answer of up to four tokens at their end: of rows 1 and 3 what the model takes for the
+    likeliest, of row 4 all but one of these, of the others anything.
+    """
+    batch = rows_of(7, rows=5, length=22)
+    with torch.no_grad():
+        likeliest = model(input_ids=batch["input_ids"], use_cache=False).logits.argmax(-1)
+    labels = torch.full_like(batch["labels"], -100)
+    for row in range(5):
+        answer = slice(22 - row, 22) if row else slice(20, 22)
+        labels[row, answer] = batch["input_ids"][row, answer]
+        if row in (1, 3, 4):
+            labels[row, answer] = likeliest[row, answer.start - 1 : 21]
+    labels[4, 20] = (labels[4, 20] + 1) % VOCABULARY
+    return batch | {"labels": labels}
+
+
+def answers(world: World, **knobs: Any) -> Any:
+    """What a pipeline answers to the rows of ``asked_rows``, and the loss that it says."""
+    model = llama()()
+    batch = asked_rows(model)
+    pipeline = make_pipeline(
+        model, dtype=torch.float64, clip_norm=None, optimizer=sgd, world=world, strict=True, **knobs
+    )
+    measure = AnswersByRow(5, pipeline.micro_batch, world.device)
+    said = pipeline.evaluate(batch, measure=measure)
+    found = measure.answers(world)
+    pipeline.close()
+    return found, said.loss, said.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.measure import device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, crossing, explain, json_text
+    from tawpipe.plan.probe import probe_files
     from tawpipe.plan.remedy import smaller
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
@@ -54,6 +56,9 @@ def run(argv: Sequence[str]) -> int:
     if not machine.device.name and not machine.device.flops:
         known = f"{', '.join(KNOWN_DEVICES)}, or CPU to measure the blocks on this machine's processors"
         raise UserError("--device-name", "nothing", f"what {arguments.topology} computes with: {known}")
+    if arguments.offload_dir and machine.files_bytes == 0:
+        link, free = probe_files(arguments.offload_dir)
+        machine = replace(machine, files=link, files_bytes=free)
     same, kind = device_name(here) == machine.device.name, "cpu" if machine.device.name == "CPU" else "cuda"
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
@@ -70,7 +75,11 @@ def run(argv: Sequence[str]) -> int:
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
-        settings=ScheduleSettings(early_updates=arguments.early_updates),
+        settings=ScheduleSettings(
+            early_updates=arguments.early_updates,
+            sequence_chunk=arguments.sequence_chunk,
+            offload_dir=arguments.offload_dir,
+        ),
         rope=rope,
         trust_remote_code=arguments.trust_remote_code,
         here=here,
@@ -125,8 +134,8 @@ def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable
         for line in found.table():
             print(line)
         print(f"\n{found.reason}")
-        if found.memory:
-            print(found.memory)
+        for line in filter(None, (found.memory, found.hides)):
+            print(line)
     if arguments.report:
         write_longest_page(found, Path(arguments.report))
         if not arguments.json:
@@ -146,6 +155,10 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UserError(name, value, expected)
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
+    if arguments.sequence_chunk is not None and arguments.sequence_chunk < 0:
+        raise UserError("--sequence-chunk", arguments.sequence_chunk, "at least 0")
+    if arguments.offload_dir and arguments.sequence_chunk == 0:
+        raise UserError("--offload-dir", arguments.offload_dir, "nothing with --sequence-chunk 0")
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
     from tawpipe.report.page import check_page
@@ -226,6 +239,18 @@ def _parser() -> argparse.ArgumentParser:
         many = "*" if leaf.is_list else None
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help="as in the training run")
     parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
+    parser.add_argument(
+        "--sequence-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="as in the training run's schedule.sequence_chunk; 0 for whole rows (default: the plan chooses)",
+    )
+    parser.add_argument(
+        "--offload-dir",
+        default="",
+        metavar="FOLDER",
+        help="as in the training run's schedule.offload_dir; its disk is measured, unless the topology has `files`",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to measure on")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")

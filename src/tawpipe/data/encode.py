@@ -44,7 +44,8 @@ class Encoder:
         self._tokenizer = tokenizer
         with_special = list(tokenizer("a")["input_ids"])
         begins = with_special[:1] == [tokenizer.bos_token_id] and self._plain(["a"])[0][:1] != with_special[:1]
-        self._begin = [tokenizer.bos_token_id] if begins else []
+        self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # pyright: ignore[reportAttributeAccessIssue]
+        """Tokens with which a text begins."""
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._anchor = self._find_anchor()
 
@@ -93,7 +94,7 @@ class Encoder:
                 begin, characters = number + 1, 0
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
-        begin, end = ([], []) if document.complete else (self._begin, self._end)
+        begin, end = ([], []) if document.complete else (self.begin, self._end)
         ids, counts = [np.array(begin, np.uint32)], [np.zeros(len(begin), np.bool_)]
         for place, (_, part_counts) in enumerate(parts):
             tokens = next(encoded)

@@ -167,6 +167,24 @@ class PackedDataset:
         segments = self._plan(epoch).segments(row)
         return cut_row(self._corpus, self.documents, segments, self.sequence_length, self._pad_id, self.longest)
 
+    def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
+        """So many tokens of the documents end to end, from the beginning of one on, over and over; none where nothing
+        is left ``without`` some tokens.
+        """
+        pieces, left, end = [np.zeros(0, np.int64)], tokens, document + self.num_documents
+        while left and document < end:
+            first, begin_and_end = document % self.num_documents, 2
+            # No more documents than are needed if each has a token, and of none more than is needed.
+            some = slice(first, min(first + min(left, end - document), self.num_documents))
+            lengths = np.minimum(self._lengths[some], left + begin_and_end)
+            lengths = lengths[: np.searchsorted(lengths.cumsum(), left) + 1]
+            before = self._corpus.offsets[self.documents[some]][: len(lengths)] - (lengths.cumsum() - lengths)
+            piece = self._corpus.tokens[np.repeat(before, lengths) + np.arange(lengths.sum())]
+            pieces.append(piece[~np.isin(piece, without)][:left].astype(np.int64))
+            left, document = left - len(pieces[-1]), document + len(lengths)
+        once = np.concatenate(pieces)
+        return np.resize(once, tokens) if len(once) else once
+
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._plans.get(epoch)
         if plan is None:

@@ -7,9 +7,9 @@ finds those of its own complete, because only chunks behind it have seen them, a
 compute a row together, its keys and values are gathered before, and their gradients propagated after that
 (runtime/sets.py): a chunk then neither puts its own there nor gives their gradients.
 
-Plain causal attention is torch's flash kernel twice: the chunk's own square, and its past, merged by their log-sum-exp
-in fp32. The backward kernel takes the merged output and log-sum-exp, one part of the keys after another. Everything
-else (windows, soft caps, sinks, dropout) goes through explicit scores in slices of queries.
+Causal attention, within a window or not, is torch's flash kernel several times: the chunk's own square, and its past,
+merged by their log-sum-exp in fp32. The backward kernel takes the merged output and log-sum-exp, one part of the keys
+after another. Everything else (soft caps, sinks, dropout) goes through explicit scores in slices of queries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tawpipe.model import flash
+from tawpipe.model.flash import Part
 from tawpipe.model.kernels import Documents, Place, explicit_gradients, explicit_scores, slices_of
 
 PAST_KEYS = 4096
-"""Keys of the past that are looked at at one time: repeated for every query head, they exist for no more."""
-ops = torch.ops.aten
+"""Keys of the past that are looked at at one time: the kernel's gradients of keys exist for no more."""
+FLASH_WINDOW = 128
+"""Narrower windows go through explicit scores: the kernel would be called for a few queries at a time."""
+WINDOW_QUERIES = 1024
+"""Queries in a window that are looked at at one time."""
 
 
 class KeysReached(Exception):
@@ -52,9 +57,16 @@ class KeyStore:
         end = begin + key.shape[2]
         self.keys[:, :, begin:end], self.values[:, :, begin:end] = key.detach(), value.detach()
 
-    def begin_backward(self) -> None:
-        """Make room for the sums."""
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Those of some rows."""
         assert self.keys is not None and self.values is not None
+        return self.keys[rows], self.values[rows]
+
+    def make_sums(self) -> None:
+        """Make room for the sums, once."""
+        assert self.keys is not None and self.values is not None
+        if self.key_sums is not None:
+            return
         wide = torch.promote_types(self.keys.dtype, torch.float32)
         self.key_sums = torch.zeros_like(self.keys, dtype=wide)
         self.value_sums = torch.zeros_like(self.values, dtype=wide)
@@ -110,9 +122,9 @@ class Options:
 
     def is_plain(self, sinks: Tensor | None, query: Tensor, value: Tensor) -> bool:
         """True if the flash kernel computes it."""
-        ordinary = self.window is None and self.dropout == 0 and self.softcap is None and sinks is None
-        known = query.device.type == "cpu" or (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16))
-        return ordinary and known and query.shape[-1] == value.shape[-1]
+        wide = self.window is None or (self.window >= FLASH_WINDOW and query.device.type == "cpu")
+        ordinary = self.dropout == 0 and self.softcap is None and sinks is None
+        return wide and ordinary and flash.takes(query, value)
 
 
 @dataclass(frozen=True)
@@ -170,16 +182,18 @@ class ChunkAttention(torch.autograd.Function):
             output, sums = chunk.kept
             ctx.save_for_backward(query, sinks, output, sums)
             return output.clone()  # not what was saved, which would then be an output without a graph
-        output = query.new_empty(*query.shape[:3], value.shape[-1])
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as it is wanted in the end
         plain = options.is_plain(sinks, query, value)
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:3], dtype=wide) if plain else None
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
         for piece in pieces(documents, chunk, options.window):
             if sums is not None:
-                own = query[piece.rows, :, piece.queries]
-                output[piece.rows, :, piece.queries], sums[piece.rows, :, piece.queries] = _flash(
-                    own, chunk.store, piece, options.scale
+                at = piece.rows, slice(None), piece.queries
+                seen = chunk.store.of(piece.rows)
+                output[at], sums[at] = flash.attention(
+                    query[at], *seen, _parts(piece, query, options.window), options.scale
                 )
                 continue
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
@@ -195,15 +209,19 @@ class ChunkAttention(torch.autograd.Function):
         query, sinks, output, sums = ctx.saved_tensors
         chunk, options, (gradient,) = ctx.chunk, ctx.options, gradients
         store = chunk.store
+        store.make_sums()
         assert store.key_sums is not None and store.value_sums is not None
-        query_gradient = torch.zeros_like(query)
+        query_gradient = torch.empty_like(query)
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=store.key_sums.dtype)
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
         for piece in pieces(ctx.documents, chunk, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
-                own = [tensor[at].contiguous() for tensor in (gradient, query, output, sums)]
-                query_gradient[at] = _flash_gradients(own[0], own[1], own[2], own[3], store, piece, options.scale)
+                seen, targets = store.of(piece.rows), (store.key_sums[piece.rows], store.value_sums[piece.rows])
+                parts = _parts(piece, query, options.window)
+                query_gradient[at] = flash.gradients(
+                    gradient[at], query[at], output[at], sums[at], seen, targets, parts, options.scale
+                )
                 continue
             for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
@@ -243,89 +261,33 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-# plain causal attention
+def _parts(piece: Piece, like: Tensor, window: int | None) -> list[Part]:
+    """The queries and keys of a piece part by part, the own square of queries first.
+
+    A window is cut into the own square, what all of some queries see, and what they leave one key after another.
+    """
+    if window is None or piece.last - piece.oldest <= window:
+        queries = slice(0, piece.last - piece.first)
+        return [Part(queries, slice(piece.first, piece.last), causal=True), *_past(queries, piece.oldest, piece.first)]
+    size = min(window // 2, piece.last - piece.first, WINDOW_QUERIES)
+    leaving = torch.zeros(size, size, dtype=like.dtype, device=like.device)
+    leaving.masked_fill_(torch.ones_like(leaving, dtype=torch.bool).tril_(-1), float("-inf"))
+    parts = []
+    for first in range(piece.first, piece.last, size):
+        count = min(size, piece.last - first)
+        queries, left = slice(first - piece.first, first - piece.first + count), first - window + 1
+        oldest, seen_by_all = max(piece.oldest, left), max(piece.oldest, left + count)
+        parts.append(Part(queries, slice(first, first + count), causal=True))
+        parts += _past(queries, seen_by_all, first)
+        if oldest < seen_by_all:
+            hidden = leaving[:count, oldest - left : count]
+            parts.append(Part(queries, slice(oldest, seen_by_all), hidden=hidden))
+    return parts
 
 
-def _flash(query: Tensor, store: KeyStore, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a piece's queries."""
-    output: Tensor | None = None
-    sums: Tensor | None = None
-    for keys, is_own in _parts(piece):
-        one, lse, *_ = _kernel(query, *_seen(query, store, piece, keys), is_own, scale)
-        lse = lse.to(torch.promote_types(query.dtype, torch.float32))
-        if output is None or sums is None:
-            output, sums = one.to(lse.dtype), lse
-            continue
-        # The shares that both have in the softmax over all keys.
-        share = torch.sigmoid(lse - sums).unsqueeze(-1)
-        output = output + share * (one.to(lse.dtype) - output)
-        sums = torch.logaddexp(sums, lse)
-    assert output is not None and sums is not None
-    return output.to(query.dtype), sums
-
-
-def _flash_gradients(
-    gradient: Tensor, query: Tensor, output: Tensor, sums: Tensor, store: KeyStore, piece: Piece, scale: float
-) -> Tensor:
-    """The gradient of a piece's queries; those of the keys and values that they see are added to the store's sums."""
-    assert store.key_sums is not None and store.value_sums is not None
-    total = torch.zeros_like(query, dtype=store.key_sums.dtype)
-    for keys, is_own in _parts(piece):
-        seen = _seen(query, store, piece, keys)
-        of_query, of_key, of_value = _kernel_gradients(gradient, query, *seen, output, sums, is_own, scale)
-        total += of_query
-        groups = store.key_sums.shape[1]
-        for target, own in ((store.key_sums, of_key), (store.value_sums, of_value)):
-            rows, heads, length, dim = own.shape
-            wide = own.to(target.dtype).view(rows, groups, heads // groups, length, dim)
-            target[piece.rows, :, keys] += wide.sum(2)
-    return total.to(query.dtype)
-
-
-def _parts(piece: Piece) -> Iterator[tuple[slice, bool]]:
-    """The keys of a piece part by part, its own square first, and whether they are that."""
-    yield slice(piece.first, piece.last), True
-    for begin in range(piece.oldest, piece.first, PAST_KEYS):
-        yield slice(begin, min(begin + PAST_KEYS, piece.first)), False
-
-
-def _seen(query: Tensor, store: KeyStore, piece: Piece, keys: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values, repeated for the query heads."""
-    assert store.keys is not None and store.values is not None
-    times = query.shape[1] // store.keys.shape[1]
-    own = (tensor[piece.rows, :, keys] for tensor in (store.keys, store.values))
-    keys_seen, values_seen = (one.repeat_interleave(times, dim=1) if times > 1 else one.contiguous() for one in own)
-    return keys_seen, values_seen
-
-
-def _kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
-    if query.device.type == "cpu":
-        return ops._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    return ops._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-
-
-def _kernel_gradients(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    sums: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if query.device.type == "cpu":
-        backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
-        # The kernel keeps sums of half precision in fp32, and of fp64 in fp64.
-        return backward(gradient, query, key, value, output, sums, 0.0, causal, scale=scale)
-    backward = ops._scaled_dot_product_flash_attention_backward
-    none, number = None, query.shape[2]
-    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
-    more = (none, none, number, key.shape[2], 0.0, causal, state, torch.empty_like(state))
-    return backward(gradient, query, key, value, output, sums.float(), *more, scale=scale)
-
-
-# everything else
+def _past(queries: slice, oldest: int, first: int) -> list[Part]:
+    tiles = range(oldest, first, PAST_KEYS)
+    return [Part(queries, slice(begin, min(begin + PAST_KEYS, first))) for begin in tiles]
 
 
 def _slices(

@@ -94,6 +94,12 @@ def key_elements(config: Any) -> int:
     return heads * ((keys or own) + (getattr(config, "v_head_dim", None) or own))
 
 
+def key_width(config: Any) -> int:
+    """Number of key heads times their size, of a model's text config."""
+    heads = config.num_attention_heads
+    return attention_width(config) * (getattr(config, "num_key_value_heads", None) or heads) // heads
+
+
 def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:
     """``training_flops`` of a model; None for those whose FLOPs are not known here: mixtures of experts, and sliding
     attention.

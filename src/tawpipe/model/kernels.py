@@ -140,6 +140,9 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
 
     [b, heads, L, d] in and out.
     """
+    if query.device.type == "cpu" and value.shape[-1] < query.shape[-1]:  # or its kernel would hold S x S scores
+        padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
+        return fused(query, key, padded, window, scale, dropout)[..., : value.shape[-1]]
     key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     length = query.shape[2]
     if window is None or length <= window:

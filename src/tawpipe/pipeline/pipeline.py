@@ -28,6 +28,7 @@ from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.save import Saved, Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
+from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops, key_elements
@@ -37,13 +38,13 @@ from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
 from tawpipe.pipeline.parameters import Parameters
 from tawpipe.pipeline.schedules import Schedules
-from tawpipe.runtime.by_position import LossByPosition
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.limits import StepLimit, estimate_s
+from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
@@ -158,7 +159,7 @@ class Pipeline:
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         # Which the tests of all families do not know.
-        in_chunks = self.settings.sequence_chunk > 0 or self.settings.sequence_ranks > 1
+        in_chunks = bool(self.settings.sequence_chunk) or self.settings.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.spec = self.chain.spec
@@ -203,7 +204,7 @@ class Pipeline:
             self.chain,
             self.spec,
             chunk_tokens=chunk_tokens,
-            sequence_chunk=self.settings.sequence_chunk,
+            sequence_chunk=self.settings.sequence_chunk or 0,
             sequence_ranks=self.settings.sequence_ranks,
             compiled=compile_layers,
             offload_dir=self.settings.offload_dir,
@@ -243,6 +244,13 @@ class Pipeline:
         """
         return self._deal.shares(rows)
 
+    def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
+        """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number."""
+        parts = [MicroBatch.cat([row(number) for number in share.rows]) for share in self.shares(rows)]
+        if self.world.device.type == "cuda":
+            parts = [part.pin_memory() for part in parts]
+        return LocalBatch(rows, sequence_length, parts)
+
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
     ) -> StepResult:
@@ -269,18 +277,19 @@ class Pipeline:
         self._generation += 1
         return result
 
-    def evaluate(
-        self, batch: Mapping[str, Tensor] | LocalBatch, *, by_position: LossByPosition | None = None
-    ) -> StepResult:
+    def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch, *, measure: Measure | None = None) -> StepResult:
         """The loss on a global batch without an update. Waits for what is under way first.
 
         Args:
-            by_position: to which this rank's part of the loss is added, by position in the document.
+            measure: looks at the head of this rank's micro-batches, and says what their loss is.
         """
+        if isinstance(measure, AnswersByRow) and self.micro_batch > 1 and self.settings.sequence_ranks > 1:
+            expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
+            raise UserError("micro_batch", self.micro_batch, expected)
         self.drain()
         local = self._deal.local(batch)
         self._set_training(False)
-        result = self._play(local, training=False, rate=0.0, by_position=by_position)
+        result = self._play(local, training=False, rate=0.0, measure=measure)
         self.executor.drain()
         self._check_batch(result)
         return result
@@ -392,7 +401,7 @@ class Pipeline:
         training: bool,
         rate: float,
         recording: Recording | None = None,
-        by_position: LossByPosition | None = None,
+        measure: Measure | None = None,
     ) -> StepResult:
         self._require_whole()
         self.chain.check_frozen()
@@ -408,7 +417,7 @@ class Pipeline:
             seed=self.seed if training else None,
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
-            by_position=by_position,
+            measure=measure,
             place=self.world.topology.local_of(self.world.rank) % self.settings.sequence_ranks,
         )
         if schedule.step.settings.offloaded_layers:

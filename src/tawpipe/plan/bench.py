@@ -9,11 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.compute import loss_in_chunks
+from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.spec import BlockSpec
+
+TRIED_TOKENS = 3
+"""Of a row that is cut in two, to see whether rows of a model can be."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,11 @@ class Bench:
     Args:
         chain: of a model on the meta device; it is prepared here.
         chunk_tokens: whose logits exist at one time.
-        sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
     """
 
-    def __init__(
-        self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int, sequence_chunk: int = 0
-    ) -> None:
+    def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> None:
         chain.prepare(device, dtype)
         self.chain, self.device, self.dtype, self.chunk = chain, device, dtype, chunk_tokens
-        self.sequence_chunk = sequence_chunk
 
     @property
     def boundary(self) -> int:
@@ -66,11 +68,15 @@ class Bench:
         return found
 
     @contextmanager
-    def case(self, block: int, lengths: Sequence[int]) -> Iterator[Case]:
+    def case(self, block: int, lengths: Sequence[int], *, in_chunks: bool = False) -> Iterator[Case]:
         """A block with weights, into whose gradients' sums backward passes within the ``with`` block add.
 
         Args:
             lengths: of the documents of the micro-batch.
+            in_chunks: of a layer, whose rows will run in chunks.
+
+        Raises:
+            UserError: rows of this model cannot.
         """
         chain, spec = self.chain, self.chain.blocks[block]
         weights = {
@@ -82,30 +88,50 @@ class Bench:
         hidden = torch.randn(
             1, sum(lengths), self.boundary // self.dtype.itemsize, dtype=self.dtype, device=self.device
         )
-        calls = self._calls(batch) if spec.kind == "layer" else ()
+        calls = self._calls(batch, in_chunks=in_chunks) if spec.kind == "layer" else ()
         for unit, flat in weights.items():
             chain.bind(unit, flat)
         sums = {u: torch.zeros_like(weights[u], dtype=torch.float32) for u in spec.units if chain.units[u].trainable}
         for unit, flat in sums.items():
             chain.collect(unit, flat, accumulate=True)
-        yield Case(spec, weights, batch, hidden, calls)
-        for unit in sums:
-            chain.finish_collect(unit)
-        for unit in weights:
-            chain.release(unit)
+        try:
+            yield Case(spec, weights, batch, hidden, calls)
+        finally:
+            for unit in sums:
+                chain.finish_collect(unit)
+            for unit in weights:
+                chain.release(unit)
 
-    def _calls(self, batch: MicroBatch) -> tuple[LayerCall, ...]:
+    def _calls(self, batch: MicroBatch, *, in_chunks: bool) -> tuple[LayerCall, ...]:
         """The arguments that layers are called with; the embedding's weights play no part in them."""
         units = self.chain.blocks[0].units
         for unit in units:
             self.chain.bind(unit, torch.zeros(self.chain.units[unit].numel, dtype=self.dtype, device=self.device))
-        with torch.no_grad():
-            calls = self.chain.embed(batch.to(self.device))[1]
-            if self.sequence_chunk and not self.chain.along_tokens:
-                self.chain.find_tokens()
-        for unit in units:
-            self.chain.release(unit)
+        try:
+            with torch.no_grad():
+                calls = self.chain.embed(batch.to(self.device))[1]
+                if in_chunks and not self.chain.along_tokens:
+                    self.chain.find_tokens()
+        finally:
+            for unit in units:
+                self.chain.release(unit)
         return calls
+
+    def layer_in_chunks(self, block: int, case: Case, size: int) -> LayerInChunks:
+        """A layer whose rows run in chunks of ``size`` tokens."""
+        return LayerInChunks(self.chain, block, case.calls, size, lambda number, run: run())
+
+    def why_whole(self) -> str:
+        """The reason why rows of this model cannot run in chunks; empty if they can."""
+        layers = [blocks[0] for (kind, *_), blocks in self.kinds().items() if kind == "layer"]
+        try:
+            for block in layers:
+                with self.case(block, (TRIED_TOKENS,), in_chunks=True) as case:
+                    output = OnDevice(torch.empty_like(case.hidden))
+                    self.layer_in_chunks(block, case, TRIED_TOKENS - 1).forward(OnDevice(case.hidden), output)
+        except UserError as error:
+            return str(error)
+        return ""
 
     def head(self, case: Case) -> Tensor | None:
         """The head's loss; where gradients are on also its gradients, of which that of its input is returned."""

@@ -2,34 +2,41 @@
 
 A schedule does not depend on the length, and what it holds grows with the tokens. So the schedules of a strategy are
 built once, in the settings that need the least memory; memory is added up for one length after another, and only the
-answer is played by the clock.
+answer is played by the clock. Whether layers compute whole rows or chunks of them is chosen for every strategy.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil, isqrt
 from typing import Any
 
 from tawpipe.console import columns
 from tawpipe.errors import UserError
+from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.plan import held
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import DEVICE, HOST, LEAN, fits, lacking, relieved, shortage, unplayed, with_settings
+from tawpipe.plan.search import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies import find, strategies
 
 POSITIONS = "the model's positions"
 SHORTEST = 2
 """Tokens of the shortest row that is tried."""
+USUAL = {name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")}
+"""Buffers of a row that leaves room for them."""
 PRECISION = 0.005
 """Of a length, to which it is found."""
+HIDING_LEAST = 64
+"""Tokens of a row, too short for transfers to hide behind."""
+HIDING_PRECISION = 0.02
+"""The same of the length from which transfers hide, for which steps are played."""
 NEAR = 0.01
 """Lengths that differ by less count as one."""
 
@@ -45,7 +52,7 @@ class LongestRow:
 
     Args:
         tokens: of the row; 0 where none fits, or where the strategy cannot be played, and ``why_not`` says why.
-        binds: what does not allow more: ``DEVICE``, ``HOST``, ``POSITIONS`` or ``limit_of``.
+        binds: what does not allow more: ``DEVICE``, ``HOST``, ``FILES``, ``POSITIONS`` or ``limit_of``.
         request: for rows of that length.
         step: with the settings for it.
     """
@@ -71,7 +78,10 @@ class LongestRow:
         made = self.prediction
         return {
             "strategy": self.strategy,
+            "tokens": self.tokens,
             "sequence_length": self.tokens,
+            "sequence_chunk": self.step.settings.sequence_chunk if self.step else None,
+            "offloaded_layers": self.step.settings.offloaded_layers if self.step else None,
             "binds": self.binds,
             "knobs": settings_of(self.step) if self.step else {},
             "step_seconds": made.step_seconds if made else None,
@@ -79,28 +89,42 @@ class LongestRow:
             "peak_gib": made.peak_bytes / 2**30 if made else None,
             "memory_gib": {name: size / 2**30 for name, size in made.memory.items()} if made else None,
             "host_gib": made.needs.host / 2**30 if made else None,
+            "files_gib": made.needs.files / 2**30 if made else None,
             "why_not": self.why_not,
         }
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
         if self.prediction is None or self.step is None:
-            return self.strategy, *["-"] * 5, self.binds, self.why_not
+            return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
         made, own = self.prediction, self.step.settings
-        layers = self.step.model.num_layers
         settings = [f"{name} {getattr(own, name)}" for name in ("look_ahead", "gradient_buffers")]
-        settings += [f"offloaded_layers {own.offloaded_layers} of {layers}"] if own.offloaded_layers else []
         numbers = (
             f"{self.tokens:,}",
+            f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
+            f"{own.offloaded_layers} of {self.step.model.num_layers}",
             f"{made.step_seconds:.3f}",
             f"{self.tokens_per_second:,.0f}",
             f"{made.peak_bytes / 2**30:.2f}",
             f"{made.needs.host / 2**30:.1f}",
+            f"{made.needs.files / 2**30:.1f}",
         )
         return self.strategy, *numbers, self.binds, ", ".join(settings)
 
 
-HEAD = ("strategy", "longest row", "s/step", "tokens/s/device", "GiB", "host GiB/node", "what binds", "settings")
+HEAD = (
+    "strategy",
+    "longest row",
+    "chunk",
+    "layers offloaded",
+    "s/step",
+    "tokens/s/device",
+    "GiB",
+    "host GiB/node",
+    "files GiB/node",
+    "what binds",
+    "settings",
+)
 GIVEN = "One document a row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
 
 
@@ -161,6 +185,45 @@ class Longest:
             words += f"; within {NEAR:.0%} of that length {fastest.strategy} is the fastest, {seconds}"
         return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
 
+    @cached_property
+    def hiding(self) -> dict[str, Any]:
+        """Tokens of a row from which what passes between nodes hides: of the fastest of the longest, by the clock, and
+        of one document over a node, or over all devices, by formula. None where it never does or nothing is known;
+        empty where nothing passes.
+        """
+        fastest = self.fastest
+        if fastest is None or self.request.topology.num_nodes == 1:
+            return {}
+        ways = [_Lean(self.request, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
+
+        def played(tokens: int) -> Prediction:
+            fitting = ((one, chunk) for one in ways for chunk in one.chunks if one.fits(tokens, chunk))
+            way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
+            return predict(self.request.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
+
+        return {
+            "strategy": fastest.strategy,
+            "tokens": hides_from(played, min(HIDING_LEAST, fastest.tokens - 1), fastest.tokens, HIDING_PRECISION),
+            "document_in_a_node": weights_hide_from(self.request),
+            "context_parallelism": keys_hide_from(self.request),
+        }
+
+    @property
+    def hides(self) -> str:
+        """``hiding`` as a sentence; empty where nothing passes between nodes."""
+        found, topology = self.hiding, self.request.topology
+        if not found:
+            return ""
+        tokens, node, everywhere = (found[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
+        words = f"what passes between nodes hides under {found['strategy']} "
+        words += f"from rows of {tokens:,} tokens a device on" if tokens else "at no length that fits"
+        words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
+        words += f"; by formula, weights hide behind one document over the {topology.local_size} devices of a node "
+        words += f"from {node:,.0f} tokens on"
+        if everywhere is not None:
+            words += f", and context parallelism over all {topology.world_size} devices from {everywhere:,.0f} on"
+        return words
+
     @property
     def memory(self) -> str:
         """A sentence on the memory of the longest row, part by part; empty if there is none."""
@@ -172,7 +235,8 @@ class Longest:
         return columns([HEAD, *(one.cells() for one in self.rows)], words=2)
 
     def json_text(self) -> str:
-        content = {"longest": [one.as_json() for one in self.rows], "reason": self.reason}
+        rows = [one.as_json() for one in self.rows]
+        content = {"longest": rows, "reason": self.reason, "hides_from": self.hiding or None}
         return json.dumps(content, indent=1, allow_nan=False)
 
 
@@ -197,13 +261,12 @@ def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
         lean = _Lean(request, strategy)
         if why := unplayed(request, lean.step(0)):
             return LongestRow(strategy.name, why_not=why)
-        tokens, binds = lean.longest(ends)
-        offloaded, _ = lean.fewest(max(tokens, SHORTEST))
+        tokens, chunk, binds = lean.longest(ends)
         if not tokens:
-            why = shortage(request, lean.needs(SHORTEST, offloaded))
+            why = shortage(request, lean.needs(SHORTEST, lean.fewest(SHORTEST, 0)[0], 0))
             return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
-        asked, step = request.with_length(tokens), lean.step(offloaded)
-        usual = with_settings(step, **{name: getattr(DEFAULT, name) for name in ("look_ahead", "gradient_buffers")})
+        asked, step = request.with_length(tokens), lean.step(lean.fewest(tokens, chunk)[0], chunk)
+        usual = with_settings(step, **USUAL)
         if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
             step = usual
         return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
@@ -212,63 +275,82 @@ def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
 
 
 class _Lean:
-    """A strategy in the settings that need the least memory, for rows of any length."""
+    """A strategy in the settings that need the least memory, or with more buffers, for rows of any length."""
 
-    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
+    def __init__(self, request: PlanRequest, strategy: Strategy, buffers: Mapping[str, int] = LEAN) -> None:
         self.request = request
-        self.layers = request.model.num_layers if relieved(request, strategy) else 0
-        settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
+        self.layers = {
+            bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
+        }
+        """The most that can be offloaded, of whole rows and of rows in chunks."""
+        given = request.settings.sequence_chunk
+        self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
+        """What may be computed at one time: whole rows (0) first, then chunks, the largest first."""
+        settings = replace(request.settings, strategy=strategy.name, recompute="full", **{**LEAN, **buffers})
         self._first = request.step(settings, strategy)
         self.schedule = cache(self._schedule)
         self.needs = cache(self._needs)
 
-    def step(self, offloaded: int) -> StepSpec:
-        return with_settings(self._first, offloaded_layers=offloaded)
+    def step(self, offloaded: int, chunk: int = 0) -> StepSpec:
+        return with_settings(self._first, offloaded_layers=offloaded, **self.request.in_chunks(chunk))
 
-    def _schedule(self, offloaded: int) -> Schedule:
-        return short_schedule(self.request, self.step(offloaded))
+    def _schedule(self, offloaded: int, chunk: int) -> Schedule:
+        if chunk and chunk != self.chunks[-1]:
+            return resized(self.schedule(offloaded, self.chunks[-1]), self.step(offloaded, chunk))
+        return short_schedule(self.request, self.step(offloaded, chunk))
 
-    def _needs(self, tokens: int, offloaded: int) -> Needs:
-        return memory_of(self.request.with_length(tokens), self.schedule(offloaded))
+    def _needs(self, tokens: int, offloaded: int, chunk: int) -> Needs:
+        return memory_of(self.request.with_length(tokens), self.schedule(offloaded, chunk))
 
-    def lacking(self, tokens: int, offloaded: int) -> list[str]:
-        """Which memory does not suffice for rows of a length, with so many layers' inputs in the host's memory."""
-        return lacking(self.request, self.needs(tokens, offloaded))
+    def lacking(self, tokens: int, offloaded: int, chunk: int) -> list[str]:
+        """Which memory does not suffice for rows of a length, with so many layers' inputs outside of the device."""
+        return lacking(self.request, self.needs(tokens, offloaded, chunk))
 
-    def fewest(self, tokens: int) -> tuple[int, str]:
+    def fewest(self, tokens: int, chunk: int) -> tuple[int, str]:
         """The fewest layers that have to be offloaded for rows of a length, and which memory does not suffice even
         then, if any.
         """
-        if DEVICE not in (over := self.lacking(tokens, 0)):
-            return 0, "".join(over)
-        if DEVICE in self.lacking(tokens, self.layers):
-            return self.layers, DEVICE
-        few, enough = 0, self.layers
-        none, all_ = (self.needs(tokens, offloaded).device for offloaded in (few, enough))
+        few, enough = 0, self.layers[bool(chunk)]
+        if DEVICE not in (over := self.lacking(tokens, 0, chunk)):
+            return 0, "".join(over[:1])
+        if DEVICE in self.lacking(tokens, enough, chunk):
+            return enough, DEVICE
+        none, all_ = (self.needs(tokens, offloaded, chunk).device for offloaded in (few, enough))
         guess, stride = ceil(enough * (none - self.request.memory_bytes) / (none - all_)), 1  # layers save about alike
         while enough - few > 1:  # every number tried is a schedule to build
             guess = min(max(guess, few + 1), enough - 1)
-            if DEVICE in self.lacking(tokens, guess):
+            if DEVICE in self.lacking(tokens, guess, chunk):
                 few, guess = guess, guess + stride
             else:
                 enough, guess = guess, guess - stride
             stride *= 2
-        return enough, HOST if HOST in self.lacking(tokens, enough) else ""
+        return enough, next(iter(self.lacking(tokens, enough, chunk)), "")
 
-    def fits(self, tokens: int) -> bool:
-        some = any(not self.lacking(tokens, offloaded) for offloaded in (self.layers, 0))
-        return some or not self.fewest(tokens)[1]
+    def fits(self, tokens: int, chunk: int) -> bool:
+        some = any(not self.lacking(tokens, offloaded, chunk) for offloaded in (self.layers[bool(chunk)], 0))
+        return some or not self.fewest(tokens, chunk)[1]
 
-    def longest(self, ends: str) -> tuple[int, str]:
-        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do.
+    def longest(self, ends: str) -> tuple[int, int, str]:
+        """The most tokens that fit, and what does not allow more; none if not even ``SHORTEST`` do. Beside them the
+        chunk: the largest with which a row is about as long as with the smallest.
 
         Args:
             ends: what does not allow more than the request has.
         """
         most = self.request.sequence_length
-        if self.fits(most):
-            return most, ends
-        if most <= SHORTEST or not self.fits(SHORTEST):
-            return 0, self.fewest(SHORTEST)[1]
-        low = longest_that(self.fits, SHORTEST, most)
-        return low, self.fewest(low + max(2, ceil(2 * low * PRECISION)))[1]
+        for chunk in self.chunks:
+            if self.fits(most, chunk):
+                return most, chunk, ends
+        smallest = dict.fromkeys((self.chunks[-1], self.chunks[0]))  # of a row about as long as a chunk, which is less?
+
+        def fits(tokens: int) -> bool:
+            return any(self.fits(tokens, chunk) for chunk in smallest)
+
+        if most <= SHORTEST or not fits(SHORTEST):
+            return 0, 0, self.fewest(SHORTEST, 0)[1]
+        low = longest_that(fits, SHORTEST, most)
+        near = max(SHORTEST, ceil(low * (1 - NEAR)))
+        chunk = next(chunk for chunk in (*self.chunks, *smallest) if self.fits(near, chunk))
+        if not self.fits(low, chunk):
+            low = longest_that(lambda tokens: self.fits(tokens, chunk), near, low)
+        return low, chunk, self.fewest(low + max(2, ceil(2 * low * PRECISION)), chunk)[1]

@@ -9,6 +9,7 @@
     between_of: {2: {gbit_per_s: 25}}              # what differs
     inside: {gbyte_per_s: 380, latency_us: 6, shared: false}
     host: {gbyte_per_s: 50, latency_us: 10, shared: false, memory_gib: 1900}      # memory: of every node
+    files: {gbyte_per_s: 6, free_gib: 3500}        # the disk of schedule.offload_dir, of every node
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Machine:
         between_of: links of single nodes that differ from ``between``.
         host: of a device to its host's memory.
         host_bytes: of memory that every node's host has for what its devices offload; 0 if that is not known.
+        files: of a node to the disk on which its devices keep what they offload into files; shared by them.
+        files_bytes: free on that disk; 0 if that is not known.
     """
 
     nodes: tuple[int, ...]
@@ -63,6 +66,14 @@ class Machine:
     host: LinkModel = field(default_factory=lambda: LinkModel(math.inf))
     device: Device = field(default_factory=Device)
     host_bytes: int = 0
+    files: LinkModel = field(default_factory=lambda: LinkModel(math.inf, full_duplex=False))
+    files_bytes: int = 0
+
+    @property
+    def disk(self) -> LinkModel:
+        """The share of a device in its node's disk, while all devices of the node read and write."""
+        devices = max(self.nodes) if self.files.shared else 1
+        return replace(self.files, bytes_per_s=self.files.bytes_per_s / devices, shared=False)
 
     @property
     def topology(self) -> Topology:
@@ -94,6 +105,9 @@ def spell_machine(machine: Machine) -> dict[str, Any]:
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
     if machine.host_bytes:
         content["host"]["memory_gib"] = round(machine.host_bytes / 2**30, 2)
+    if machine.files_bytes or math.isfinite(machine.files.bytes_per_s):
+        content["files"] = _spell_link(machine.files, bits=False)
+        content["files"]["free_gib"] = round(machine.files_bytes / 2**30, 2)
     if machine.between_of:
         content["between_of"] = {node: _spell_link(link, bits=True) for node, link in machine.between_of.items()}
     return content
@@ -129,21 +143,23 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     Raises:
         UserError: something is missing, unknown, of the wrong kind, or contradicts something else.
     """
-    known = ("format", "nodes", "device", "between", "inside", "between_of", "host")
+    known = ("format", "nodes", "device", "between", "inside", "between_of", "host", "files")
     _check_mapping(content, known, where)
     if content.get("format") != FORMAT:
         raise UserError(f"{where}: format", content.get("format"), f"{FORMAT}")
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not nodes or any(not _whole(size, 1) for size in nodes):
         raise UserError(f"{where}: nodes", nodes, "a list with the number of devices of every node, as in [8, 8]")
-    host = content.get("host")
-    host_bytes = 0
-    if isinstance(host, Mapping) and "memory_gib" in host:
-        host_bytes = _memory(host["memory_gib"], f"{where}: host")
-        content = {**content, "host": {name: value for name, value in host.items() if name != "memory_gib"}}
-    links = {
-        name: _link(content[name], f"{where}: {name}") for name in ("between", "inside", "host") if name in content
-    }
+    room = {"host": 0, "files": 0}
+    for part, key in (("host", "memory_gib"), ("files", "free_gib")):
+        values = content.get(part)
+        if isinstance(values, Mapping) and key in values:
+            room[part] = _memory(values[key], f"{where}: {part}", key)
+            content = {**content, part: {name: value for name, value in values.items() if name != key}}
+    if isinstance(content.get("files"), Mapping):
+        content = {**content, "files": {"full_duplex": False, **content["files"]}}
+    parts = ("between", "inside", "host", "files")
+    links = {name: _link(content[name], f"{where}: {name}") for name in parts if name in content}
     if len(nodes) > 1 and "between" not in links:
         raise UserError(f"{where}: between", None, "the link of a node to the others, as there are several nodes")
     if max(nodes) > 1 and "inside" not in links:
@@ -168,7 +184,9 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
         of,
         links.get("host", free),
         _device(content.get("device") or {}, f"{where}: device"),
-        host_bytes,
+        room["host"],
+        links.get("files", replace(free, full_duplex=False)),
+        room["files"],
     )
 
 
@@ -180,12 +198,12 @@ def _device(values: Any, where: str) -> Device:
     return Device(str(values.get("name") or ""), _memory(values.get("memory_gib") or 0, where), flops)
 
 
-def _memory(gib: Any, where: str) -> int:
+def _memory(gib: Any, where: str, key: str = "memory_gib") -> int:
     """Bytes of a number of GiB."""
     if not _number(gib, least=0):
-        raise UserError(f"{where}: memory_gib", gib, "a number, 0 or more")
+        raise UserError(f"{where}: {key}", gib, "a number, 0 or more")
     if gib > MOST_GIB:
-        raise UserError(f"{where}: memory_gib", gib, f"at most {MOST_GIB:.0e}")
+        raise UserError(f"{where}: {key}", gib, f"at most {MOST_GIB:.0e}")
     return int(gib * 2**30)
 
 

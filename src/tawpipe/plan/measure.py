@@ -13,13 +13,15 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.build import OWN_ROPE, build_model, longest_allowed
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops
+from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import RopeSettings
+from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
+from tawpipe.plan.search import whole_rows_fit
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -81,6 +83,7 @@ def request_of(
     settings: ScheduleSettings = DEFAULT,
     rope: RopeSettings = OWN_ROPE,
     trust_remote_code: bool = False,
+    why_whole: str = "",
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> PlanRequest:
@@ -93,8 +96,9 @@ def request_of(
             measure where the two are the same.
         timed: False where only memory is asked for, which is measured; all seconds are 0.
         memory_bytes: of a device, instead of what the machine says.
-        settings: what a plan takes as given, see ``schedule.settings.UNPLANNED``.
+        settings: what a plan takes as given, see ``PlanRequest``.
         rope: rotary positions instead of the model's own.
+        why_whole: the reason why rows may not run in chunks, if they may not.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -133,38 +137,65 @@ def request_of(
     here = here or torch.device("cpu")
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
+    system_bytes, communicator_bytes = system_of(machine, here)
+
+    def asked(found: Profile) -> PlanRequest:
+        if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
+            head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
+            found = replace(found, memory=found.memory.with_more("head", head * master.itemsize))
+        return PlanRequest(
+            model=made.spec,
+            profile=found,
+            machine=replace(
+                machine,
+                host_bytes=int(machine.host_bytes * USABLE),
+                files_bytes=int(machine.files_bytes * USABLE),
+            ),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            sequence_length=row,
+            size=size_of(documents * micro_batch),
+            widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
+            memory_bytes=int(limit),
+            flops=(chain_flops(made, documents) or 0.0) * global_batch,
+            peak_flops=peak,
+            settings=settings,
+            system_bytes=system_bytes,
+            communicator_bytes=communicator_bytes,
+            drops=_drops(made.config),
+            key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
+        )
+
+    def chunks(whole: Profile) -> Sequence[int]:
+        request = asked(replace(whole, in_chunks=whole.blocks))
+        needed = not why_whole and (settings.sequence_chunk or not whole_rows_fit(request))
+        return request.chunks if needed else ()
+
     measuring = {
         "dtype": dtype,
         "device": here,
         "chunk_tokens": chunk,
-        "sequence_chunk": settings.sequence_chunk,
         "packed": len(documents) > 1,
+        "row": row,
+        "chunks": chunks,
         "tell": tell,
     }
     if timed:
         found = _profile(made, machine, profile, row, tokens, peak, measuring)
     else:
         found = measure(made, tokens=tokens, timed=False, **measuring)
-    if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
-        head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
-        found = replace(found, memory=found.memory.with_more("head", head * master.itemsize))
-    system_bytes, communicator_bytes = system_of(machine, here)
-    return PlanRequest(
-        model=made.spec,
-        profile=found,
-        machine=replace(machine, host_bytes=int(machine.host_bytes * USABLE)),
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        sequence_length=row,
-        size=size_of(documents * micro_batch),
-        widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
-        memory_bytes=int(limit),
-        flops=(chain_flops(made, documents) or 0.0) * global_batch,
-        peak_flops=peak,
-        settings=settings,
-        system_bytes=system_bytes,
-        communicator_bytes=communicator_bytes,
-    )
+    if why := why_whole or found.why_whole:
+        if settings.sequence_chunk:
+            raise UserError("schedule.sequence_chunk", settings.sequence_chunk, f"0, for whole rows: {why}")
+        found = replace(found, in_chunks=(), why_whole=why)
+        tell(f"no rows in chunks: {why}")
+    return asked(found)
+
+
+def _drops(config: Any) -> bool:
+    """True if a model's config asks for dropout anywhere."""
+    values = config.get_text_config().to_dict().items()
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
 
 
 def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:
@@ -213,5 +244,8 @@ def _profile(
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
-    given = {"dtype": measuring["dtype"], "sequence_chunk": measuring["sequence_chunk"]}
-    return estimate(chain, flops=peak, chunk_tokens=min(measuring["chunk_tokens"], tokens), **given)
+    dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
+    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk)
+    if not measuring["chunks"](found):
+        return replace(found, in_chunks=())
+    return replace(found, why_whole=Bench(chain, torch.device("meta"), dtype, chunk).why_whole())

@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
-from tawpipe.model.flops import attention_width, key_elements
+from tawpipe.model.flops import attention_width, key_elements, key_width
 from tawpipe.plan.bench import Bench, Case
-from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
+from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
 from tawpipe.runtime.rows import OnDevice, Rows
@@ -42,9 +42,6 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
-        if kind == "layer" and 0 < bench.sequence_chunk < tokens:  # one chunk more, whose past is as large as any
-            least = PAST_KEYS + bench.sequence_chunk
-            short, long = (least,), (least + bench.sequence_chunk,)
         first, second = (_weigh(bench, blocks[0], shape) for shape in (short, long))
         span = sum(long) - sum(short)
         for name, amount in second.items():
@@ -66,8 +63,7 @@ def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]
     """Bytes of a block by name: those of ``BlockMemory.working`` and of ``BlockMemory.kept``."""
     with bench.case(block, lengths) as case:
         if case.spec.kind == "layer":
-            cut = 0 < bench.sequence_chunk < sum(lengths)
-            return _weigh_layer_in_chunks(bench, block, case) if cut else _weigh_layer(bench, block, case)
+            return _weigh_layer(bench, block, case)
         if case.spec.kind == "head":
             with torch.set_grad_enabled(case.spec.needs_backward):
                 bench.head(case)  # what the first chunk leaves behind for the others is not a chunk's own
@@ -150,36 +146,60 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     return found
 
 
-def _weigh_layer_in_chunks(bench: Bench, block: int, case: Case) -> dict[str, float]:
+def measure_chunks(bench: Bench, sizes: Sequence[int]) -> dict[str, tuple[float, float, float]]:
+    """``BlockMemory.in_chunks``: layers of every kind on rows of two lengths in chunks of one size, and of another.
+
+    The past of a row's last chunk is as large as any that a kernel sees at one time.
+
+    Args:
+        sizes: of chunks, ascending: one, or two of which the second is twice the first.
+    """
+    lines: dict[str, tuple[float, float, float]] = {}
+    least, most = sizes[0], sizes[-1]
+    for (kind, *_), blocks in bench.kinds().items():
+        if kind != "layer":
+            continue
+        long = PAST_KEYS + 2 * least
+        shapes = ((long - least, least), (long, least), *(((long, most),) if most > least else ()))
+        weighed = [_weigh_chunks(bench, blocks[0], *shape) for shape in shapes]
+        for name, amount in weighed[1].items():
+            per_token = (amount - weighed[0][name]) / least
+            own = (weighed[2][name] - amount) / (most - least) if most > least else 0.0
+            line = amount - per_token * long - own * least, own, per_token
+            lines[name] = max(line, lines.get(name, line), key=lambda one: one[0] + one[1] * most + one[2] * long)
+    return lines
+
+
+def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str, float]:
     """What is kept of chunks is attention's alone, and the gradient of the input takes the place of the one that
     arrives.
     """
-    chain, held, size = bench.chain, list[Any](), case.hidden.nbytes
-    layer = LayerInChunks(chain, block, case.calls, bench.sequence_chunk, lambda number, run: run())
-    wanted, found = block > chain.spec.first_backward, dict[str, float]()
-    gradient, length = case.hidden.clone(), case.hidden.shape[1]
+    with bench.case(block, (tokens,), in_chunks=True) as case:
+        layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
+        wanted, found = block > bench.chain.spec.first_backward, dict[str, float]()
+        gradient = case.hidden.clone()
 
-    def rows(_: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
-        return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=bench.device))
+        def rows(_: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
+            return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=bench.device))
 
-    def forward(kept: KeptAttention | None) -> None:
-        output = OnDevice(torch.empty_like(case.hidden))
-        layer.forward(OnDevice(case.hidden), output, kept)
-        held[:] = [output, kept]
+        def forward(kept: KeptAttention | None) -> None:
+            output = OnDevice(torch.empty_like(case.hidden))
+            layer.forward(OnDevice(case.hidden), output, kept)
+            held[:] = [output, kept]
 
-    def backward() -> None:
-        layer.backward(OnDevice(case.hidden), gradient, wanted=wanted, kept=held[0])
+        def backward() -> None:
+            layer.backward(OnDevice(case.hidden), gradient, wanted=wanted, kept=held[0])
 
-    for name, make in (("full", lambda: None), ("selective", lambda: KeptAttention(rows, length))):
-        first, left, back, _ = _steady(
-            [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
-        )
-        kept = left.after if name == "selective" else 0
-        found[f"forward {name}"] = first.most - size - kept
-        if name == "selective":
-            found["kept"] = found["attention"] = kept
-        if chain.blocks[block].needs_backward:
-            found[f"backward {name}"] = back.most - back.before - (size if wanted else 0)
+        for name, make in (("full", lambda: None), ("selective", lambda: KeptAttention(rows, tokens))):
+            first, left, back, _ = _steady(
+                [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
+            )
+            kept = left.after if name == "selective" else 0
+            found[f"forward {name}"] = first.most - given - kept
+            if name == "selective":
+                found["kept"] = kept
+            if bench.chain.blocks[block].needs_backward:
+                found[f"backward {name}"] = back.most - back.before - (given if wanted else 0)
     return found
 
 
@@ -191,7 +211,7 @@ def _steady(parts: Sequence[Callable[[], object]], device: torch.device) -> list
     return peaks(parts, device)
 
 
-def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequence_chunk: int = 0) -> BlockMemory:
+def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> BlockMemory:
     """The same from the widths of a layer as Hugging Face's eager code computes it, for every token.
 
     A norm keeps its input in fp32, the result before its weight, and its output. Attention keeps queries, keys, values
@@ -204,7 +224,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
     wide = config.hidden_size * max(4, size)
     heads = config.num_attention_heads
     queries = attention_width(config) * size
-    keys = queries * (getattr(config, "num_key_value_heads", None) or heads) // heads
+    keys = key_width(config) * size
     experts = getattr(config, "num_experts_per_tok", None) or 1
     width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
     inner = (width or 4 * config.hidden_size) * experts * size
@@ -219,17 +239,16 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
         "forward selective": (0, 3 * inner + boundary),
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
-    if sequence_chunk:
-        full = layer["forward full"][1] * sequence_chunk, layer["backward full"][1] * sequence_chunk
-        summed = 2 * keys // size * max(4, size)
-        forward, backward = (full[0], 2 * keys), (matrix + full[1], 2 * keys + summed - boundary)
-        layer = {f"forward {how}": forward for how in ("full", "selective")}
-        layer |= {f"backward {how}": backward for how in ("full", "selective")}
+    summed = 2 * keys // size * max(4, size)
+    in_chunks: dict[str, tuple[float, float, float]] = {"kept": (0, 0, queries + 4 * heads)}
+    for how in ("full", "selective"):
+        in_chunks[f"forward {how}"] = 0, 3 * inner + boundary, 2 * keys
+        in_chunks[f"backward {how}"] = matrix, norms + attention + 6 * inner, 2 * keys + summed - boundary
     return BlockMemory(
         boundary,
         {
             "graph": boundary + norms + attention + 3 * inner,
-            "kept": (0 if sequence_chunk else boundary) + queries + 4 * heads,
+            "kept": boundary + queries + 4 * heads,
             "ctx": 2 * queries // heads + 32,
         },
         {
@@ -239,4 +258,5 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, sequ
         },
         keys=key_elements(config) * size,
         key_gradients=key_elements(config) * max(4, size),
+        in_chunks=in_chunks,
     )

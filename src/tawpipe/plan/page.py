@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
@@ -22,6 +23,8 @@ LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sequences so many times as long."""
 SHORTER = tuple(2.0**-n for n in range(6, -1, -1))
 """Rows so many times as long as the longest."""
+COMPARED = 4
+"""Strategies in the figures over the length."""
 SHOWN = 5
 """Strategies in the figures of what would change."""
 
@@ -145,7 +148,8 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     best, limit = longest.best, longest.request.memory_bytes / 2**30
     marked = [i for i, one in enumerate(longest.rows) if one is best]
     table = Table(HEAD, [one.cells() for one in longest.rows], marked)
-    yield Section(best.strategy if best else "Nothing fits", f"{longest.reason}. {GIVEN}", table)
+    words = ". ".join(filter(None, (longest.reason, longest.hides, GIVEN)))
+    yield Section(best.strategy if best else "Nothing fits", words, table)
     if best is None:
         return
     shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
@@ -153,24 +157,31 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     names = [name for name, _ in shown]
     figure = stacked_bars(names, parts, unit="GiB", limit=limit or None)
     yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
-    yield from _towards(best, limit)
+    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit)
 
 
-def _towards(best: LongestRow, limit: float) -> Iterator[Section]:
-    """Curves over the length, up to the longest, with the settings that this needs."""
-    assert best.request is not None and best.step is not None
-    lengths = sorted({max(2, round(best.tokens * share)) for share in SHORTER})
-    asked, end = [best.request.with_length(length) for length in lengths], (best.binds, best.tokens)
-    seconds = [predict(one, best.step).step_seconds for one in asked]
-    axis = "tokens in a row"
-    figure = lines(lengths, {best.strategy: seconds}, x_title=axis, y_title="s per step", end=end)
-    words = f"{best.strategy}, with the settings of its longest row."
-    yield Section("Seconds over the length", words, figures=[figure])
-    needs = [memory_quickly(one, best.step) for one in asked]
-    series = {"a device": [one.device / 2**30 for one in needs]}
-    if limit:
-        series["what a device has"] = [limit] * len(lengths)
-    if any(one.host for one in needs):
-        series["a node's host"] = [one.host / 2**30 for one in needs]
-    figure = lines(lengths, series, x_title=axis, y_title="GiB", end=end)
-    yield Section("Memory over the length", "With the same settings.", figures=[figure])
+def _over_lengths(rows: Sequence[LongestRow], limit: float) -> Iterator[Section]:
+    """Curves over the length, of every strategy up to its longest row, with the settings that this needs."""
+    most = max(one.tokens for one in rows)
+    lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {one.tokens for one in rows})
+    asked = [
+        [(one.request.with_length(length), one.step) for length in lengths if length <= one.tokens]
+        for one in rows
+        if one.request is not None and one.step is not None
+    ]
+
+    def figure(values: Sequence[Sequence[float]], unit: str, limit: float = 0.0) -> Any:
+        names = [one.strategy for one in rows]
+        marks = {name: (own[-1], one.binds) for name, own, one in zip(names, values, rows, strict=True)}
+        series = {name: [*own, *[None] * (len(lengths) - len(own))] for name, own in zip(names, values, strict=True)}
+        return lines(lengths, series, x_title="tokens in a row", y_title=unit, ends=marks, limit=limit)
+
+    words = "Of the longest rows, each with its settings; a cross is where it ends, and says what binds."
+    seconds = [[predict(*one).step_seconds for one in own] for own in asked]
+    yield Section("Seconds over the length", words, figures=[figure(seconds, "s per step")])
+    needs = [[memory_quickly(*one) for one in own] for own in asked]
+    for where, name in (("a device", "device"), ("a node's host", "host"), ("a node's disk", "files")):
+        held = [[getattr(one, name) / 2**30 for one in own] for own in needs]
+        if any(map(any, held)):
+            line = limit if name == "device" else 0.0
+            yield Section(f"Memory of {where} over the length", words, figures=[figure(held, "GiB", line)])

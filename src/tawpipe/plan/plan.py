@@ -66,6 +66,8 @@ class Plan:
         made, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - made.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
+        if chunk := self.chosen.step.settings.sequence_chunk:
+            words += f", rows in {of_chunks(self.request, chunk)}"
         if self.request.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
             words += f" and keeps the busiest link {busy:.0%} busy"
@@ -89,7 +91,9 @@ class Plan:
         if least is None or least.prediction is None:
             return "no strategy can run this model on these machines"
         lacks = shortage(self.request, least.prediction.needs)
-        return f"nothing fits: {least.strategy} needs least, and that is {lacks}"
+        why = self.request.profile.why_whole
+        whole = f"; rows in chunks are not offered: {why}" if why else ""
+        return f"nothing fits: {least.strategy} needs least, and that is {lacks}{whole}"
 
     @property
     def least(self) -> Candidate | None:
@@ -124,7 +128,7 @@ class Plan:
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},
         }
         if made is None:
-            return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib"))
+            return row | dict.fromkeys((*COLUMNS, "memory_gib", "host_gib", "files_gib"))
         devices = request.topology.world_size
         tokens = request.global_batch * request.sequence_length
         peak = request.peak_flops
@@ -138,6 +142,7 @@ class Plan:
             "peak_gib": made.peak_bytes / 2**30,
             "memory_gib": {name: size / 2**30 for name, size in made.memory.items()},
             "host_gib": made.needs.host / 2**30,
+            "files_gib": made.needs.files / 2**30,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -198,9 +203,15 @@ class Plan:
             "step_seconds": round(self.chosen.seconds, 6),
             "schedule": settings_of(self.chosen.step),
         }
-        clock = yaml.safe_dump({"clock": record_of(request)}, sort_keys=False, default_flow_style=True, width=120)
+        record = {"clock": record_of(request.of(self.chosen.step))}
+        clock = yaml.safe_dump(record, sort_keys=False, default_flow_style=True, width=120)
         head = yaml.safe_dump(content, sort_keys=False, width=120)
         return f"{head}# What the clock was given, for `tawpipe trace`:\n{clock[1:].rstrip().removesuffix('}')}\n"
+
+
+def of_chunks(request: PlanRequest, size: int) -> str:
+    """Chunks of a size in words, with what they change."""
+    return f"chunks of {size:,} tokens" + (" (another size is another draw of dropout)" if request.drops else "")
 
 
 def held(request: PlanRequest, needs: Needs) -> str:
@@ -211,6 +222,10 @@ def held(request: PlanRequest, needs: Needs) -> str:
     if needs.host:
         known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
         words += f"; of a node's host {gib(needs.host)} {known}"
+    if needs.files:
+        free = request.machine.files_bytes
+        known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"
+        words += f"; of a node's disk {gib(needs.files)} {known}"
     return words
 
 
@@ -263,3 +278,5 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"
     if made.needs.host:
         yield f"  host of a node: {made.needs.host / 2**30:.3f} GiB"
+    if made.needs.files:
+        yield f"  disk of a node: {made.needs.files / 2**30:.3f} GiB"

@@ -21,7 +21,7 @@ from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
-from tawpipe.schedule.settings import PLANNED, RECOMPUTE, UNPLANNED, ScheduleSettings, settings_from
+from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, RECOMPUTE, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
@@ -73,8 +73,9 @@ def replay(path: Path) -> tuple[Timeline, str]:
 
 
 def record_of(request: PlanRequest) -> dict[str, Any]:
-    """Plain data of which ``request_from`` makes the request again."""
+    """Plain data of which ``request_from`` makes the request again, as one step computes it (``PlanRequest.of``)."""
     profile, model = request.profile, request.model
+    memory = replace(profile.memory, in_chunks={})
     return {
         "machine": spell_machine(request.machine),
         "blocks": _packed(
@@ -85,7 +86,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "units": _packed([unit.numel, unit.trainable] for unit in model.units),
         "profile": {
             "update_s": profile.update_s,
-            "memory": json.loads(json.dumps(asdict(profile.memory))),  # YAML has no tuples
+            "memory": json.loads(json.dumps(asdict(memory))),  # YAML has no tuples
             "source": profile.source,
         },
         "size": asdict(request.size),
@@ -151,7 +152,10 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
         for what in ("weights", "gradients"):
             values[f"{what}_compression"] = values.pop(f"{what}_wire", "dtype").replace("dtype", "none")
     planned = settings_from(values, where="PLAN: schedule")
-    return replace(base, **{name: getattr(planned, name) for name in PLANNED})
+    # Those that a plan keeps if they are given may be missing: earlier plans took them as given always.
+    chosen = [name for name in PLANNED if name in values or name not in KEPT_BY_PLANS]
+    made = replace(base, **{name: getattr(planned, name) for name in chosen})
+    return made if made.sequence_chunk else replace(made, offload_dir="")  # whole rows wait in no files
 
 
 def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **memory: Any) -> Profile:

@@ -79,6 +79,7 @@ class Prediction:
 
 def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
+    request = request.of(schedule.step)
     tokens, memory = round(request.size.tokens), request.profile.memory
     said: Costs = costs(
         schedule,
@@ -153,7 +154,7 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
     if request.micro_batches * len(request.model.blocks) > MOST_VISITS:
         short, _, _ = step.strategy.extended(step, PLAYED_ROUNDS)
         return _play(request, _build(request, short))
-    return play(build(step), request.costs, steps=PLAYED_STEPS, physical=request.machine.topology)
+    return play(build(step), request.of(step).costs, steps=PLAYED_STEPS, physical=request.machine.topology)
 
 
 def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:
@@ -178,7 +179,7 @@ def _build(request: PlanRequest, step: StepSpec) -> Schedule:
 
 def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
     physical = None if len(schedule.played) < schedule.topology.world_size else request.machine.topology
-    return play(schedule, request.costs, steps=PLAYED_STEPS, physical=physical)
+    return play(schedule, request.of(schedule.step).costs, steps=PLAYED_STEPS, physical=physical)
 
 
 def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:

@@ -6,13 +6,17 @@ unless that is the request. What is asked, in a few seconds altogether:
 * inside a node: latency and rate of a pair alone, both ways at once, and of all pairs of the node at once;
 * between nodes: the same, for every node with some others in turn; a node's rate is that of its best partner, so that
   one slow node does not make its partners look slow;
-* to the host: copies between a GPU and pinned memory.
+* to the host: copies between a GPU and pinned memory;
+* to a disk, where a folder is named: a file that is written and read.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tawpipe.errors import UserError
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
@@ -256,6 +261,51 @@ def _host(world: World, size: int = 1 << 27) -> LinkModel:
         torch.cuda.synchronize(world.device)
         seconds = time.perf_counter() - begin
     return LinkModel(2 * size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
+
+
+def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:
+    """The rate of a folder's disk, by a file that is written and read, and the bytes that are free there.
+
+    Raises:
+        UserError: no file can be made there.
+    """
+    piece, count = os.urandom(1 << 22), size >> 22
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin = time.perf_counter()
+            for _ in range(count):
+                file.write(piece)
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # or it would be read from memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(len(piece)):
+                pass
+            seconds = time.perf_counter() - begin
+        return LinkModel(2 * count * len(piece) / seconds, full_duplex=False), shutil.disk_usage(folder).free
+    except OSError as error:
+        expected = f"a folder whose disk can be written to and measured ({error.strerror})"
+        raise UserError("schedule.offload_dir", folder, expected) from error
+
+
+def with_files(machine: Machine, world: World, folder: str) -> Machine:
+    """The machine with the slowest and the fullest disk of a folder, measured by one process of every machine. Call on
+    all ranks; as it was if some machine's cannot be measured.
+    """
+    rate, free = math.inf, math.inf
+    if world.machines.local_of(world.rank) == 0:
+        try:
+            link, free = probe_files(folder)
+            rate = link.bytes_per_s
+        except UserError:  # it comes again, when the files of the run are made
+            rate = 0.0
+    rate, free = min(world.gather_numbers(rate)), min(world.gather_numbers(free))
+    shared = max(len(node) for node in world.machines.nodes) / max(
+        machine.nodes
+    )  # by nodes that a machine is taken for
+    if not rate:
+        return machine
+    return replace(machine, files=LinkModel(rate / shared, full_duplex=False), files_bytes=int(free / shared))
 
 
 def machine_unprobed(world: World) -> Machine:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width
+from tawpipe.model.flops import attention_width, key_width
 from tawpipe.plan.bench import Bench
-from tawpipe.plan.memory import estimate_memory, measure_memory
+from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
+from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.footprint import BlockMemory
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
 
@@ -29,6 +30,8 @@ UPDATE_BYTES = 28
 ESTIMATED_BYTES_PER_S = 1e12
 """Rate of a device's memory where nothing was measured."""
 REPEATS = 3
+LONG_S = 4.0
+"""Seconds that the longest row in chunks may take that is run."""
 QUIET_S = 2.0
 """Seconds in which nothing is said of what goes on."""
 
@@ -42,12 +45,27 @@ class Profile:
         update_s: of the optimizer, for one element.
         memory: what a micro-batch needs in them.
         source: in words, for the reader.
+        in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
+            not looked at.
+        why_whole: the reason why rows cannot run in chunks, if they cannot.
     """
 
     blocks: tuple[BlockCost, ...]
     update_s: float
     memory: BlockMemory
     source: str
+    in_chunks: tuple[BlockCost, ...] = ()
+    why_whole: str = ""
+
+    def cut(self, chunk: int) -> Profile:
+        """The same for micro-batches whose layers compute so many tokens at a time."""
+
+        def whole(each: Seconds) -> Seconds:
+            return Seconds(0.0, each.per_token + each.fixed / chunk, each.per_pair)
+
+        first, *layers, last = self.in_chunks
+        layers = [replace(one, forward=whole(one.forward), backward=whole(one.backward)) for one in layers]
+        return replace(self, blocks=(first, *layers, last), memory=self.memory.cut(chunk), in_chunks=())
 
 
 def size_of(lengths: Sequence[int]) -> MicroBatchSize:
@@ -59,9 +77,14 @@ def size_of(lengths: Sequence[int]) -> MicroBatchSize:
     return MicroBatchSize(sum(lengths), sum(length * length for length in lengths))
 
 
-def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float]) -> Seconds:
-    """The non-negative coefficients with the least relative error."""
-    terms = np.array([[1.0, size.tokens, size.pairs] for size in sizes])
+def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float], chunks: Sequence[int] = ()) -> Seconds:
+    """The non-negative coefficients with the least relative error.
+
+    Args:
+        chunks: of every size, in each of which the fixed part is taken; 1 by default.
+    """
+    counts = chunks or [1] * len(sizes)
+    terms = np.array([[count, size.tokens, size.pairs] for count, size in zip(counts, sizes, strict=True)])
     target = np.array(seconds)
     scaled, ones = terms / target[:, None], np.ones(len(target))
     chosen = [0, 1, 2]
@@ -81,9 +104,10 @@ def measure(
     device: torch.device,
     tokens: int,
     chunk_tokens: int = 1024,
-    sequence_chunk: int = 0,
     packed: bool = False,
     timed: bool = True,
+    row: int = 0,
+    chunks: Callable[[Profile], Sequence[int]] = lambda _: (),
     tell: Callable[[str], None] = lambda _: None,
 ) -> Profile:
     """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``.
@@ -92,15 +116,19 @@ def measure(
         chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
         packed: rows hold several documents.
         timed: False for memory alone, which takes less time; all seconds are 0.
+        row: tokens of the rows that are asked about.
+        chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
+            ascending.
         tell: is given what is measured, before it is and while it takes time.
     """
-    bench = Bench(chain, device, dtype, chunk_tokens, sequence_chunk)
+    bench = Bench(chain, device, dtype, chunk_tokens)
     memory = measure_memory(bench, tokens=tokens, packed=packed)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     source = f"measured on {where}, {tokens} tokens"
-    if not timed:
-        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source)
     clock, kinds = _Clock(bench, tell), bench.kinds()
+    if not timed:
+        nothing = (BlockCost(),) * len(chain.blocks)
+        return _with_chunks(Profile(nothing, 0.0, memory, source), clock, chunks, 0, row)
     tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half = max(1, tokens // 2)
     shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
@@ -111,21 +139,40 @@ def measure(
         forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
         costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair)))
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
-    return Profile(in_order, clock.update_seconds(), memory, source)
+    whole = Profile(in_order, clock.update_seconds(), memory, source)
+    return _with_chunks(whole, clock, chunks, tokens, row)
 
 
-def estimate(
-    chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024, sequence_chunk: int = 0
+def _with_chunks(
+    whole: Profile, clock: _Clock, chunks: Callable[[Profile], Sequence[int]], tokens: int, row: int
 ) -> Profile:
+    """The profile with what rows in chunks cost, as far as ``measure`` is asked for that.
+
+    Args:
+        tokens: as of ``measure``; 0 for memory alone.
+    """
+    bench, sizes = clock.bench, chunks(whole)
+    if not sizes:
+        return whole
+    if why := bench.why_whole():
+        return replace(whole, why_whole=why)
+    blocks = clock.in_chunks(whole, tokens, row, sizes[0]) if tokens else whole.blocks
+    memory = replace(whole.memory, in_chunks=measure_chunks(bench, sizes[:2]))
+    return replace(whole, memory=memory, in_chunks=blocks)
+
+
+def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
     A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
-    element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more.
+    element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more. In chunks
+    queries, keys and values are projected once more.
     """
     config = chain.config.get_text_config()
     width = attention_width(config)
     rate = flops * EFFICIENCY
-    blocks = []
+    projected = config.hidden_size * (width + 2 * key_width(config))
+    blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     for block in chain.blocks:
         numel = sum(chain.units[unit].numel for unit in block.units)
         per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
@@ -133,13 +180,21 @@ def estimate(
         forward = Seconds(0.0, per_token, per_pair)
         backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair)))
+        again = replace(backward, per_token=backward.per_token + 2 * projected / rate)
+        in_chunks.append(replace(blocks[-1], backward=again) if block.kind == "layer" else blocks[-1])
     largest = max(sum(chain.units[u].numel for u in block.units) for block in chain.blocks if block.kind == "layer")
     return Profile(
         tuple(blocks),
         UPDATE_BYTES / ESTIMATED_BYTES_PER_S,
-        estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens, sequence_chunk=sequence_chunk),
+        estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens),
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
+        tuple(in_chunks),
     )
+
+
+def _seconds_of(cost: BlockCost, length: int) -> float:
+    """Of a block forward and backward, on a row of one document."""
+    return cost.forward.of(size_of([length])) + cost.backward.of(size_of([length]))
 
 
 class _Clock:
@@ -174,18 +229,60 @@ class _Clock:
             backward_s = self._time(head if is_head else backward, grad=True) if is_head or trained else 0.0
         return forward_s, backward_s
 
-    def _time(self, run: Callable[[], object], *, grad: bool) -> float:
-        """The median of a few runs after one that does not count."""
+    def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:
+        """Costs of all blocks where rows run in chunks. Besides short rows in chunks of two sizes, one row is run that
+        is as long as takes ``LONG_S``, because attention grows with its square.
+
+        Args:
+            tokens: of the longest short row.
+            row: of the rows that are asked about.
+            least: the smallest chunk that is asked about.
+        """
+        costs = list(whole.blocks)
+        for (kind, *_), blocks in self.bench.kinds().items():
+            if kind != "layer":
+                continue
+            before, long = whole.blocks[blocks[0]], tokens
+            while 2 * long <= row and _seconds_of(before, 2 * long) < LONG_S:
+                long *= 2
+            half, small = max(1, tokens // 2), max(1, min(least, tokens // 4) // 2)
+            shapes = [(tokens, 2 * small), (tokens, small), (half, small)]
+            shapes += [(long, min(least, long // 4))] if long > tokens else []
+            passes = [self._seconds_in_chunks(blocks[0], *shape, once=shape[0] > tokens) for shape in shapes]
+            sizes, counts = [size_of([length]) for length, _ in shapes], [-(-length // size) for length, size in shapes]
+            forward, backward = (fit(sizes, [one[i] for one in passes], counts) for i in (0, 1))
+            for block in blocks:
+                costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair))
+        return tuple(costs)
+
+    def _seconds_in_chunks(self, block: int, tokens: int, size: int, *, once: bool) -> tuple[float, float]:
+        """``seconds`` of a layer on one row in chunks."""
+        bench = self.bench
+        with bench.case(block, (tokens,), in_chunks=True) as case:
+            layer, hidden = bench.layer_in_chunks(block, case, size), OnDevice(case.hidden)
+            gradient, output = torch.empty_like(case.hidden), OnDevice(torch.empty_like(case.hidden))
+            wanted = block > bench.chain.spec.first_backward
+            self._doing = f"block {block} in chunks, {tokens:,} tokens"
+
+            def backward() -> None:
+                layer.backward(hidden, gradient.copy_(case.hidden), wanted=wanted)
+
+            forward_s = self._time(lambda: layer.forward(hidden, output), grad=False, once=once)
+            trained = bench.chain.blocks[block].needs_backward
+            return forward_s, self._time(backward, grad=False, once=once) if trained else 0.0
+
+    def _time(self, run: Callable[[], object], *, grad: bool, once: bool = False) -> float:
+        """The median of a few runs after one that does not count; or of one run."""
         taken = []
         with torch.set_grad_enabled(grad):
-            for _ in range(REPEATS + 1):
+            for _ in range(1 if once else REPEATS + 1):
                 self._wait()
                 begin = time.perf_counter()
                 run()
                 self._wait()
                 taken.append(time.perf_counter() - begin)
                 self._say(taken)
-        return statistics.median(taken[1:])
+        return statistics.median(taken[1:] or taken)
 
     def _say(self, taken: Sequence[float]) -> None:
         now = time.perf_counter()

@@ -57,9 +57,12 @@ def smaller(request: PlanRequest, step: StepSpec) -> Iterator[str]:
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
+    changes = list(LEANER)
+    if request.chunks:
+        changes.append({"recompute": "full", **request.in_chunks(request.chunks[0])})
     if relieved(request, step.strategy):
-        return [*LEANER, {"recompute": "full", "offloaded_layers": request.model.num_layers}]
-    return list(LEANER)
+        changes.append({"recompute": "full", "offloaded_layers": request.model.num_layers})
+    return changes
 
 
 def _together(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Machine
@@ -21,6 +22,8 @@ from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
 """In a step, that a plan is made for."""
+CHUNKS = (2048, 4096, 8192, 16384)
+"""Tokens of a row that layers may compute at one time where whole rows do not fit."""
 MOST_TOKENS = 1 << 24
 """In a row, where the longest that fits is looked for."""
 
@@ -39,9 +42,11 @@ class PlanRequest:
         system_bytes: of a device that the driver and libraries take for themselves; on a CPU the process that has
             loaded them.
         communicator_bytes: of a device that each of its process groups takes.
+        drops: the model has dropout, which is drawn for every chunk of a row.
+        key_value_bytes: of a layer's keys and values, for every token; 0 if unknown.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
-        settings: what a plan takes as given: see ``schedule.settings.UNPLANNED``.
+        settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
 
     model: ModelSpec
@@ -58,6 +63,8 @@ class PlanRequest:
     settings: ScheduleSettings = DEFAULT
     system_bytes: int = 0
     communicator_bytes: int = 0
+    drops: bool = False
+    key_value_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -68,6 +75,25 @@ class PlanRequest:
     @property
     def micro_batches(self) -> int:
         return -(-self.global_batch // self.micro_batch)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Sizes of chunks in which a plan may let rows run, ascending; none if it may not."""
+        given = self.settings.sequence_chunk
+        sizes = CHUNKS if given is None else (given,)
+        return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
+
+    def of(self, step: StepSpec) -> PlanRequest:
+        """The request as a step computes it: layers on whole rows or in chunks."""
+        size, profile = step.settings.sequence_chunk or 0, self.profile
+        if 0 < size < self.sequence_length and profile.in_chunks:
+            profile = profile.cut(size * self.micro_batch)
+        given = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
+        return replace(self, profile=profile, settings=given)
+
+    def in_chunks(self, size: int) -> dict[str, Any]:
+        """Settings for rows in chunks of so many tokens, or for whole ones (0), which wait in no files."""
+        return {"sequence_chunk": size, "offload_dir": self.settings.offload_dir if size else ""}
 
     @cached_property
     def topology(self) -> Topology:
@@ -88,7 +114,7 @@ class PlanRequest:
             update_s=profile.update_s,
             size=self.size,
             reduce_scatter="ring",
-            host=machine.host,
+            host=machine.disk if self.settings.offload_dir else machine.host,
             boundary_bytes=profile.memory.boundary,
             key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
@@ -124,12 +150,14 @@ class PlanRequest:
         Raises:
             UserError: the settings cannot work for this model on these machines.
         """
+        if settings.sequence_chunk is None:  # and so rows are whole
+            settings = replace(settings, **self.in_chunks(0))
         shares = share_in_sets(self.micro_batches, self.topology, settings)
         return step_of(self.model, self.topology, settings, shares, strategy=strategy)
 
     def compute_s(self, step: StepSpec) -> float:
         """Seconds in which a device computes its share of one micro-batch, forward and backward."""
-        costs, seconds = self.costs.in_sets(step.settings.sequence_ranks), 0.0
+        costs, seconds = self.of(step).costs.in_sets(step.settings.sequence_ranks), 0.0
         for b, block in enumerate(self.model.blocks):
             seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
@@ -142,7 +170,7 @@ class PlanRequest:
 
     def activations_of(self, ranks: int) -> Mapping[Kind, int]:
         """The same on each of so many ranks that compute a micro-batch together."""
-        chunk, tokens = self.settings.sequence_chunk * self.micro_batch, round(self.size.tokens)
+        chunk, tokens = (self.settings.sequence_chunk or 0) * self.micro_batch, round(self.size.tokens)
         return self.profile.memory.activations(tokens, pinned=self.has_host, chunk=chunk, ranks=ranks)
 
     @property

@@ -8,17 +8,28 @@ homes are found for it where units or links are uneven (place.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
-from tawpipe.plan.predict import PLAYED_ROUNDS, Needs, Prediction, bound_of, memory_quickly, one_for_all, predict
+from tawpipe.plan.predict import (
+    PLAYED_ROUNDS,
+    Needs,
+    Prediction,
+    bound_of,
+    memory_of,
+    memory_quickly,
+    one_for_all,
+    predict,
+    short_schedule,
+)
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.settings import DEFAULT, spell_homes
-from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import step_of, strategies
 
 GAIN = 0.005
@@ -32,7 +43,7 @@ MOST_PLAYED = 30_000
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
-DEVICE, HOST = "device memory", "host memory"
+DEVICE, HOST, FILES = "device memory", "host memory", "disk"
 HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
@@ -102,14 +113,29 @@ def describe(request: PlanRequest, candidate: Candidate) -> str:
 
 
 def fits(request: PlanRequest, needs: Needs) -> bool:
-    """True if so much memory is there, on every device and on every host, as far as it is known."""
+    """True if so much memory is there, on every device, host and disk, as far as it is known."""
     return not lacking(request, needs)
 
 
 def lacking(request: PlanRequest, needs: Needs) -> list[str]:
-    """Which memory does not suffice: ``DEVICE``, ``HOST``, both or none."""
-    there = {DEVICE: (request.memory_bytes, needs.device), HOST: (request.machine.host_bytes, needs.host)}
+    """Which memory does not suffice: some of ``DEVICE``, ``HOST`` and ``FILES``."""
+    machine = request.machine
+    there = {
+        DEVICE: (request.memory_bytes, needs.device),
+        HOST: (machine.host_bytes, needs.host),
+        FILES: (machine.files_bytes, needs.files),
+    }
     return [name for name, (most, needed) in there.items() if most and needed > most]
+
+
+def whole_rows_fit(request: PlanRequest) -> bool:
+    """True if some strategy can run the rows whole, with everything on the device."""
+    for strategy in strategies(runs=True).values():
+        with suppress(UserError):
+            lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
+            if strategy.candidate and fits(request, memory_quickly(request, request.step(lean, strategy))):
+                return True
+    return False
 
 
 def shortage(request: PlanRequest, needs: Needs) -> str:
@@ -120,6 +146,8 @@ def shortage(request: PlanRequest, needs: Needs) -> str:
         words.append(f"{gib(needs.device)} GiB of {gib(request.memory_bytes)} on every device ({parts})")
     if request.machine.host_bytes and needs.host > request.machine.host_bytes:
         words.append(f"{gib(needs.host)} GiB of {gib(request.machine.host_bytes)} of every host's memory")
+    if request.machine.files_bytes and needs.files > request.machine.files_bytes:
+        words.append(f"{gib(needs.files)} GiB of {gib(request.machine.files_bytes)} of every node's disk")
     return " and ".join(words)
 
 
@@ -144,13 +172,9 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
         return replace(refused, why_not=str(error))
     if not possible:
         options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
-        layers = request.model.num_layers
-        for number in (layers // 2, layers * 3 // 4) if relieved(request, strategy) else ():
-            options.append(with_settings(options[0], offloaded_layers=number))
-        if relieved(request, strategy):
-            every = [step for step in options if not step.settings.offloaded_layers]
-            options += [with_settings(step, offloaded_layers=layers) for step in every]
-        possible = [step for step in options if fits(request, memory_quickly(request, step))]
+        offloaded = [with_settings(step, offloaded_layers=n) for step, n in _offloading(request, options, chunk=0)]
+        possible = [step for step in offloaded if fits(request, memory_quickly(request, step))]
+        possible += _in_chunks(request, options)
     if not possible:
         leanest = _leanest(request, options[0])
         good = fits(request, memory_quickly(request, leanest))
@@ -163,6 +187,34 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
                 best = step, made
     assert best is not None
     return Candidate(strategy.name, *best, True, True)
+
+
+def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
+    """Steps whose rows run in chunks, the largest that fit."""
+    if request.settings.sequence_chunk is not None or not request.chunks:
+        return
+    for option, layers in _offloading(request, options, chunk=request.chunks[0]):
+        first = with_settings(option, **request.in_chunks(request.chunks[0]), offloaded_layers=layers)
+        schedule = short_schedule(request, first)
+        for size in reversed(request.chunks):
+            step = with_settings(first, sequence_chunk=size)
+            if fits(request, memory_of(request, resized(schedule, step))):
+                yield step
+                break
+
+
+def resized(schedule: Schedule, step: StepSpec) -> Schedule:
+    """A schedule with the settings of a step that has chunks of another size, on which no action depends."""
+    return replace(schedule, step=replace(schedule.step, settings=step.settings))
+
+
+def _offloading(request: PlanRequest, options: Sequence[StepSpec], *, chunk: int) -> Iterator[tuple[StepSpec, int]]:
+    """Every step with no layer offloaded and with all, and the first also with some."""
+    yield from ((step, 0) for step in options)
+    layers = request.model.num_layers
+    if relieved(request, options[0].strategy, chunk=chunk):
+        yield from ((options[0], number) for number in (layers // 2, layers * 3 // 4))
+        yield from ((step, layers) for step in options)
 
 
 def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
@@ -286,9 +338,11 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
     for fewer in (0, offloaded // 2, offloaded * 3 // 4):
         if fewer < offloaded:
             yield {"offloaded_layers": fewer}
-    # What a layer keeps besides its input stays on the device, and so does its input.
-    if request.profile.memory.kept.get("attention", 1):  # none where attention has no kernel whose result could be kept
-        yield {"recompute": "selective", "offloaded_layers": 0}
+    if settings.sequence_chunk:
+        yield from ({"sequence_chunk": size} for size in request.chunks if size != settings.sequence_chunk)
+    # What a whole row keeps besides a layer's input stays on the device, and so does its input.
+    if request.of(step).profile.memory.kept.get("attention", 1):  # none where no kernel's result could be kept
+        yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
     for share in (4, 2, 1) if layers else ():
         last = max(1, layers // share)
         yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
@@ -296,10 +350,12 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
 
 def _leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
-    offloaded = request.model.num_layers if relieved(request, step.strategy) else 0
-    return with_settings(step, **LEAN, offloaded_layers=offloaded)
+    chunk = request.chunks[0] if request.chunks else 0
+    offloaded = request.model.num_layers if relieved(request, step.strategy, chunk=chunk) else 0
+    return with_settings(step, **LEAN, offloaded_layers=offloaded, **request.in_chunks(chunk))
 
 
-def relieved(request: PlanRequest, strategy: Strategy) -> bool:
-    """True if the host's memory can take activations: not where that is what a device computes in."""
-    return "offloaded_layers" not in strategy.refusals and request.has_host
+def relieved(request: PlanRequest, strategy: Strategy, *, chunk: int = 0) -> bool:
+    """True if files can take activations, or the host's memory: not where that is what a device computes in."""
+    outside = request.has_host or bool(chunk and request.settings.offload_dir)
+    return "offloaded_layers" not in strategy.refusals and outside

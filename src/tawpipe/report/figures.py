@@ -90,12 +90,14 @@ def lines(
     x_title: str,
     y_title: str,
     log: bool = True,
-    end: tuple[str, float] | None = None,
+    ends: Mapping[str, tuple[float, str]] | None = None,
+    limit: float = 0.0,
 ) -> Any:
     """Curves over a common axis.
 
     Args:
-        end: what ends them, and where: an upright line.
+        ends: of curves, the last value, which is marked, and what ends them.
+        limit: a line across all curves.
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
     for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
@@ -107,20 +109,64 @@ def lines(
             line={"color": color},
             hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
         )
-    if end is not None:
-        name, at = end
-        drawn = [value for values in series.values() for value in values if value is not None]
+    if limit:
         figure.add_scatter(
-            x=[at, at],
-            y=[min(drawn, default=0), max(drawn, default=1)],
-            name=name,
+            x=[min(x), max(x)],
+            y=[limit, limit],
+            name="limit",
             mode="lines",
             line={"color": LIMIT, "dash": "dash"},
-            hovertemplate=f"{name}: %{{x}}<extra></extra>",
+            hovertemplate="limit: %{y:.4g}<extra></extra>",
+        )
+    if ends:
+        last = {name: max(at for at, value in zip(x, series[name], strict=True) if value is not None) for name in ends}
+        figure.add_scatter(
+            x=[last[name] for name in ends],
+            y=[value for value, _ in ends.values()],
+            name="where a row ends",
+            mode="markers",
+            marker={"symbol": "x-thin", "size": 12, "line": {"width": 3, "color": LIMIT}},
+            customdata=[f"{name}: {why}" for name, (_, why) in ends.items()],
+            hovertemplate="%{customdata}<br>%{x}: %{y:.4g}<extra></extra>",
         )
     if log:
         figure.update_xaxes(type="log")
         figure.update_yaxes(type="log")
+    return figure
+
+
+def heat_map(
+    x: Sequence[str],
+    y: Sequence[str],
+    shares: Sequence[Sequence[float]],
+    words: Sequence[Sequence[str]],
+    *,
+    x_title: str,
+    y_title: str,
+) -> Any:
+    """Cells of two axes, by a number from 0, which is bad, to 1; the first row is at the top.
+
+    Args:
+        shares, words: row by row, of every cell.
+    """
+    figure = _figure(110 + 56 * len(y), xaxis_title=x_title, yaxis_title=y_title)
+    figure.add_heatmap(
+        x=list(x),
+        y=list(y),
+        z=[list(row) for row in shares],
+        text=[list(row) for row in words],
+        texttemplate="%{text}",
+        textfont={"color": "#1c2330"},
+        hovertemplate=f"{x_title}: %{{x}}<br>{y_title}: %{{y}}<br>%{{text}}<extra></extra>",
+        zmin=0,
+        zmax=1,
+        colorscale=[[0, "#f0a58f"], [0.5, "#f4e3a1"], [1, "#8ecb92"]],
+        showscale=False,
+        xgap=2,
+        ygap=2,
+    )
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False, autorange="reversed")
     return figure
 
 

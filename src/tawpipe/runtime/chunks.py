@@ -115,12 +115,12 @@ class LayerInChunks:
         """Propagate ``gradient`` of the output, [b, S, H], which becomes that of the input if it is ``wanted``."""
         chunks = self._chunks(hidden)
         with torch.no_grad():
-            for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
+            spans = [chunk.tokens for chunk in chunks[:-1]]  # the last puts its own when it is computed again, first
+            for chunk, tokens in zip(chunks, hidden.read(spans) if spans else (), strict=False):
                 chunk.only_keys = True
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
                 chunk.only_keys = False
-        chunks[0].store.begin_backward()
         self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept)
 
     def _propagate(

@@ -20,8 +20,8 @@ from tawpipe.model.batch import MicroBatch, tokens_of
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import KeyStore
 from tawpipe.model.stubs import LayerCall
-from tawpipe.runtime.by_position import Head, LossByPosition
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
+from tawpipe.runtime.measures import Head, Measure
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.runtime.rows import InHost, OnDevice, Places, Rows
@@ -58,7 +58,7 @@ class StepInput:
         scale: every token's loss is multiplied by it in the backward pass; a power of two, so that no dtype rounds it.
         seed, step: what random numbers derive from; ``seed`` None for an evaluation.
         digest: a small number that is the same on all ranks if they were given the same.
-        by_position: sums an evaluation's loss by position besides.
+        measure: looks at an evaluation's head.
         place: of this rank among those that compute these micro-batches together.
     """
 
@@ -67,7 +67,7 @@ class StepInput:
     seed: int | None
     step: int
     digest: int = 0
-    by_position: LossByPosition | None = None
+    measure: Measure | None = None
     place: int = 0
 
     @property
@@ -163,10 +163,10 @@ class Compute:
                 self._check_head(action, given, hidden)
                 whole, dealt = self._dealt(given, m)
                 on_host = whole.tokens_at(dealt.own) if dealt else whole
-                by_position = given.by_position and given.by_position.head(self.chain, on_host)
+                head = given.measure.head(self.chain, on_host, m) if given.measure else None
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[loss(m)] = loss_in_chunks(
-                        self.chain, hidden, held.own, None, given.scale, self.chunk_tokens, by_position
+                        self.chain, hidden, held.own, None, given.scale, self.chunk_tokens, head
                     )
         self._release(action)
 
@@ -500,13 +500,13 @@ def loss_in_chunks(
     gradient: Tensor | None,
     scale: float,
     chunk_tokens: int,
-    by_position: Head | None = None,
+    head: Head | None = None,
 ) -> Tensor:
     """The summed loss of one micro-batch, chunk by chunk of positions; where gradients are on also its gradient times
     ``scale``.
 
     Args:
-        by_position: takes the place of the chain's head.
+        head: takes the place of the chain's.
     """
     rows, length, _ = hidden.shape
     step = max(1, chunk_tokens // rows)
@@ -518,7 +518,7 @@ def loss_in_chunks(
         if training:
             part.requires_grad_(gradient is not None)
         labels = batch.labels[:, cut]
-        summed = by_position(part, labels, cut) if by_position else chain.head(part, labels)
+        summed = head(part, labels, cut) if head else chain.head(part, labels)
         if training:
             torch.autograd.backward(summed, torch.full_like(summed, scale))
             if gradient is not None:

@@ -162,57 +162,66 @@ class InFile:
             expected = f"room for {self.bytes:,} bytes more, which the inputs of one layer take ({error.strerror})"
             raise UserError("schedule.offload_dir", folder.path, expected) from error
         self._writing: deque[Future[None]] = deque()
+        self._leaving: list[Tensor] = []
+        self._written = 0
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
-        coming: deque[Future[Tensor]] = deque()
+        if not spans:
+            return
+        room = [self._room(max(spans, key=_length)) for _ in range(2)]
+        copied: list[torch.Event | None] = [None, None]
+        coming: deque[Future[None]] = deque()
         for place in range(len(spans) + 1):
             if place < len(spans):
-                coming.append(self._folder.reader.submit(self._fetch, spans[place]))
+                into = room[place % 2][:, : _length(spans[place])]
+                coming.append(self._folder.reader.submit(self._move, os.preadv, spans[place], into, copied[place % 2]))
             if place > 0:
-                yield coming.popleft().result().to(self._device, non_blocking=True)
+                coming.popleft().result()
+                yield room[(place - 1) % 2][:, : _length(spans[place - 1])].to(self._device, non_blocking=True)
+                if self._device.type == "cuda":
+                    copied[(place - 1) % 2] = torch.cuda.current_stream(self._device).record_event()
 
     def write(self, span: slice, tokens: Tensor) -> None:
         while len(self._writing) >= UNDER_WAY:
             self._writing.popleft().result()
-        copied = None
-        if tokens.is_cuda:
-            there = torch.empty(tokens.shape, dtype=self.dtype, pin_memory=True)
-            there.copy_(tokens, non_blocking=True)
-            copied = torch.cuda.current_stream(self._device).record_event()
-        else:
-            there = tokens.detach().to(self.dtype, memory_format=torch.contiguous_format, copy=True)
-        self._writing.append(self._folder.writer.submit(self._put, span, there, copied))
+        if not self._leaving:
+            self._leaving = [self._room(span) for _ in range(UNDER_WAY)]  # the first chunk is as long as any
+        out_of = self._leaving[self._written % UNDER_WAY][:, : _length(span)]
+        self._written += 1
+        out_of.copy_(tokens.detach(), non_blocking=True)
+        copied = torch.cuda.current_stream(self._device).record_event() if tokens.is_cuda else None
+        self._writing.append(self._folder.writer.submit(self._move, os.pwritev, span, out_of, copied))
 
     def settle(self) -> None:
         while self._writing:
             self._writing.popleft().result()
+        self._leaving.clear()
 
     def close(self) -> None:
         """Give the disk back."""
         self._file.close()
 
-    def _fetch(self, span: slice) -> Tensor:
-        shape = (self.shape[0], span.stop - span.start, *self.shape[2:])
-        tokens = torch.empty(shape, dtype=self.dtype, pin_memory=self._device.type == "cuda")
-        for row in range(self.shape[0]):
-            self._transfer(os.preadv, tokens[row], row, span)
-        return tokens
+    def _room(self, span: slice) -> Tensor:
+        """Memory for a chunk."""
+        shape = (self.shape[0], _length(span), *self.shape[2:])
+        return torch.empty(shape, dtype=self.dtype, pin_memory=self._device.type == "cuda")
 
-    def _put(self, span: slice, tokens: Tensor, copied: torch.Event | None) -> None:
+    def _move(self, move: Any, span: slice, tokens: Tensor, copied: torch.Event | None) -> None:
+        """``preadv`` or ``pwritev``, which may stop early, once the device is done with ``tokens``."""
         if copied is not None:
             copied.synchronize()
         for row in range(self.shape[0]):
-            self._transfer(os.pwritev, tokens[row], row, span)
+            left = memoryview(tokens[row].flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+            at = (row * self.shape[1] + span.start) * self._token
+            while left:
+                done = move(self._file.fileno(), [left], at)
+                if not done:
+                    raise RunError("the file of a layer's inputs ended early")
+                left, at = left[done:], at + done
 
-    def _transfer(self, move: Any, tokens: Tensor, row: int, span: slice) -> None:
-        """``preadv`` or ``pwritev``, which may stop early."""
-        left = memoryview(tokens.flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-        at = (row * self.shape[1] + span.start) * self._token
-        while left:
-            done = move(self._file.fileno(), [left], at)
-            if not done:
-                raise RunError("the file of a layer's inputs ended early")
-            left, at = left[done:], at + done
+
+def _length(span: slice) -> int:
+    return span.stop - span.start
 
 
 class Places:

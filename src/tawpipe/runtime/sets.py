@@ -124,7 +124,7 @@ class LayerInSet(LayerInChunks):
         """Propagate ``gradient`` of the output, which becomes that of the input if it is ``wanted``, as far as it does
         not come through keys and values.
         """
-        self.store.begin_backward()
+        self.store.make_sums()
         self._propagate(self._chunks(hidden), hidden, gradient, wanted=wanted, kept=kept)
 
     def key_gradients(self) -> list[Tensor]:

@@ -60,6 +60,8 @@ class BlockMemory:
             head, whose logits exist for a chunk only.
         keys, key_gradients: of a layer's keys and values, and of their gradients, for every token: where several ranks
             compute a row together, each of them has those of all its tokens for a time.
+        in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
+            fixed part, one for every token of a chunk, and one for every token.
     """
 
     boundary: int
@@ -68,6 +70,14 @@ class BlockMemory:
     at_once: Mapping[str, int] = field(default_factory=dict)
     keys: float = 0
     key_gradients: float = 0
+    in_chunks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+
+    def cut(self, chunk: int) -> BlockMemory:
+        """The same for rows that run in chunks of so many tokens."""
+        lines = {name: (fixed + own * chunk, token) for name, (fixed, own, token) in self.in_chunks.items()}
+        _, attention = lines.pop("kept", (0, 0.0))
+        kept = {**self.kept, "kept": attention, "attention": attention}
+        return replace(self, kept=kept, working={**self.working, "layer": lines}, in_chunks={})
 
     def with_more(self, kind: str, amount: int) -> BlockMemory:
         """The same with so many bytes more whenever a block of a kind computes."""
@@ -114,7 +124,7 @@ class BlockMemory:
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
         if Kind.OFFLOADED not in kinds:
             return computing
-        under_way = tokens if block == "embedding" else min(tokens, STAGED * settings.sequence_chunk)
+        under_way = tokens if block == "embedding" else min(tokens, STAGED * (settings.sequence_chunk or tokens))
         return computing + under_way * self.boundary
 
 

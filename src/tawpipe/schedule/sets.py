@@ -45,7 +45,8 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
     if not isinstance(ranks, int) or ranks < 1 or local % ranks:
         good = [str(size) for size in range(1, local + 1) if local % size == 0]
         words = " or ".join([*([", ".join(good[:-1])] if good[1:] else []), good[-1]])
-        expected = f"{words}: it must divide the {local} processes of every node"
+        many = f"must divide the {local} processes of every node"
+        expected = f"{words}: it {many if local > 1 else 'counts processes of one node, and every node has one'}"
         raise UserError("schedule.sequence_ranks", ranks, expected)
     return share_micro_batches(count, topology.world_size, ranks)
 

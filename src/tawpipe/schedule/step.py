@@ -30,7 +30,7 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit"}
+NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0}
 """What the settings that may be left open are for strategies that have no word on them."""
 
 
@@ -77,7 +77,7 @@ class StepSpec:
 
     def streams(self, block: int) -> bool:
         """True if the input of a block comes and goes by chunk, within the actions that compute."""
-        return self.settings.sequence_chunk > 0 and self.offloads(block) and block >= self.model.first_backward
+        return bool(self.settings.sequence_chunk) and self.offloads(block) and block >= self.model.first_backward
 
     @cached_property
     def step_cache(self) -> int:

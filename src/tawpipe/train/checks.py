@@ -50,6 +50,15 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     parse_homes(config.schedule.homes)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
+    if lengths := config.evaluation.retrieval_lengths:
+        if not config.evaluation.every:
+            expected = "none while --evaluation.every is 0: nothing is evaluated"
+            raise UserError("--evaluation.retrieval-lengths", lengths, expected)
+        if max(lengths) > config.sequence_length:
+            expected = f"at most --sequence-length, which is {config.sequence_length}"
+            raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
+    if not config.steps and not config.evaluation.every:
+        raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:

@@ -57,6 +57,13 @@ class EvaluationConfig:
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
+    retrieval_lengths: list[int] = field(default_factory=list)
+    """Lengths in tokens, up to --sequence-length, of rows of held-out text in which a fact is hidden and asked for:
+    does the model find it? Empty for no such check."""
+    retrieval_depths: int = bounded(5, minimum=1)
+    """Depths at which the fact stands in rows of every length, evenly from their beginning to their end."""
+    retrieval_samples: int = bounded(4, minimum=1)
+    """Facts hidden at every depth, one in a row."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,9 @@ class TrainConfig(DataSettings):
     """Sequences in a step, over all processes. The same for any number of nodes and processes."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
-    steps: int = bounded(60, minimum=1)
-    """Optimizer steps in the whole run, those before a resume included."""
+    steps: int = bounded(60, minimum=0)
+    """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
+    and nothing exported."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

@@ -22,23 +22,23 @@ from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
-from tawpipe.data.rows import RowSource
+from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.errors import RunError
-from tawpipe.model.batch import MicroBatch
 from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
-from tawpipe.runtime.by_position import LossByPosition, position_edges
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.limits import FACTOR
+from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.metrics import MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.retrieval import Retrieval, RetrievalCheck
 from tawpipe.train.stopping import StopRequest
 
 LOOK_AT_SAVES = 10
@@ -63,10 +63,11 @@ class Training:
         plan: that the run follows, for its checkpoints.
         disk: for checkpoints.
         memory: for copies in the memory of the nodes, if there are to be any.
+        check: part of every evaluation, if there is to be one.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
-    last one that was measured, ``validation_by_position`` the same by position, if that is asked for, ``stopped`` the
-    signal that ended the run early, ``unsaved`` why the last checkpoint is not there.
+    last one that was measured, ``validation_by_position`` the same by position, if asked for, ``retrieval`` what the
+    last check found, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is not there.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class Training:
         *,
         plan: str = "",
         memory: Memory | None = None,
+        check: RetrievalCheck | None = None,
     ) -> None:
         self.plan, self.disk, self.memory = plan, disk, memory
         self.config, self.world, self.console = config, world, console
-        self.pipeline, self.data = pipeline, data
+        self.pipeline, self.data, self._check = pipeline, data, check
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
         self.unsaved = ""
@@ -96,6 +98,8 @@ class Training:
         self.samples = state.samples if state else 0
         self.validation_loss: float | None = None
         self.validation_by_position: dict[str, float | None] = {}
+        self.retrieval: Retrieval | None = None
+        self._evaluates = config.evaluation.every > 0 and (data.validation is not None or check is not None)
         self._pending: deque[_Pending] = deque()
         self._saved_step = self._left_out = 0
         self._computed_s = 0.0
@@ -136,8 +140,10 @@ class Training:
             self._limit(config.timeouts.first_step_s)
             if self.last > self.first:
                 pipeline.drain()
-            elif self.data.validation is not None and config.evaluation.every:
-                self.validation_loss = self._evaluate()
+            elif self._evaluates:
+                values = self._evaluate()
+                if self._writer is not None and not self.last:
+                    self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -162,7 +168,7 @@ class Training:
         lengths = [length for one in batch.micro_batches for length in one.lengths]
         self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, lengths))
         last = step + 1 == config.steps
-        evaluate = self.data.validation is not None and _due(config.evaluation.every, step + 1, last=last)
+        evaluate = self._evaluates and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
         # One step stays unread, so that the next one is issued before this one has ended.
         self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
@@ -285,11 +291,10 @@ class Training:
                 values["mfu"] = self._mfu(done, seconds)
             extra = ""
             if evaluate and not self._pending:
-                self.validation_loss = values["validation_loss"] = self._evaluate()
-                if self.validation_by_position:
-                    values["validation_by_position"] = self.validation_by_position
+                values |= self._evaluate()
                 self._last = time.perf_counter()
-                extra = f"validation loss {self.validation_loss:.4f}"
+                measured = [] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]
+                extra = ", ".join([*measured, *([str(self.retrieval)] if self.retrieval else [])])
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
                 self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
             if said := self._spikes.look(result.loss):
@@ -316,25 +321,34 @@ class Training:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> dict[str, Value]:
+        """Measure the model on what is held out, and say it as metrics.jsonl does."""
+        usual_s, values = self.pipeline.limit.least_s, dict[str, Value]()
+        if not self._evaluated:  # layers are compiled once more, and every block runs twice
+            self._limit(self.config.timeouts.first_step_s)
+        if self.data.validation is not None:
+            self.validation_loss = values["validation_loss"] = self._validate(self.data.validation)
+            if self.validation_by_position:
+                values["validation_by_position"] = self.validation_by_position
+        if self._check is not None:
+            self.retrieval = self._check.measure(self.pipeline, self.config.global_batch)
+            values |= self.retrieval.values()
+        if not self._evaluated:
+            self._evaluated = True
+            self._limit(usual_s)
+        return values
+
+    def _validate(self, source: PackedDataset) -> float:
         """Mean loss per token over the first batches of the held-out rows, always the same ones."""
-        assert self.data.validation is not None
-        rows, settings = min(self.config.global_batch, len(self.data.validation)), self.config.evaluation
+        rows, settings = min(self.config.global_batch, len(source)), self.config.evaluation
         by_position = None
         if settings.by_position:
             edges = position_edges(settings.by_position, self.config.sequence_length)
             by_position = LossByPosition(edges, self.world.device)
-        total, tokens, usual_s = 0.0, 0, self.pipeline.limit.least_s
-        if not self._evaluated:  # layers are compiled once more, and every block runs twice
-            self._limit(self.config.timeouts.first_step_s)
-        batches = max(1, min(settings.batches, len(self.data.validation) // rows))
-        for number in range(batches):
-            batch = self._batch(self.data.validation, number * rows, rows)
-            result = self.pipeline.evaluate(batch, by_position=by_position)
+        total, tokens = 0.0, 0
+        for number in range(max(1, min(settings.batches, len(source) // rows))):
+            result = self.pipeline.evaluate(self._batch(source, number * rows, rows), measure=by_position)
             total, tokens = total + result.loss * result.tokens, tokens + result.tokens
-        if not self._evaluated:
-            self._evaluated = True
-            self._limit(usual_s)
         if by_position is not None:
             self.validation_by_position = by_position.means(self.world)
         return total / max(1, tokens)
@@ -347,14 +361,12 @@ class Training:
 
     def _batch(self, source: RowSource, begin: int, rows: int) -> LocalBatch:
         """This rank's part of the ``rows`` samples from ``begin`` on."""
-        shares = self.pipeline.shares(rows)
-        parts = [MicroBatch.cat([source.sample(begin + row) for row in share.rows]) for share in shares]
+        length = self.config.sequence_length
+        batch = self.pipeline.part_of(rows, length, lambda row: source.sample(begin + row))
         if self.data.report.streamed:  # what else there is was looked at before the run
-            longest = max((length for part in parts for length in part.lengths), default=0)
-            check_longest(self.config.model, self.pipeline.chain.config, self.config.sequence_length, longest)
-        if self.world.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        return LocalBatch(rows, self.config.sequence_length, parts)
+            longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
+            check_longest(self.config.model, self.pipeline.chain.config, length, longest)
+        return batch
 
     def _state(self, step: int) -> RunState:
         return RunState(

@@ -10,7 +10,7 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.plan.predict import Needs, memory_quickly, predict
-from tawpipe.plan.probe import machine_unprobed, probe
+from tawpipe.plan.probe import machine_unprobed, probe, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
@@ -44,6 +44,10 @@ def check_memory(
     """
     asking = {"vocab_size": vocab_size, "dtype": dtype, "lengths": lengths}
     machine = machine_unprobed(world)
+    if request is not None:
+        machine = replace(machine, files=request.machine.files, files_bytes=request.machine.files_bytes)
+    elif config.schedule.offload_dir:
+        machine = with_files(machine, world, config.schedule.offload_dir)
     measured = request
     if measured is None:
         measured, problem = ask(config, world, machine, timed=False, **asking)
@@ -65,7 +69,7 @@ def check_memory(
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     """The same request with all the memory that is there: a run that just fits is not refused."""
-    there = replace(request.machine, host_bytes=machine.host_bytes)
+    there = replace(request.machine, host_bytes=machine.host_bytes, files_bytes=machine.files_bytes)
     return replace(request, memory_bytes=machine.device.memory_bytes, machine=there)
 
 

@@ -43,7 +43,7 @@ class MetricsWriter:
     def __init__(self, output: Path, *, tensorboard: bool = True, resumed_step: int = 0) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
-        self.last_step = resumed_step
+        self.last_step = resumed_step or -1
         cut_after(self.path, resumed_step)
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
@@ -57,9 +57,9 @@ class MetricsWriter:
         """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
 
         Args:
-            step: number of the step, from 1; greater than that of the row before.
+            step: number of the step, from 1, or 0 before any; greater than that of the row before.
             values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss,
-                validation_by_position.
+                validation_by_position, retrieval_found, retrieval_loss.
 
         Returns:
             why it could not be written, the first time that this happens; else nothing.

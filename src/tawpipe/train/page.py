@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from tawpipe.report.bars import executed_bars, predicted_bars, recordings
-from tawpipe.report.figures import lines
+from tawpipe.report.figures import heat_map, lines
 from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import PLAN
+from tawpipe.train.retrieval import Retrieval
 
 CURVES = (
     ("Loss", ("loss", "validation_loss"), "loss per token"),
@@ -25,12 +26,17 @@ CURVES = (
 
 
 def write_run_page(
-    path: Path, config: TrainConfig, before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]]
+    path: Path,
+    config: TrainConfig,
+    before: Sequence[tuple[str, str]],
+    after: Sequence[tuple[str, str]],
+    retrieval: Retrieval | None = None,
 ) -> None:
     """Write the page of a run: what was planned, what came out, and how it went step by step.
 
     Args:
         before, after: what the console said before the first step and after the last one.
+        retrieval: what the last check found.
     """
     folder = config.output_path
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
@@ -44,6 +50,7 @@ def write_run_page(
         *_plan(folder, rows),
         *_curves(rows),
         *_by_position(rows),
+        *_retrieval(retrieval),
         *_recorded(folder),
     ]
     write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
@@ -82,6 +89,25 @@ def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         x_title = "tokens of the document before the predicted one"
         curve = lines([f"to {e}" for e in last], series, x_title=x_title, y_title="loss per token", log=False)
         yield Section("Validation loss by position", figures=[curve])
+
+
+def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
+    """What the last check found, by length and depth."""
+    if retrieval is None:
+        return
+    lengths, depths = (list(dict.fromkeys(each)) for each in zip(*retrieval.cells, strict=True))
+    cells = [[retrieval.cells[length, depth] for length in lengths] for depth in depths]
+    figure = heat_map(
+        [f"{length:,}" for length in lengths],
+        [f"{depth:.4g}" for depth in depths],
+        [[cell.found / cell.asked for cell in row] for row in cells],
+        [[f"{cell.found} of {cell.asked}<br>loss {cell.loss:.2f}" for cell in row] for row in cells],
+        x_title="tokens of the row",
+        y_title="depth of the fact",
+    )
+    words = f"{retrieval}. Depth 0 is the beginning of the row, 1 stands before the question. A fact is found if every "
+    words += "token of its answer is the likeliest; the loss is that per token of the answers."
+    yield Section("Hidden facts", words, figures=[figure])
 
 
 def _recorded(folder: Path) -> Iterator[Section]:

@@ -27,7 +27,7 @@ from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import planned_settings
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import PLANNED, ScheduleSettings
+from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import TrainConfig
@@ -86,7 +86,11 @@ def follow_plan(
     Raises:
         UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
     """
-    given = [name for name in PLANNED if getattr(config.schedule, name) != getattr(ScheduleSettings(), name)]
+    given = [
+        name
+        for name in PLANNED
+        if name not in KEPT_BY_PLANS and getattr(config.schedule, name) != getattr(ScheduleSettings(), name)
+    ]
     request: PlanRequest | None = None
     same_nodes = earlier is not None and earlier.topology == str(world.nodes)
     if config.plan not in ("none", "auto"):
@@ -159,6 +163,11 @@ def _mismatch(plan: dict[str, Any], config: TrainConfig, world: World, dtype: to
         if plan[name] != getattr(config, name):
             option = f"--{name.replace('_', '-')}"
             return UserError(option, getattr(config, name), f"{plan[name]}, as in the plan; or another plan")
+    for name in KEPT_BY_PLANS:
+        value, chosen = getattr(config.schedule, name), plan["schedule"].get(name)
+        if None not in (value, chosen) and value != chosen:
+            option = f"--schedule.{name.replace('_', '-')}"
+            return UserError(option, value, f"{chosen}, as in the plan; or another plan")
     if plan["weight_bytes"] != dtype.itemsize:
         expected = f"a type of {plan['weight_bytes']} bytes, as in the plan; or another plan"
         return UserError("--dtype", config.dtype, expected)
@@ -182,12 +191,14 @@ def _make(
 ) -> tuple[str, str, PlanRequest | None]:
     """Measure links and blocks, search, choose; the plan as text, or nothing, a line, and what was measured."""
     from tawpipe.plan.plan import Plan
-    from tawpipe.plan.probe import probe
+    from tawpipe.plan.probe import probe, with_files
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
     tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
     machine = probe(world).machine
+    if config.schedule.offload_dir:
+        machine = with_files(machine, world, config.schedule.offload_dir)
     request, problem = ask(config, world, machine, vocab_size=vocab_size, dtype=dtype, lengths=lengths, tell=tell)
 
     def choose() -> str:
@@ -244,6 +255,7 @@ def ask(
             settings=config.schedule,
             rope=config.rope,
             trust_remote_code=config.trust_remote_code,
+            why_whole="--compile would compile every chunk anew" if config.compile else "",
             here=world.device,
             tell=tell,
         )

@@ -37,6 +37,7 @@ from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, check_model, follow_plan
+from tawpipe.train.retrieval import retrieval_check
 from tawpipe.train.sample import sample
 
 ROWS_LOOKED_AT = 15
@@ -99,6 +100,9 @@ def run(config: TrainConfig) -> int:
         rope=config.rope,
         trust_remote_code=config.trust_remote_code,
     )
+    retrieval = retrieval_check(config, data, built.model.config)
+    if not config.steps and data.validation is None and retrieval is None:
+        raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
     pipeline = _make_pipeline(config, world, data, built, injector, followed.step_s)
     if pipeline.checked:
         console.line(pipeline.checked)
@@ -122,7 +126,9 @@ def run(config: TrainConfig) -> int:
     before = _plan_rows(config, pipeline, needs, computing)
     console.plan(before)
 
-    training = Training(config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory)
+    training = Training(
+        config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory, check=retrieval
+    )
     seconds = training.run()
 
     done = training.last - training.first
@@ -133,12 +139,14 @@ def run(config: TrainConfig) -> int:
         results.append(("validation loss", f"{training.validation_loss:.4f}"))
     if known := {edge: loss for edge, loss in training.validation_by_position.items() if loss is not None}:
         results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
+    if training.retrieval is not None:
+        results.append(("retrieval", str(training.retrieval)))
     peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.last < config.steps
     if config.sample.tokens and not stopped:
         results.append(("sample", sample(config, pipeline, data)))
-    if config.export.enabled and not stopped:
+    if config.export.enabled and training.last and not stopped:
         folder = pipeline.export(
             config.output_path / "model",
             dtype=DTYPES[config.export.dtype],
@@ -150,7 +158,7 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results)
+        write_run_page(Path(config.report), config, before, results, training.retrieval)
         results.append(("page", config.report))
     console.summary(results)
     if stopped:

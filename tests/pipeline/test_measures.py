@@ -1,4 +1,4 @@
-"""The loss of an evaluation by position: that of the plain model, token by token, and part of the ordinary one."""
+"""What an evaluation measures besides its loss: numbers of the plain model, on any number of processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from borders import llama, packed, piped, rows_of, token_sum
 from model_families import keep_fp64
-from positions import EDGES, LENGTHS, by_position
+from positions import EDGES, LENGTHS, answers, asked_rows, by_position
 from states import ALONE
-from tawpipe.runtime.by_position import LossByPosition
+from tawpipe.runtime.measures import LossByPosition
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_loss_of_the_users_own_is_cut_alike():
 
     curve = LossByPosition((4, 16), torch.device("cpu"))
     pipeline = piped(llama(), loss=smoothed)
-    result = pipeline.evaluate(rows_of(), by_position=curve)
+    result = pipeline.evaluate(rows_of(), measure=curve)
     pipeline.close()
     means, counts = curve.means(ALONE), {"4": 0, "16": 0}
     for row in rows_of()["labels"].tolist():
@@ -94,3 +94,32 @@ def test_a_loss_of_the_users_own_is_cut_alike():
     assert sum(counts.values()) == result.tokens
     whole = sum((means[edge] or 0.0) * count for edge, count in counts.items())
     assert whole == pytest.approx(result.loss * result.tokens, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "sequence_chunk", "micro_batch"), [(6, 0, 1), (1000, 7, 2), (4, 5, 5)], ids=["short", "cut", "together"]
+)
+def test_answers_are_those_of_the_plain_model(chunk, sequence_chunk, micro_batch):
+    knobs = {"loss_chunk_tokens": chunk, "sequence_chunk": sequence_chunk, "micro_batch": micro_batch}
+    found, loss, tokens = answers(ALONE, **knobs)
+    model = llama()()
+    batch = asked_rows(model)
+    for row, answer in enumerate(found):
+        ids, labels = (batch[name][row : row + 1] for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        assert answer.loss == pytest.approx(float(token_sum(logits[:, :-1], labels[:, 1:])), rel=1e-9)
+        assert answer.right == int((logits[:, :-1].argmax(-1) == labels[:, 1:]).sum())
+        assert answer.tokens == int((labels != -100).sum())
+    assert [answer.found for answer in found] == [False, True, False, True, False]
+    assert found[4].right == 3
+    assert sum(answer.loss for answer in found) == pytest.approx(loss * tokens, rel=1e-9)
+
+
+@pytest.mark.parametrize("knobs", [{"strategy": "hsdp"}, {"sequence_chunk": 5, "micro_batch": 2}], ids=["whole", "cut"])
+def test_answers_have_the_same_bits_on_any_processes(pool, knobs):
+    """Of four processes some have more of the rows than others, and cut in micro-batches of two, one has none."""
+    results = [pool.run("positions:answers", *shape, loss_chunk_tokens=6, **knobs) for shape in ((1, 1), (2, 2))]
+    (alone,), several = results
+    assert several[0][0] == alone[0], "the answers are others"
+    assert all(rank[0] == several[0][0] for rank in several)

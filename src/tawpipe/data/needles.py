@@ -1,0 +1,108 @@
+"""Rows that hide a fact at some depth of a long text and ask for it at their end.
+
+The text is the user's own. The fact of a sample and the beginning of its text are the same at every length and depth,
+so that nothing else differs between these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tawpipe.data.encode import Encoder
+from tawpipe.data.packing import Int64s
+from tawpipe.data.render import Document, Piece
+from tawpipe.data.rows import PackedDataset
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMES = "Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jonas", "Laura", "Nora"
+CODES = 10_000, 100_000
+"""The first number, and the one behind the last."""
+FACT = "\nThe access code of {name} is {code}.\n"
+QUESTION = "\nWhat is the access code of {name}? The access code of {name} is"
+ANSWER = " {code}"
+
+
+@dataclass(frozen=True)
+class Needle:
+    """The tokens of a fact, of the question for it and of its answer; and the document with which the text begins."""
+
+    fact: Int64s
+    question: Int64s
+    answer: Int64s
+    document: int
+
+
+class Needles:
+    """Rows with hidden facts, decided by the arguments and a row's number alone.
+
+    Args:
+        text: in which facts are hidden; without special tokens, documents end to end.
+        depths: number of them, evenly from 0, the beginning of the text, to 1, its end; 1 for the middle alone.
+        samples: facts hidden at every depth.
+
+    Raises:
+        UserError: the tokenizer cannot spell numbers, or there is no text.
+    """
+
+    def __init__(
+        self, text: PackedDataset, tokenizer: PreTrainedTokenizerBase, *, depths: int, samples: int, seed: int
+    ) -> None:
+        encoder = Encoder(tokenizer)
+        self.text, self.samples = text, samples
+        self.depths = [depth / (depths - 1) for depth in range(depths)] if depths > 1 else [0.5]
+        self._begin = np.array(encoder.begin, np.int64)
+        self._special = tokenizer.all_special_ids
+        self._needles: list[Needle] = []
+        for sample in range(samples):
+            draw = np.random.default_rng([seed, sample])
+            words = {"name": str(draw.choice(NAMES)), "code": str(draw.integers(*CODES))}
+            documents = [_in_the_middle(pattern.format(**words)) for pattern in (FACT, QUESTION, ANSWER)]
+            parts = [tokens.ids.astype(np.int64) for tokens in encoder.encode(documents)]
+            spelled = tokenizer.decode(parts[2].tolist())
+            if "".join(str(spelled).split()) != words["code"]:
+                name = tokenizer.name_or_path or f"a tokenizer of {len(tokenizer):,} tokens"
+                expected = f"one that can spell numbers, to look for hidden ones: {words['code']} becomes {spelled!r}"
+                raise UserError("--tokenizer", name, expected)
+            self._needles.append(Needle(*parts, document=int(draw.integers(text.num_documents))))
+        if not len(text.text(0, 1, self._special)):
+            raise UserError("--data", "special tokens alone", "text, to hide facts in it")
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row: a fact and its question, and one token of text for every depth."""
+        return len(self.depths) + max(self._taken(needle) for needle in self._needles)
+
+    def _taken(self, needle: Needle) -> int:
+        return sum(map(len, (self._begin, needle.fact, needle.question, needle.answer)))
+
+    @property
+    def rows(self) -> int:
+        """Rows of one length."""
+        return len(self.depths) * self.samples
+
+    def row(self, length: int, first: int, number: int) -> MicroBatch:
+        """Row ``first + number``: one document of ``length`` tokens, of which the answer's count, and nothing else. The
+        samples of a depth follow each other.
+        """
+        depth, sample = divmod(first + number, self.samples)
+        needle = self._needles[sample]
+        text = self.text.text(needle.document, length - self._taken(needle), self._special)
+        place = round(self.depths[depth] * len(text))
+        parts = self._begin, text[:place], needle.fact, text[place:], needle.question, needle.answer
+        ids = torch.from_numpy(np.concatenate(parts))[None]
+        labels = torch.full_like(ids, IGNORE)
+        labels[:, length - len(needle.answer) :] = ids[:, length - len(needle.answer) :]
+        return MicroBatch.of_documents(ids, labels, [length])
+
+
+def _in_the_middle(text: str) -> Document:
+    """A text as it is tokenised in the middle of a document."""
+    return Document("text", (Piece("", False), Piece(text, True)), complete=True)

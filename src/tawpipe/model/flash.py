@@ -1,0 +1,194 @@
+"""Torch's flash kernels on parts of the keys, merged by their log-sum-exp in fp32 (fp64 for fp64).
+
+Query heads that share keys are folded into the queries where no mask tells these apart, so that keys are never repeated
+and their gradients need no sum over heads; elsewhere the heads look at the same memory. Values narrower than the keys
+are padded, as much as the kernel wants, for some heads at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PADDED = 2**22
+"""Elements of padded values that exist at one time, unless those of one head are more."""
+ops = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some queries and keys that they see.
+
+    Args:
+        queries: within those that are given.
+        keys: in the row.
+        causal: query i sees the keys 0 to i of these. Every query is in one such part, which comes before its others.
+        hidden: what is added to the scores, [queries, keys]; a query sees one of the keys at least. For the CPU.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    hidden: Tensor | None = None
+
+    @property
+    def folds(self) -> bool:
+        """True if no mask tells queries apart."""
+        return not self.causal and self.hidden is None
+
+
+def takes(query: Tensor, value: Tensor) -> bool:
+    """True if the kernel of this device computes heads [..., d] of these."""
+    dim = query.shape[-1]
+    if query.is_cuda:
+        known = query.dtype in (torch.float16, torch.bfloat16) and dim % 8 == 0 and dim <= 256
+        known = known and torch.cuda.get_device_capability(query.device)[0] >= 8
+    else:
+        known = query.device.type == "cpu"
+    return known and value.shape[-1] <= dim
+
+
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [b, heads, n, d_v] and log-sum-exp [b, heads, n] of queries [b, heads, n, d].
+
+    Args:
+        keys, values: [b, key-value heads, S, ...], of the whole row.
+        parts: of the queries' keys, all of them.
+    """
+    rows, heads, length, _ = query.shape
+    own, keys, values = _folded(query, keys), keys.flatten(0, 1), values.flatten(0, 1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = own.new_empty(*own.shape[:3], values.shape[-1], dtype=wide)
+    sums = own.new_empty(own.shape[:3], dtype=wide)
+    for some in _at_one_time(own, values, parts):
+        for part in parts:
+            seen = _part_of(keys, values, some, part.keys, own)
+            place = some, slice(None), part.queries
+            one, lse = _kernel(_for(part, own[place]), *seen, part, scale)
+            one, lse = one[..., : values.shape[-1]], lse.to(wide)
+            if part.causal:
+                output[place], sums[place] = one, lse
+            else:
+                _merge(output[place], sums[place], one, lse)
+    return output.view(rows, heads, length, -1).to(query.dtype), sums.view(rows, heads, length)
+
+
+def _merge(output: Tensor, sums: Tensor, one: Tensor, lse: Tensor) -> None:
+    """Add a part's [b, 1 or more, ..., d] output to what is there, by the share that it has in the softmax over all."""
+    lse = lse.reshape(sums.shape)
+    output.lerp_(one.reshape(output.shape).to(output.dtype), torch.sigmoid(lse - sums).unsqueeze(-1))
+    sums.copy_(torch.logaddexp(sums, lse))
+
+
+def gradients(
+    gradient: Tensor,
+    query: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    seen: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor],
+    parts: Sequence[Part],
+    scale: float,
+) -> Tensor:
+    """The gradient of queries; those of the keys and values, of which ``seen`` has the rows', are added to ``targets``,
+    which may be of a wider type.
+    """
+    own = [_folded(tensor, seen[0]) for tensor in (query, gradient, output)]
+    total = torch.empty_like(own[0], dtype=targets[0].dtype)
+    log_sums = sums.reshape(total.shape[:3])
+    keys, values = (one.flatten(0, 1) for one in seen)
+    totals = [one.view(keys.shape[0], *one.shape[2:]) for one in targets]  # of the same memory
+    for some in _at_one_time(own[0], values, parts):
+        for part in parts:
+            key, value = _part_of(keys, values, some, part.keys, own[0])
+            place = some, slice(None), part.queries
+            queries, arriving, given, logs = (_for(part, one[place]) for one in (*own, log_sums))
+            arriving, given = _padded(arriving, queries), _padded(given, queries)
+            of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, given, logs, part, scale)
+            if part.causal:
+                total[place] = of_query
+            else:
+                total[place] += of_query.reshape(total[place].shape)
+            for target, one in zip(totals, of_seen, strict=True):
+                one = one[..., : target.shape[-1]]
+                target[some, part.keys] += one[:, 0] if one.shape[1] == 1 else one.sum(1, dtype=target.dtype)
+    return total.view(query.shape).to(query.dtype)
+
+
+def _folded(tensor: Tensor, keys: Tensor) -> Tensor:
+    """[b, heads, n, d] -> [b x key-value heads, heads that share keys, n, d], contiguous."""
+    rows, heads, length, dim = tensor.shape
+    groups = keys.shape[1]
+    return tensor.contiguous().view(rows * groups, heads // groups, length, dim)
+
+
+def _for(part: Part, tensor: Tensor) -> Tensor:
+    """[b, heads that share keys, n, ...] -> [b, some, the others x n, ...] where no mask tells queries apart.
+
+    The CPU's kernel runs on as many threads as there are heads in its backward pass, so that some may be left.
+    """
+    if not part.folds:
+        return tensor
+    groups, heads = tensor.shape[:2]
+    wanted = 1 if tensor.is_cuda else -(-torch.get_num_threads() // groups)
+    left = next(
+        number for number in range(1, heads + 1) if heads % number == 0 and (number >= wanted or number == heads)
+    )
+    return tensor.reshape(groups, left, -1, *tensor.shape[3:])
+
+
+def _at_one_time(query: Tensor, values: Tensor, parts: Sequence[Part]) -> Iterator[slice]:
+    """Key-value heads of all rows, as many as may be padded at one time."""
+    count, dim = values.shape[0], query.shape[-1]
+    longest = max(part.keys.stop - part.keys.start for part in parts)
+    size = count if values.shape[-1] == dim else max(1, PADDED // (longest * dim))
+    for first in range(0, count, size):
+        yield slice(first, first + size)
+
+
+def _part_of(keys: Tensor, values: Tensor, some: slice, at: slice, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [b, 1, ..., d] as the kernel takes them."""
+    return keys[some, None, at], _padded(values[some, None, at], query)
+
+
+def _padded(tensor: Tensor, like: Tensor) -> Tensor:
+    missing = like.shape[-1] - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    if query.is_cuda:  # it takes fewer heads of keys
+        return ops._scaled_dot_product_flash_attention(query, key, value, 0.0, part.causal, False, scale=scale)[:2]
+    key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+    function: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu
+    return function(query, key, value, 0.0, part.causal, attn_mask=part.hidden, scale=scale)
+
+
+def _kernel_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    part: Part,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not query.is_cuda:
+        key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+        backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
+        # The kernel keeps sums of half precision in fp32, and of fp64 in fp64.
+        options = {"attn_mask": part.hidden, "scale": scale}
+        return backward(gradient, query, key, value, output, sums, 0.0, part.causal, **options)
+    backward = ops._scaled_dot_product_flash_attention_backward
+    none, number = None, query.shape[2]
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+    more = (none, none, number, key.shape[2], 0.0, part.causal, state, torch.empty_like(state))
+    return backward(gradient, query, key, value, output, sums.float(), *more, scale=scale)
