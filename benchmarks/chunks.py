@@ -34,6 +34,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.weights import InitSource
 from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.peak import peaks
+from tawpipe.runtime.rows import OnDevice
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -71,7 +72,7 @@ def config_of(args: argparse.Namespace) -> PretrainedConfig:
         head = args.hidden // args.heads
         shape |= {"num_key_value_heads": args.heads, "q_lora_rank": args.hidden // 2, "kv_lora_rank": args.hidden // 4}
         shape |= {"qk_nope_head_dim": head, "qk_rope_head_dim": head // 2, "v_head_dim": head}
-        return DeepseekV3Config(**shape, first_k_dense_replace=1)
+        return DeepseekV3Config(**shape, first_k_dense_replace=1, num_mtp_layers=0)
     if args.window:
         return transformers.MistralConfig(**shape, sliding_window=args.window)
     return LlamaConfig(**shape)
@@ -105,14 +106,18 @@ class Layer:
         layer = LayerInChunks(self.chain, 1, calls, chunk, lambda _, run: run())
 
         def forward() -> Tensor:
-            with torch.no_grad():
-                return layer.forward(hidden) if chunk else self.chain.layer(1, hidden, calls)
+            if not chunk:
+                with torch.no_grad():
+                    return self.chain.layer(1, hidden, calls)
+            output = torch.empty_like(hidden)
+            layer.forward(OnDevice(hidden), OnDevice(output))
+            return output
 
         def backward() -> Tensor | None:
             for unit in self.units:
                 self.chain.collect(unit, self.gradients[unit], accumulate=False, in_chunks=chunk > 0)
             if chunk:
-                layer.backward(hidden, gradient, wanted=True)
+                layer.backward(OnDevice(hidden), gradient, wanted=True)
                 found = gradient
             else:
                 leaf = hidden.detach().requires_grad_()
