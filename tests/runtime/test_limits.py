@@ -49,7 +49,12 @@ def test_a_long_first_step_that_nothing_has_predicted_is_left_alone(rows, utilis
 
 def test_a_type_or_a_device_that_is_not_known():
     assert estimate_s(1e15, 0, device_name="NVIDIA A100", dtype="float32") > 1e15 / 19.5e12
-    assert estimate_s(1e15, 2.5e9, device_name="cpu", dtype="float32") == 2.0
+    assert estimate_s(1e15, 2.5e9, device_name="an accelerator", dtype="float32") == 2.0
+
+
+def test_a_long_row_on_a_cpu_is_waited_for():
+    """65,536 tokens of a model of 8 M parameters: minutes for two cores, and more beside other work."""
+    assert FACTOR * estimate_s(8e13, 0, device_name="cpu", dtype="float32") > 3600
 
 
 class Clock:

@@ -15,6 +15,8 @@ RECOMPUTED = 4 / 3
 """FLOPs with full recomputation, over those without."""
 SLOWER = 16.0
 """Times that devices are slower in other types than in bf16: fp32 and fp64 on an A100 or H100."""
+CPU_FLOPS = 2e10
+"""Of a process that computes on a CPU, a second: less than a core does, as processes may share one."""
 LINK_BYTES_PER_S = 1.25e9
 """10 Gbit/s, for bytes that cross the links between nodes one after another."""
 
@@ -69,7 +71,11 @@ def estimate_s(flops: float, link_bytes: float, *, device_name: str, dtype: str)
 
     >>> round(estimate_s(2.9e16, 0, device_name="NVIDIA H100 80GB HBM3", dtype="bfloat16"))
     130
+    >>> round(estimate_s(3e12, 0, device_name="cpu", dtype="float32"))
+    200
     """
+    if device_name == "cpu":
+        return flops * RECOMPUTED / CPU_FLOPS + link_bytes / LINK_BYTES_PER_S
     peak = peak_flops(device_name, "bfloat16")
     computing = flops * RECOMPUTED / (UTILISATION * peak) * (1 if dtype == "bfloat16" else SLOWER) if peak else 0.0
     return computing + link_bytes / LINK_BYTES_PER_S
