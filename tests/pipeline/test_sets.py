@@ -56,6 +56,16 @@ def test_an_evaluation_by_position(pool):
     assert curve == pytest.approx(alone[0][0], rel=1e-6)  # norms in other processes are in fp32
 
 
+def test_answers_of_an_evaluation(pool):
+    """Of rows whose tokens several ranks look at; rows of one micro-batch would be told apart no more."""
+    (alone, *_), *_ = pool.run("positions:answers", 1, 1, loss_chunk_tokens=6)
+    (together, *_), *_ = pool.run("positions:answers", 1, 2, loss_chunk_tokens=6, sequence_ranks=2)
+    assert [(one.right, one.tokens) for one in together] == [(one.right, one.tokens) for one in alone]
+    assert [one.loss for one in together] == pytest.approx([one.loss for one in alone], rel=1e-6)
+    with pytest.raises(AssertionError, match="answers are told apart by row"):
+        pool.run("positions:answers", 1, 2, micro_batch=2, sequence_ranks=2)
+
+
 def test_what_does_not_go_with_it_is_refused():
     with pytest.raises(UserError, match=r"sequence_ranks.*2; 1: .* every node has one"):
         piped(llama(), sequence_ranks=2)
