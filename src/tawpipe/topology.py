@@ -11,6 +11,9 @@ from math import gcd
 
 from tawpipe.errors import UserError
 
+SET = "set"
+"""Begins the name of a group of so many neighbouring ranks of a node."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -99,9 +102,19 @@ class Topology:
         return tuple(node[local_rank] for node in self.nodes)
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The members of the group ``node``, ``rail`` or ``world`` that ``rank`` belongs to, in their group order."""
+        """The members of the group ``node``, ``rail`` or ``world`` of ``rank``, in their group order; or of
+        its set (``set2``, ``set4``, ...), the aligned block of so many ranks of its node.
+
+        >>> Topology.grid(2, 4).group("set2", 6)
+        (6, 7)
+        """
         if name == "node":
             return self.nodes[self.node_of(rank)]
+        if name.startswith(SET) and name[len(SET) :].isdecimal():
+            size, node = int(name[len(SET) :]), self.nodes[self.node_of(rank)]
+            assert size and len(node) % size == 0, (name, node)
+            first = self.local_of(rank) // size * size
+            return node[first : first + size]
         if name == "rail":
             return self.rail(self.local_of(rank))
         assert name == "world", name

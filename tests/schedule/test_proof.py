@@ -59,7 +59,7 @@ def _field(dice: random.Random, schedule: Schedule, rank: int, action: Action) -
         "micro_batch": range(-1, len(schedule.micro_batches) + 1),
         "root": range(-1, schedule.topology.world_size + 1),
         "lane": list(Lane),
-        "group": ["", "node", "rail", "world"],
+        "group": ["", "node", "rail", "world", "set2"],
         "collective": ["", *COLLECTIVES],
         "op": list(Op),
     }
@@ -184,6 +184,15 @@ BASES = {
     "flat": {"strategy": "flat", "nodes": 2, "local": 2},
     "hybrid": {"strategy": "hsdp", "nodes": 2, "local": 2, "gradients_scope": "step"},
     "ring": {"strategy": "weipipe", "nodes": 3, "local": 1},
+    "spread, in sets": {"strategy": "tawpipe-spread", "nodes": 1, "local": 4, "sequence_ranks": 2},
+    "whole, in sets": {
+        "strategy": "tawpipe-whole",
+        "nodes": 2,
+        "local": 2,
+        "sequence_ranks": 2,
+        "micro_batches_per_visit": 2,
+        "offloaded_layers": 2,
+    },
 }
 
 
@@ -191,7 +200,8 @@ def base(name: str) -> Schedule:
     knobs = dict(BASES[name])
     nodes, local = knobs.pop("nodes"), knobs.pop("local")
     model = llama(3, tied=True) if name != "flat" else llama(3, lora=True)
-    return make(model, nodes, local, 2 * nodes * local - 1, look_ahead=1, **knobs)
+    count = 2 * nodes * local // knobs.get("sequence_ranks", 1) - 1
+    return make(model, nodes, local, count, look_ahead=1, **knobs)
 
 
 def hunt(name: str, seeds: range) -> Counter[str]:

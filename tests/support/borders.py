@@ -383,3 +383,22 @@ def opt(**config: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 40, "num_hidden_layers": 3, "dropout": 0.0}
     given = {"num_attention_heads": 4, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "pad_token_id": 1}
     return real_model(OPTConfig(**{**sizes, **given, **config}))
+
+
+def slope_over_ranks(world: World, *, family: str, drops: dict[str, Any], **knobs: Any) -> float:
+    """``slope_error`` of a family with dropout, on several ranks."""
+    import torch.distributed as dist
+
+    from model_families import keep_fp64
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_fp64(patch)
+        make = lambda: real_model(family_config(family, **drops))  # noqa: E731
+        gradient: list[Any] = [piped_numbers(make, rows_of(), world=world, **knobs).change]
+        dist.broadcast_object_list(gradient)
+        norm = float(torch.stack([g.norm() for g in gradient[0].values()]).norm())
+        direction = {name: g / norm for name, g in gradient[0].items()}
+        ahead, behind = (
+            piped_numbers(nudged(make, direction, by), rows_of(), world=world, **knobs).loss for by in (1e-5, -1e-5)
+        )
+        return abs((ahead - behind) / 2e-5 / norm - 1)

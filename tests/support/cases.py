@@ -277,7 +277,13 @@ def packed_rows(world: World) -> list[int]:
     return [row for share in shares for row in share.rows]
 
 
-def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
+PACKED = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
+"""Documents in rows."""
+
+
+def families(
+    world: World, *, names: list[str], tied: bool, rows: tuple[tuple[int, ...], ...] = PACKED, **knobs: Any
+) -> dict[str, float]:
     """Packed documents of every family through the runtime: the worst relative difference of a loss or gradient."""
     import pytest
 
@@ -287,8 +293,7 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:  # what runs later in this process minds
         keep_fp64(patch)
         worst = {}
-        lengths = ((5, 9, 2), (16,), (3, 12, 1), (8, 8), (7, 9))
-        parts = [packed_batch((row,), seed=i) for i, row in enumerate(lengths)]
+        parts = [packed_batch((row,), seed=i) for i, row in enumerate(rows)]
         for name in names:
             config = family_config(name, tied=tied)
             pipeline = make_pipeline(
@@ -299,10 +304,10 @@ def families(world: World, *, names: list[str], tied: bool) -> dict[str, float]:
                 strict=True,
                 clip_norm=None,
                 loss_chunk_tokens=6,
-                strategy="tawpipe-striped",
+                **{"strategy": "tawpipe-striped", **knobs},
             )
             mine = [parts[share.index] for share in pipeline.shares(len(parts))]
-            result = pipeline.step(LocalBatch(len(parts), 16, mine))
+            result = pipeline.step(LocalBatch(len(parts), max(map(sum, rows)), mine))
             pipeline.drain()
             found = {n: pipeline.gradient(n) for n in pipeline.parameter_names}
             difference = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +55,18 @@ class Model:
         """The gradient of the block's input."""
         return (dx * (self.product(block, weights) if weights else 1) + m) % PRIME
 
+    def keys(self, block: int, m: int, place: int, x: int, weights: list[np.ndarray]) -> int:
+        """The keys and values of one rank of a set."""
+        return (x * self.product(block, weights) * 5 + 7 * m + place + 1) % PRIME
+
+    def attended(self, place: int, keys: Sequence[int]) -> int:
+        """What the keys of all ranks add to one rank's output."""
+        return sum(key * (1 + j * (place + 2)) for j, key in enumerate(keys)) % PRIME
+
+    def key_gradients(self, place: int, dx: int, keys: Sequence[int]) -> list[int]:
+        """What one rank adds to the gradients of the keys of all."""
+        return [dx * (3 + j + place) + key % 1013 for j, key in enumerate(keys)]
+
     def gradient(self, unit: int, elements: int, m: int, x: int, dx: int) -> np.ndarray:
         values = (np.arange(elements, dtype=np.int64) + x % 1009 + 3 * m) * (dx % 65521) % PRIME
         values[self.spec.units[unit].numel :] = 0
@@ -73,19 +85,31 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
     for _ in range(steps):
         gradients = [np.zeros_like(values) for values in weights]
         losses = 0
+        places = range(schedule.step.settings.sequence_ranks)
         for m in schedule.micro_batches:
-            xs = [0]
-            for b in range(len(spec.blocks)):
-                xs.append(model.forward(b, m, xs[b], [weights[u] for u in spec.blocks[b].units]))
-            losses += xs[-1]
-            dx = 1
+            xs, keys = [[0 for _ in places]], list[list[int]]()
+            for b, block in enumerate(spec.blocks):
+                own = [weights[u] for u in block.units]
+                xs.append([model.forward(b, m, x, own) for x in xs[b]])
+                keys.append([])
+                if block.kind == "layer" and len(places) > 1:
+                    keys[b] = [model.keys(b, m, i, xs[b][i], own) for i in places]
+                    xs[-1] = [(xs[-1][i] + model.attended(i, keys[b])) % PRIME for i in places]
+            losses += sum(xs[-1])
+            dxs = [1 for _ in places]
             for b in reversed(range(len(spec.blocks))):
                 if not schedule.training or not (spec.blocks[b].needs_backward or spec.blocks[b].kind == "head"):
                     break
+                through = [model.key_gradients(i, dxs[i], keys[b]) for i in places]
+                of_keys = [sum(own) % PRIME for own in zip(*through, strict=True)]
                 for u in spec.trainable_units(b):
-                    gradients[u] = (gradients[u] + model.gradient(u, len(gradients[u]), m, xs[b], dx)) % PRIME
+                    for x, dx in [*zip(xs[b], dxs, strict=True), *zip(xs[b], of_keys, strict=False)]:
+                        gradients[u] = (gradients[u] + model.gradient(u, len(gradients[u]), m, x, dx)) % PRIME
                 reads = spec.blocks[b].backward_reads_weights or spec.blocks[b].kind == "head"
-                dx = model.backward(b, m, dx, [weights[u] for u in spec.blocks[b].units] if reads else [])
+                own = [weights[u] for u in spec.blocks[b].units] if reads else []
+                dxs = [model.backward(b, m, dx, own) for dx in dxs]
+                for i, more in enumerate(of_keys):
+                    dxs[i] = (dxs[i] + model.backward(b, m, more, own)) % PRIME
         early = schedule.training and schedule.step.settings.early_updates
         norms.append((losses + (3 if early else 1) * sum(int(g.sum()) for g in gradients)) % PRIME)
         for u, unit in enumerate(spec.units):
@@ -121,7 +145,7 @@ class Numbers:
     def __init__(self, schedule: Schedule, *, steps: int, seed: int) -> None:
         self.schedule, self.model, self.random = schedule, Model(schedule.model), random.Random(seed)
         self.buffers: list[dict[str, np.ndarray]] = []
-        self.held: list[dict[str, int]] = []
+        self.held: list[dict[str, Any]] = []
         self.norms: list[list[int]] = []
         self.counts: dict[int, int] = {}
         self.lanes: dict[tuple[int, Lane], deque[Issued]] = {}
@@ -225,9 +249,12 @@ class Numbers:
 
     def _collective(self, members: list[Issued]) -> None:
         action, buffers = members[0].action, self.buffers
-        if action.op is Op.COUNT:
+        if any(name.startswith(("kv.", "dkv.")) for name in (*action.reads, *action.writes)):
+            self._keys_together(members)
+        elif action.op is Op.COUNT:
             for one in members:
-                self.counts[one.rank] = sum(len(self.schedule.step.micro_batches[other.rank]) for other in members)
+                counted = sum(len(self.schedule.step.micro_batches[other.rank]) for other in members)
+                self.counts[one.rank] = counted // self.schedule.step.settings.sequence_ranks
         elif action.op is Op.NORM:
             total = 0
             for one in members:
@@ -256,11 +283,55 @@ class Numbers:
                     buffers[one.rank][one.action.writes[0]][:] = 55  # whatever a reduction leaves there
         self._end(*members)
 
+    def _keys_together(self, members: list[Issued]) -> None:
+        """Every rank's own number is at its place; of gradients the sum of all is left there."""
+        held = [self.held[one.rank] for one in members]
+        read = [own[one.action.reads[0]] for own, one in zip(held, members, strict=True)]
+        for place, (own, one) in enumerate(zip(held, members, strict=True)):
+            if one.action.collective == "all_gather":
+                own[one.action.writes[0]] = [numbers[i] for i, numbers in enumerate(read)]
+            else:
+                summed = sum(numbers[place] for numbers in read) % PRIME
+                own[one.action.writes[0]] = [summed if i == place else 77 for i in range(len(read))]
+
     # on one rank
+
+    def _place(self, rank: int) -> int:
+        return rank % self.schedule.step.settings.sequence_ranks
+
+    def _keys(self, head: Issued) -> None:
+        held, b, m = self.held[head.rank], head.action.block, self._own(head)
+        x = self._input(head)
+        place, ranks = self._place(head.rank), self.schedule.step.settings.sequence_ranks
+        own = self.model.keys(b, held[f"ctx.{m}"], place, x, self._weights(head))
+        held[head.action.writes[0]] = [own if i == place else 99 for i in range(ranks)]
+        self._free(head)
+
+    def _keys_backward(self, head: Issued) -> None:
+        held, b, m = self.held[head.rank], head.action.block, self._own(head)
+        x = self._input(head)
+        summed = held[f"dkv.{m}.{b}"][self._place(head.rank)]
+        self._add_gradients(head, x, summed)
+        if f"dx.{m}.{b}" in head.action.writes:
+            more = self.model.backward(b, held[f"ctx.{m}"], summed, self._weights(head))
+            before = held[f"dx.{m}.{b}"] if f"dx.{m}.{b}" in head.action.reads else 0
+            held[f"dx.{m}.{b}"] = (before + more) % PRIME
+        self._free(head)
+
+    def _add_gradients(self, head: Issued, x: int, dx: int) -> None:
+        buffers, m = self.buffers[head.rank], self.held[head.rank][f"ctx.{head.action.micro_batch}"]
+        units = self.schedule.model.trainable_units(head.action.block)
+        for unit, name in zip(units, head.action.gradients, strict=True):
+            mine = self.model.gradient(unit, self.schedule.homes[unit].padded, m, x, dx)
+            self._fill(buffers, name, (buffers[name] + mine) % PRIME if name in head.action.reads else mine)
 
     def _local(self, head: Issued) -> None:
         action, buffers = head.action, self.buffers[head.rank]
-        if action.op is Op.FORWARD:
+        if action.op is Op.KEYS:
+            self._keys(head)
+        elif action.op is Op.KEYS_BACKWARD:
+            self._keys_backward(head)
+        elif action.op is Op.FORWARD:
             self._forward(head)
         elif action.op is Op.BACKWARD:
             self._backward(head)
@@ -304,6 +375,8 @@ class Numbers:
         if kind == "embedding":
             held[f"ctx.{m}"] = m
         result = self.model.forward(b, held[f"ctx.{m}"], x, self._weights(head))
+        for name in self._key_names(head.action.reads):
+            result = (result + self.model.attended(self._place(head.rank), held[name])) % PRIME
         for name in head.action.writes:
             what, *_, block = name.split(".")
             if (what in INPUTS and block == str(b + 1)) or what == "loss":
@@ -324,6 +397,10 @@ class Numbers:
             raise WrongNumbers(f"a pass starts from {len(found)} inputs")
         return found.pop()
 
+    @staticmethod
+    def _key_names(names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.startswith("kv.")]
+
     def _backward(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         spec = self.schedule.model.blocks[b]
@@ -334,10 +411,9 @@ class Numbers:
             held[f"loss.{m}"] = self.model.forward(b, held[f"ctx.{m}"], x, weights)
         else:
             dx = held[f"dx.{m}.{b + 1}"]
-        for unit, name in zip(self.schedule.model.trainable_units(b), head.action.gradients, strict=True):
-            buffer = self.buffers[head.rank][name]
-            mine = self.model.gradient(unit, self.schedule.homes[unit].padded, held[f"ctx.{m}"], x, dx)
-            self._fill(self.buffers[head.rank], name, (buffer + mine) % PRIME if name in head.action.reads else mine)
+        self._add_gradients(head, x, dx)
+        for name in self._key_names(head.action.reads):
+            held[f"d{name}"] = self.model.key_gradients(self._place(head.rank), dx, held[name])
         if f"dx.{m}.{b}" in head.action.writes:
             held[f"dx.{m}.{b}"] = self.model.backward(b, held[f"ctx.{m}"], dx, weights)
         self._free(head)

@@ -58,7 +58,7 @@ def step_for(
 ) -> StepSpec:
     """A step of ``count`` micro-batches; settings that are not given are the least."""
     usual = {"micro_batches_per_visit": 1, **settings}
-    shares = share_micro_batches(count, topology.world_size)
+    shares = share_micro_batches(count, topology.world_size, settings.get("sequence_ranks", 1))
     return step_of(model, topology, ScheduleSettings(**usual), shares, strategy=use)
 
 
@@ -129,7 +129,9 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
     if (places := find(name).places(topology)) and draw(st.booleans()):
         homes = draw(st.lists(st.integers(0, places - 1), min_size=len(model.units), max_size=len(model.units)))
     chunk = draw(st.sampled_from((0, 0, 4)))
-    allowed = ("full", "selective") if chunk else tuple(RECOMPUTE)
+    local = topology.local_size
+    ranks = 1 if ring else draw(st.sampled_from([size for size in range(1, local + 1) if local % size == 0]))
+    allowed = ("full", "selective") if chunk else tuple(RECOMPUTE) if ranks == 1 else ("full",)
     recompute = draw(st.lists(st.sampled_from(allowed), min_size=others, max_size=others))
     first = draw(st.sampled_from(allowed)) if chunk else "full"
     step = step_for(
@@ -145,6 +147,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         offloaded_layers=offloaded,
         sequence_chunk=chunk,
         early_updates=draw(st.booleans()),
+        sequence_ranks=ranks,
         **draw(compressions(name, topology.local_size)),
         **draw(scopes_and_caches(name)),
     )

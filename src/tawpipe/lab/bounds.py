@@ -116,7 +116,7 @@ def schedule_bytes(
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
-    total = 0.0
+    total, costs = 0.0, costs.in_sets(schedule.step.settings.sequence_ranks)
     for action in schedule.programs[rank]:
         if action.op is Op.FORWARD:
             total += costs.forward_s(rank, action.block, action.micro_batch)

@@ -122,6 +122,10 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     settings = settings_of(name, knobs)
     work = workload.split(settings.parts_per_layer)
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
+    ranks = settings.schedule.sequence_ranks
+    if ranks != 1 and isinstance(workload, TimedWorkload):
+        expected = "1: a timed layer has no keys and values"
+        raise UserError("sequence_ranks", ranks, expected)
     shares = share_micro_batches(workload.micro_batches, topology.world_size)
     step = step_of(model, topology, settings.schedule, shares)
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))

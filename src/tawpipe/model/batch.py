@@ -20,6 +20,11 @@ IGNORE = -100
 TENSORS = ("input_ids", "labels", "position_ids")
 
 
+def tokens_of(tensor: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Those of [b, S, ...] that are in some ranges of a row, one after the other."""
+    return torch.cat([tensor[:, :0], *(tensor[:, begin:end] for begin, end in ranges)], dim=1)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed rows that one rank computes at once."""
@@ -148,6 +153,15 @@ class MicroBatch:
             lengths=self.lengths[documents],
             positions_given=self.positions_given,
         )
+
+    def in_one_row(self) -> MicroBatch:
+        """The same documents one behind the other."""
+        return self if self.input_ids.shape[0] == 1 else self._with(lambda tensor: tensor.reshape(1, -1))
+
+    def tokens_at(self, ranges: Sequence[tuple[int, int]]) -> MicroBatch:
+        """Some tokens of a micro-batch of one row; they count as one document, and ``tokens`` stays that of all."""
+        changed: dict[str, Any] = {name: tokens_of(getattr(self, name), ranges) for name in TENSORS}
+        return replace(self, **changed, lengths=(changed["input_ids"].shape[1],))
 
     def copy(self) -> MicroBatch:
         """The same micro-batch in tensors of its own, page-locked where they were."""

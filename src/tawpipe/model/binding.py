@@ -175,7 +175,8 @@ class UnitBinding:
             collection = self._collections.get(unit)
             assert collection is not None, f"a gradient of {slot.name} came while nobody collects it"
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            if gradient is None:  # autograd came by and had none: of keys whose gradients others add to first
+                return
             target = slot.view(collection.flat)
             if collection.accumulate or index in collection.arrived:
                 target.add_(gradient)

@@ -3,7 +3,9 @@
 A layer that is called chunk by chunk is exact if every query meets the keys before it. So the attention function of a
 chunk puts its keys and values into the row's buffers (``KeyStore``) and takes those of earlier chunks from there.
 In the backward pass chunks come in reverse: each adds to the gradients of the keys that it has seen, in fp32, and
-finds those of its own complete, because only chunks behind it have seen them, and these are done.
+finds those of its own complete, because only chunks behind it have seen them, and these are done. Where several ranks
+compute a row together, its keys and values are gathered before, and their gradients propagated after that
+(runtime/sets.py): a chunk then neither puts its own there nor gives their gradients.
 
 Causal attention, within a window or not, is torch's flash kernel several times: the chunk's own square, and its past,
 merged by their log-sum-exp in fp32. The backward kernel takes the merged output and log-sum-exp, one part of the keys
@@ -12,8 +14,10 @@ after another. Everything else (soft caps, sinks, dropout) goes through explicit
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,10 +78,14 @@ class KeyStore:
 
 @dataclass(eq=False)
 class Chunk:
-    """Tokens ``begin`` to ``end`` of every row of a micro-batch, for which a layer is called.
+    """Tokens ``begin`` to ``end`` of every row of a micro-batch, for which a layer is called; of those that this rank
+    computes, where several compute a row together.
 
     Args:
+        ranges: where in the row these tokens are, ascending; from ``begin`` to ``end`` unless given.
         only_keys: leave the layer when keys and values are there.
+        take: is given keys and values, with their graph; then the layer is left.
+        gathered: the store has keys and values of all tokens, and who gathered them propagates their gradients.
         attended: whether the layer has called its attention.
         keep: is given the chunk's tokens, attention's output and the log-sum-exp of its scores, None without a kernel.
         kept: these two from before; they are not computed then.
@@ -86,7 +94,10 @@ class Chunk:
     store: KeyStore
     begin: int
     end: int
+    ranges: tuple[tuple[int, int], ...] = ()
     only_keys: bool = False
+    take: Callable[[Tensor, Tensor], object] | None = None
+    gathered: bool = False
     attended: bool = False
     keep: Callable[[slice, Tensor, Tensor | None], None] | None = None
     kept: tuple[Tensor, Tensor | None] | None = None
@@ -95,6 +106,9 @@ class Chunk:
     def tokens(self) -> slice:
         """Its place in a row."""
         return slice(self.begin, self.end)
+
+    def __post_init__(self) -> None:
+        self.ranges = self.ranges or ((self.begin, self.end),)
 
 
 @dataclass(frozen=True)
@@ -129,13 +143,19 @@ class Piece:
     last: int
 
 
-def pieces(documents: Documents, begin: int, end: int, window: int | None) -> Iterator[Piece]:
-    """The documents of a chunk, cut at its ends."""
+def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[Piece]:
+    """The documents of a chunk, cut where its tokens end."""
+    ends = [end for _, end in chunk.ranges]
+    before = list(accumulate((end - begin for begin, end in chunk.ranges), initial=0))
     for rows, tokens in documents.regions():
-        first, last = max(tokens.start, begin), min(tokens.stop, end)
-        if first < last:
+        for at in range(bisect_right(ends, tokens.start), len(ends)):
+            begin, end = chunk.ranges[at]
+            first, last = max(tokens.start, begin), min(tokens.stop, end)
+            if first >= last:
+                break
             oldest = tokens.start if window is None else max(tokens.start, first - window + 1)
-            yield Piece(rows, slice(first - begin, last - begin), oldest, first, last)
+            offset = before[at] - begin
+            yield Piece(rows, slice(first + offset, last + offset), oldest, first, last)
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -152,7 +172,8 @@ class ChunkAttention(torch.autograd.Function):
         documents: Documents,
         options: Options,
     ) -> Tensor:
-        chunk.store.put(chunk.begin, key, value)
+        if not chunk.gathered:
+            chunk.store.put(chunk.begin, key, value)
         if chunk.only_keys:
             raise KeysReached
         ctx.chunk, ctx.documents, ctx.options = chunk, documents, options
@@ -167,7 +188,7 @@ class ChunkAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:3], dtype=wide) if plain else None
         generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
-        for piece in pieces(documents, chunk.begin, chunk.end, options.window):
+        for piece in pieces(documents, chunk, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
                 seen = chunk.store.of(piece.rows)
@@ -193,7 +214,7 @@ class ChunkAttention(torch.autograd.Function):
         query_gradient = torch.empty_like(query)
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=store.key_sums.dtype)
         generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
-        for piece in pieces(ctx.documents, chunk.begin, chunk.end, options.window):
+        for piece in pieces(ctx.documents, chunk, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
                 seen, targets = store.of(piece.rows), (store.key_sums[piece.rows], store.value_sums[piece.rows])
@@ -212,10 +233,12 @@ class ChunkAttention(torch.autograd.Function):
                 store.value_sums[keys] += of_value
                 if sink_sum is not None and of_sinks is not None:
                     sink_sum += of_sinks
+        of_sinks = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
+        if chunk.gathered:
+            return query_gradient, None, None, of_sinks, None, None, None
         assert store.keys is not None and store.values is not None
         own_keys = store.key_sums[:, :, chunk.begin : chunk.end].to(store.keys.dtype)
         own_values = store.value_sums[:, :, chunk.begin : chunk.end].to(store.values.dtype)
-        of_sinks = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, own_keys, own_values, of_sinks, None, None, None
 
 
@@ -231,6 +254,9 @@ def attend(
     """Attention of a chunk, [b, c, heads, d], after its keys and values have been put into the row's."""
     assert query.shape[2] == chunk.end - chunk.begin
     chunk.attended = True
+    if chunk.take is not None:
+        chunk.take(key, value)
+        raise KeysReached
     output: Any = ChunkAttention.apply(query, key, value, sinks, chunk, documents, options)
     return output.transpose(1, 2).contiguous()
 
@@ -273,6 +299,7 @@ def _slices(
     every, store = slice(None), chunk.store
     assert store.keys is not None and store.values is not None
     for first, last, oldest in slices_of(query, piece.rows, range(piece.first, piece.last), piece.oldest, window):
-        queries = piece.rows, every, slice(first - chunk.begin, last - chunk.begin)
+        offset = piece.queries.start - piece.first
+        queries = piece.rows, every, slice(first + offset, last + offset)
         keys = piece.rows, every, slice(oldest, last)
         yield queries, keys, (store.keys[keys], store.values[keys]), first - oldest

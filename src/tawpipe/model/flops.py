@@ -84,6 +84,16 @@ def attention_width(config: Any) -> int:
     )
 
 
+def key_elements(config: Any) -> int:
+    """Elements of a layer's keys and values for one token, of a model's text config. Latent attention (MLA) hands every
+    head its own.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    own = attention_width(config) // config.num_attention_heads
+    keys = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
+    return heads * ((keys or own) + (getattr(config, "v_head_dim", None) or own))
+
+
 def key_width(config: Any) -> int:
     """Number of key heads times their size, of a model's text config."""
     heads = config.num_attention_heads

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -51,7 +52,8 @@ class LayerCall:
             if isinstance(leaf, PackedMask):
                 leaves[place] = replace(leaf, chunk=chunk)
             elif dim is not None:
-                leaves[place] = leaf.narrow(dim, chunk.begin, chunk.end - chunk.begin)
+                parts = [leaf.narrow(dim, begin, end - begin) for begin, end in chunk.ranges]
+                leaves[place] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return LayerCall(*tree_unflatten(leaves, form))
 
 

@@ -52,6 +52,7 @@ class Deal:
 
     Args:
         micro_batch: rows in one; the last of a global batch may have fewer.
+        ranks: so many neighbours compute the same micro-batches together.
         positions: how the model uses them.
         vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
     """
@@ -62,6 +63,7 @@ class Deal:
     positions: Positions = COUNTED_FROM_0
     vocabulary: int | None = None
     own_loss: bool = False
+    ranks: int = 1
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -74,7 +76,7 @@ class Deal:
         (Share(index=2, rows=range(4, 6)), Share(index=3, rows=range(6, 7)))
         """
         size = self.micro_batch
-        mine = share_micro_batches(self.count(rows), self.world_size)[self.rank]
+        mine = share_micro_batches(self.count(rows), self.world_size, self.ranks)[self.rank]
         return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
 
     def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:

@@ -31,7 +31,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.flops import chain_flops
+from tawpipe.model.flops import chain_flops, key_elements
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -44,7 +44,7 @@ from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.limits import StepLimit, estimate_s
-from tawpipe.runtime.measures import Measure
+from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
@@ -53,6 +53,7 @@ from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies import strategy_of
@@ -136,6 +137,10 @@ class Pipeline:
         if compile_layers and self.settings.sequence_chunk:
             expected = "false with schedule.sequence_chunk: every chunk would be compiled anew"
             raise UserError("compile_layers", True, expected)
+        if compile_layers and self.settings.sequence_ranks > 1:
+            expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
+            raise UserError("compile_layers", True, expected)
+        _ = share_in_sets(0, self.world.topology, self.settings)
         self.chain = Chain(model, loss=loss)
         self._deal = Deal(
             micro_batch,
@@ -144,6 +149,7 @@ class Pipeline:
             self.chain.positions,
             self.chain.config.get_text_config().vocab_size,
             own_loss=loss is not None,
+            ranks=self.settings.sequence_ranks,
         )
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
@@ -152,7 +158,8 @@ class Pipeline:
             source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
-        in_chunks = bool(self.settings.sequence_chunk)  # which the tests of all families do not know
+        # Which the tests of all families do not know.
+        in_chunks = bool(self.settings.sequence_chunk) or self.settings.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.spec = self.chain.spec
@@ -198,6 +205,7 @@ class Pipeline:
             self.spec,
             chunk_tokens=chunk_tokens,
             sequence_chunk=self.settings.sequence_chunk or 0,
+            sequence_ranks=self.settings.sequence_ranks,
             compiled=compile_layers,
             offload_dir=self.settings.offload_dir,
         )
@@ -275,6 +283,9 @@ class Pipeline:
         Args:
             measure: looks at the head of this rank's micro-batches, and says what their loss is.
         """
+        if isinstance(measure, AnswersByRow) and self.micro_batch > 1 and self.settings.sequence_ranks > 1:
+            expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
+            raise UserError("micro_batch", self.micro_batch, expected)
         self.drain()
         local = self._deal.local(batch)
         self._set_training(False)
@@ -336,11 +347,11 @@ class Pipeline:
 
     def _estimate(self, local: LocalBatch) -> None:
         """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
-        device, shares = self.world.device, self._deal.count(local.rows)
-        rows = min(local.rows, self.micro_batch * ceil(shares / self.world.size))
+        device, shares, ranks = self.world.device, self._deal.count(local.rows), self.settings.sequence_ranks
+        rows = min(local.rows, self.micro_batch * ceil(shares * ranks / self.world.size))
         said = self.costs(local.rows, local.sequence_length)
         self.limit.estimated_s = estimate_s(
-            chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0,
+            (chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0) / ranks,
             max(*said.link_sent_bytes, *said.link_received_bytes, 0),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -407,6 +418,7 @@ class Pipeline:
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
             measure=measure,
+            place=self.world.topology.local_of(self.world.rank) % self.settings.sequence_ranks,
         )
         if schedule.step.settings.offloaded_layers:
             self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
@@ -524,9 +536,14 @@ class Pipeline:
         )
         hidden = self.chain.config.get_text_config().hidden_size
         tokens = min(self.micro_batch, rows) * sequence_length
-        boundary = tokens * hidden * self.dtype.itemsize
+        own = -(-tokens // self.settings.sequence_ranks)
+        boundary = own * hidden * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
-        sizes |= {Kind(kind): tokens * each for kind, each in self._kept_per_token.items() if kind != "attention"}
+        if self.settings.sequence_ranks > 1:
+            keys = key_elements(self.chain.config.get_text_config()) * tokens
+            sizes[Kind.KEYS] = keys * self.dtype.itemsize
+            sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize
+        sizes |= {Kind(kind): own * each for kind, each in self._kept_per_token.items() if kind != "attention"}
         sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
         said = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.nodes)
         return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)

@@ -12,8 +12,9 @@ from tawpipe.model.flops import attention_width
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec, share_micro_batches
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import build, step_of, strategy_of
 from tawpipe.schedule.transform import for_one_thread
@@ -39,7 +40,7 @@ class Schedules:
         self._model, self._world = model, world
         self._kept: dict[tuple[int, bool], Schedule] = {}
         self.smallest = self.step(world.size)
-        """A step of one micro-batch a rank: all schedules share its homes."""
+        """A step in which every rank has a micro-batch: all schedules share its homes."""
         ready = self._ready
         if ready is not None and (ready.model, ready.topology) != (model, self.smallest.topology):
             raise UserError("schedule", f"one for {ready.topology}", f"one for this model on {world.nodes}")
@@ -48,7 +49,7 @@ class Schedules:
 
     def step(self, count: int) -> StepSpec:
         """A step of so many micro-batches."""
-        shares = share_micro_batches(count, self._world.size)
+        shares = share_in_sets(count, self._world.topology, self.settings)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
 
     def samples(self) -> list[Schedule]:

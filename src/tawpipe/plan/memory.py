@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
-from tawpipe.model.flops import attention_width, key_width
+from tawpipe.model.flops import attention_width, key_elements, key_width
 from tawpipe.plan.bench import Bench, Case
 from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
@@ -56,7 +56,9 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             working[kind][name] = max(line, before, key=lambda one: one[0] + one[1] * tokens)
         if kind == "head" and most < 2 * bench.chunk:  # no second chunk was seen, and the line is that of one
             at_once[kind] = max(most, bench.chunk)
-    return BlockMemory(bench.boundary, kept, dict(working), at_once)
+    keys = key_elements(bench.chain.config.get_text_config())
+    widths = bench.dtype.itemsize, max(4, bench.dtype.itemsize)
+    return BlockMemory(bench.boundary, kept, dict(working), at_once, keys * widths[0], keys * widths[1])
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:
@@ -258,5 +260,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
             "head": {"backward full": (max(logits * (12 + size), logits * (4 + size) + head), 0)},
             "embedding": {"backward full": (head, 0)},
         },
+        keys=key_elements(config) * size,
+        key_gradients=key_elements(config) * max(4, size),
         in_chunks=in_chunks,
     )

@@ -12,8 +12,9 @@ from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec, share_micro_batches
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies import step_of
 from tawpipe.simulate import CostModel, MicroBatchSize
@@ -115,6 +116,7 @@ class PlanRequest:
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
             boundary_bytes=profile.memory.boundary,
+            key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
         )
 
@@ -150,12 +152,12 @@ class PlanRequest:
         """
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
-        shares = share_micro_batches(self.micro_batches, self.topology.world_size)
+        shares = share_in_sets(self.micro_batches, self.topology, settings)
         return step_of(self.model, self.topology, settings, shares, strategy=strategy)
 
     def compute_s(self, step: StepSpec) -> float:
-        """Seconds in which a device computes one micro-batch, forward and backward."""
-        costs, seconds = self.of(step).costs, 0.0
+        """Seconds in which a device computes its share of one micro-batch, forward and backward."""
+        costs, seconds = self.of(step).costs.in_sets(step.settings.sequence_ranks), 0.0
         for b, block in enumerate(self.model.blocks):
             seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
@@ -163,9 +165,13 @@ class PlanRequest:
 
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:
-        """Bytes of one activation of every kind."""
-        chunk = (self.settings.sequence_chunk or 0) * self.micro_batch
-        return self.profile.memory.activations(round(self.size.tokens), pinned=self.has_host, chunk=chunk)
+        """Bytes of one activation of every kind, where no rows are computed together."""
+        return self.activations_of(1)
+
+    def activations_of(self, ranks: int) -> Mapping[Kind, int]:
+        """The same on each of so many ranks that compute a micro-batch together."""
+        chunk, tokens = (self.settings.sequence_chunk or 0) * self.micro_batch, round(self.size.tokens)
+        return self.profile.memory.activations(tokens, pinned=self.has_host, chunk=chunk, ranks=ranks)
 
     @property
     def has_host(self) -> bool:

@@ -18,7 +18,7 @@ class Check:
         sentence: what holds if it holds.
         run: is called on all ranks.
         alone: on one process only: the others wait.
-        needs: ``cuda`` or ``several`` (processes), without which it stays unproven.
+        needs: ``cuda``, ``several`` (processes) or ``neighbours`` (on one node), without which it stays unproven.
     """
 
     name: str
@@ -29,8 +29,9 @@ class Check:
 
     def missing(self, world: World) -> str:
         """What the check needs and is not here, or nothing."""
-        here = {"cuda": world.device.type == "cuda", "several": world.size > 1}
-        words = {"cuda": "a GPU", "several": "several processes"}
+        neighbours = world.topology.local_size > 1
+        here = {"cuda": world.device.type == "cuda", "several": world.size > 1, "neighbours": neighbours}
+        words = {"cuda": "a GPU", "several": "several processes", "neighbours": "several processes on a node"}
         return " and ".join(words[need] for need in self.needs if not here[need])
 
 
@@ -39,6 +40,7 @@ CHECKS = (
     Check("exact", "every strategy has the loss and the gradients of one plain process", exactness.exact),
     Check("bits", "a step that is repeated, with delays in every lane too, gives the same bits", exactness.bits),
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
+    Check("sets", "rows over several processes have the numbers of rows on one", exactness.sets, needs=("neighbours",)),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
     Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
     Check("longest", "the longest row that should fit does, within 5 %", memory.longest, alone=True),

@@ -79,6 +79,22 @@ def chunks(world: World) -> Outcome:
     return Outcome(holds, f"largest relative difference {note}", {"differences": differences})
 
 
+def sets(world: World) -> Outcome:
+    """A step whose rows all processes of a node compute together beside one in which each computes its own, as for
+    ``chunks``. What goes back through keys and values passes a layer's norm by itself, and is rounded there.
+    """
+    ranks, differences, limits = world.topology.local_size, {}, {**CHUNK_LIMITS, "float64": LIMIT}
+    for dtype in dict.fromkeys((torch.float64, dtype_here(world))):
+        alone, together = (
+            _step(world, 2 * world.size, schedule=ScheduleSettings(sequence_ranks=size), dtype=dtype)
+            for size in (1, ranks)
+        )
+        differences[str(dtype).removeprefix("torch.")] = _difference(alone, together) if world.rank == 0 else 0.0
+    note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
+    holds = all(difference < limits[name] for name, difference in differences.items())
+    return Outcome(holds, f"{ranks} processes, largest relative difference {note}", {"differences": differences})
+
+
 def order(world: World) -> Outcome:
     """A step of every strategy with the check of every message's number and action."""
     checked = []

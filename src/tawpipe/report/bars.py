@@ -31,6 +31,7 @@ KINDS = {
     "gradients inside a node": "#9bc995",
     "sums, norm": "#8d99ae",
     "host": "#c9a227",
+    "keys and values": "#d67ab1",
 }
 """Kinds of action that are told apart, and their colours."""
 
@@ -129,11 +130,14 @@ def kind_of(bar: Bar) -> str:
     action = bar.action
     if action.op in (Op.OFFLOAD, Op.RELOAD):
         return "host"
+    if action.op is Op.COLLECTIVE and action.reads and action.reads[0].is_activation:
+        return "keys and values"
     if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
         what = "weights" if (*action.reads, *action.writes)[0].is_weight else "gradients"
         far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
         return f"{what} {'between nodes' if far else 'inside a node'}"
     known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}
+    known |= {Op.KEYS: "forward", Op.KEYS_BACKWARD: "backward"}
     return known.get(action.op, "sums, norm")
 
 

@@ -207,7 +207,8 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
     zero = min((span.begin for span in spans), default=0.0)
     changes: Counter[float] = Counter()
     for span in spans:
-        for buffers, when, sign in ((span.action.writes, span.begin, 1), (span.action.frees, span.end, -1)):
+        made = [one for one in span.action.writes if one not in span.action.reads]
+        for buffers, when, sign in ((made, span.begin, 1), (span.action.frees, span.end, -1)):
             size = sum(activation_bytes.get(one.kind, 0) for one in buffers if one.kind not in OUTSIDE)
             if size:
                 changes[when - zero] += sign * size

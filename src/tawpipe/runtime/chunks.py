@@ -121,6 +121,12 @@ class LayerInChunks:
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
                 chunk.only_keys = False
+        self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept)
+
+    def _propagate(
+        self, chunks: list[Chunk], hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None
+    ) -> None:
+        """``backward`` once keys and values are there."""
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
         results = kept.read(spans) if kept else repeat(None, len(spans))
@@ -153,7 +159,7 @@ class LayerInChunks:
             raise unsupported(
                 f"{self.chain.block_name(self.block)} of {self.chain.name}",
                 "it calls no attention through transformers' interface, so it mixes tokens elsewhere and cannot be cut "
-                "along the sequence; --schedule.sequence-chunk 0 runs it whole",
+                "along the sequence; --schedule.sequence-chunk 0 with --schedule.sequence-ranks 1 runs it whole",
             )
 
 

@@ -16,16 +16,28 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
+from tawpipe.model.batch import MicroBatch, tokens_of
 from tawpipe.model.chain import Chain
+from tawpipe.model.chunked import KeyStore
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
 from tawpipe.runtime.measures import Head, Measure
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.runtime.rows import InHost, OnDevice, Places, Rows
+from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, loss
+from tawpipe.schedule.buffers import (
+    Buffer,
+    Kind,
+    block_input,
+    context,
+    input_gradient,
+    key_gradients,
+    keys,
+    loss,
+)
 from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
@@ -47,6 +59,7 @@ class StepInput:
         seed, step: what random numbers derive from; ``seed`` None for an evaluation.
         digest: a small number that is the same on all ranks if they were given the same.
         measure: looks at an evaluation's head.
+        place: of this rank among those that compute these micro-batches together.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -55,13 +68,23 @@ class StepInput:
     step: int
     digest: int = 0
     measure: Measure | None = None
+    place: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Labels that count, of micro-batches that no other rank counts."""
+        return 0 if self.place else sum(batch.tokens for batch in self.micro_batches.values())
 
 
 @dataclass
 class _OnDevice:
-    """A micro-batch on the device: its tensors and the calls of its layers."""
+    """A micro-batch on the device: its tensors, those of the tokens that this rank computes, and the calls of its
+    layers.
+    """
 
     batch: MicroBatch
+    own: MicroBatch
+    dealt: Dealt | None
     calls: tuple[LayerCall, ...]
     embedded: GradientEdge | None
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is
@@ -75,6 +98,7 @@ class Compute:
     Args:
         chunk_tokens: tokens of a micro-batch for which logits exist at one time.
         sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
+        sequence_ranks: that compute a row together.
         compiled: layers are compiled.
         offload_dir: folder of files for what waits outside of the device chunk by chunk; the host's memory if empty.
     """
@@ -86,11 +110,12 @@ class Compute:
         *,
         chunk_tokens: int,
         sequence_chunk: int = 0,
+        sequence_ranks: int = 1,
         compiled: bool = False,
         offload_dir: str = "",
     ) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
-        self.sequence_chunk = sequence_chunk
+        self.sequence_chunk, self.sequence_ranks = sequence_chunk, sequence_ranks
         self._random = BlockRandomness(chain.device, compiled=compiled)
         self._repeated: set[tuple[int, bool]] = set()
         """Blocks that have been seen to give the same twice."""
@@ -110,18 +135,23 @@ class Compute:
         before = self._sums_when_new(action) if block.kind != "head" else None
         if block.kind == "embedding":
             keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
-            batch = given.micro_batches[m].to(self.chain.device)  # in the lane's stream
-            if self.sequence_chunk and not self.chain.along_tokens:
+            whole, dealt = self._dealt(given, m)
+            batch = whole.to(self.chain.device)  # in the lane's stream
+            if (self.sequence_chunk or dealt) and not self.chain.along_tokens:
                 self.chain.find_tokens()
             with torch.set_grad_enabled(keep), saved_tensors_hooks(self._check_saved, lambda tensor: tensor):
                 hidden, calls = self._drawing(action, given, lambda: self.chain.embed(batch))
             self._check_new(action, given, before, hidden, lambda: self.chain.embed(batch)[0])
-            self._held[context(m)] = _OnDevice(batch, calls, get_gradient_edge(hidden) if keep else None)
+            own = batch.tokens_at(dealt.own) if dealt else batch
+            with torch.set_grad_enabled(keep):
+                hidden = tokens_of(hidden, dealt.own) if dealt else hidden
+            edge = get_gradient_edge(hidden) if keep else None
+            self._held[context(m)] = _OnDevice(batch, own, dealt, calls, edge)
             self._keep_rows(next(one for one in action.writes if one.kind in ROWS), hidden.detach())
         else:
             held = self._held[context(m)]
-            if block.kind == "layer" and self.sequence_chunk:
-                self._layer_forward_in_chunks(action, held.calls, given, before)
+            if block.kind == "layer" and (self.sequence_chunk or held.dealt):
+                self._layer_forward_in_chunks(action, held, given, before)
             elif block.kind == "layer":
                 hidden = self._input(action)
                 output = self._layer_forward(action, hidden, held.calls, given)
@@ -131,10 +161,12 @@ class Compute:
             else:
                 hidden = self._input(action)
                 self._check_head(action, given, hidden)
-                head = given.measure.head(self.chain, given.micro_batches[m], m) if given.measure else None
+                whole, dealt = self._dealt(given, m)
+                on_host = whole.tokens_at(dealt.own) if dealt else whole
+                head = given.measure.head(self.chain, on_host, m) if given.measure else None
                 with torch.no_grad(), self._random.seeded(self._seed(action, given)):
                     self._held[loss(m)] = loss_in_chunks(
-                        self.chain, hidden, held.batch, None, given.scale, self.chunk_tokens, head
+                        self.chain, hidden, held.own, None, given.scale, self.chunk_tokens, head
                     )
         self._release(action)
 
@@ -158,10 +190,12 @@ class Compute:
         return output.detach()
 
     def _layer_forward_in_chunks(
-        self, action: Action, calls: tuple[LayerCall, ...], given: StepInput, before: list[Tensor] | None
+        self, action: Action, held: _OnDevice, given: StepInput, before: list[Tensor] | None
     ) -> None:
         """Like ``_layer_forward`` and ``_check_new``, where neither input nor output need be on the device."""
-        source, layer = self._rows_of(self._input(action)), self._in_chunks(action, calls, given)
+        source, layer = self._rows_of(self._input(action)), self._in_chunks(action, held, given)
+        if isinstance(layer, LayerInSet):
+            layer.gather(self._held[keys(action.micro_batch, action.block)])
         target = next(one for one in action.writes if one.kind in ROWS)
         kept = None
         if buffer := next((one for one in action.writes if one.kind in KEPT), None):
@@ -171,7 +205,7 @@ class Compute:
         layer.forward(source, made, kept)
         if before is not None:
             again = layer.outputs(source)
-            spans = spans_of(source.shape[1], self.sequence_chunk)
+            spans = spans_of(source.shape[1], layer.size)
             for first, (_, second) in zip(made.read(spans), again, strict=True):
                 self._compare(action, first, second)
             self._expect_unchanged(action, before)
@@ -198,10 +232,69 @@ class Compute:
         """The input of a block: a tensor, or rows that are elsewhere."""
         return self._held[next(one for one in action.reads if one.kind in ROWS)]
 
-    def _in_chunks(self, action: Action, calls: tuple[LayerCall, ...], given: StepInput) -> LayerInChunks:
-        state, seed = self._state(action), self._seed(action, given)
-        draw = lambda number, run: self._random.run(state, seed_of(seed, number + 1), run)  # noqa: E731
-        return LayerInChunks(self.chain, action.block, calls, self.sequence_chunk, draw)
+    def _in_chunks(self, action: Action, held: _OnDevice, given: StepInput) -> LayerInChunks:
+        state, seed, dealt = self._state(action), self._seed(action, given), held.dealt
+        ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
+
+        def draw(number: int, run: Callable[[], Tensor]) -> Tensor:
+            return self._random.run(state, seed_of(seed, number * ranks + place + 1), run)
+
+        if dealt is None:
+            return LayerInChunks(self.chain, action.block, held.calls, self.sequence_chunk, draw)
+        size, store = self.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
+        return LayerInSet(self.chain, action.block, held.calls, size, draw, dealt, store)
+
+    def _in_set(self, action: Action, given: StepInput) -> LayerInSet:
+        layer = self._in_chunks(action, self._held[context(action.micro_batch)], given)
+        assert isinstance(layer, LayerInSet)
+        return layer
+
+    def _dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, Dealt | None]:
+        """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
+        batch = given.micro_batches[m]
+        if self.sequence_ranks == 1:
+            return batch, None
+        row = batch.in_one_row()
+        return row, Dealt(row.lengths, self.sequence_ranks, given.place)
+
+    def _shape(self, given: StepInput, m: int) -> tuple[int, ...]:
+        """Rows and tokens of a micro-batch that this rank computes."""
+        batch, dealt = self._dealt(given, m)
+        return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
+
+    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        """KEYS: this rank's keys and values of a layer."""
+        self._bind(action, buffers)
+        self._held[action.writes[0]] = self._in_set(action, given).keys(self._rows_of(self._input(action)))
+        self._release(action)
+
+    def keys_together(self, action: Action, transport: Transport) -> None:
+        """A COLLECTIVE of keys and values, or of their gradients, of which this rank's sums are left."""
+        (buffer,) = action.reads
+        if buffer.kind is Kind.KEYS:
+            place = self._held[context(action.micro_batch)].dealt.place
+            transport.together(action, [(one[place].view(-1), one.view(-1)) for one in self._held[buffer]])
+            return
+        pairs = self._held[buffer]
+        transport.together(action, [(one.view(-1), own.view(-1)) for one, own in pairs])
+        self._held[buffer] = [own for _, own in pairs]
+        if self.chain.device.type == "cuda":
+            for one, _ in pairs:  # or its memory would be given away before this lane has read it
+                one.record_stream(torch.cuda.current_stream())
+
+    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        """KEYS_BACKWARD: propagate the gradients of this rank's keys and values to the weights and to the input's."""
+        m, b = action.micro_batch, action.block
+        self._bind(action, buffers)
+        units = self.spec.trainable_units(b)
+        for unit, buffer in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[buffer], accumulate=True, in_chunks=True)
+        gradient = self._held[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
+        source, sums = self._rows_of(self._input(action)), self._held[key_gradients(m, b)]
+        self._in_set(action, given).keys_backward(source, sums, gradient)
+        for unit in units:
+            self.chain.finish_collect(unit)
+        self._release(action)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
@@ -211,8 +304,8 @@ class Compute:
         self._bind(action, buffers)
         units = self.spec.trainable_units(b)
         held: _OnDevice = self._held[context(m)]
-        in_chunks = block.kind == "head" and held.batch.input_ids.numel() > self.chunk_tokens
-        in_chunks |= block.kind == "layer" and self.sequence_chunk > 0
+        cut = block.kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
+        in_chunks = cut or (block.kind == "head" and held.own.input_ids.numel() > self.chunk_tokens)
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads, in_chunks=in_chunks)
         wanted = input_gradient(m, b) in action.writes
@@ -223,13 +316,18 @@ class Compute:
             self._check_head(action, given, hidden)
             with torch.enable_grad(), self._random.seeded(self._seed(action, given)):
                 self._held[loss(m)] = loss_in_chunks(
-                    self.chain, hidden, held.batch, gradient, given.scale, self.chunk_tokens
+                    self.chain, hidden, held.own, gradient, given.scale, self.chunk_tokens
                 )
-        elif block.kind == "layer" and self.sequence_chunk:
+        elif cut:
             gradient = self._held[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
             kept = next((self._held[one] for one in action.reads if one.kind in KEPT), None)
-            source = self._rows_of(self._input(action))
-            self._in_chunks(action, held.calls, given).backward(source, gradient, wanted=wanted, kept=kept)
+            source, layer = self._rows_of(self._input(action)), self._in_chunks(action, held, given)
+            if isinstance(layer, LayerInSet):
+                layer.gather(self._held[keys(m, b)])
+            layer.backward(source, gradient, wanted=wanted, kept=kept)
+            if isinstance(layer, LayerInSet):
+                sums = layer.key_gradients()
+                self._held[key_gradients(m, b)] = [(one, torch.empty_like(one[0])) for one in sums]
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
@@ -243,7 +341,8 @@ class Compute:
                 elif held.embedded is not None:
                     graph, held.embedded = held.embedded, None
                 else:
-                    graph = get_gradient_edge(self._drawing(action, given, lambda: self.chain.embed(held.batch))[0])
+                    output = self._drawing(action, given, lambda: self.chain.embed(held.batch))[0]
+                    graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
                 torch.autograd.backward(graph, arriving)
             if hidden is not None:
                 gradient = hidden.grad
@@ -341,11 +440,11 @@ class Compute:
         width = self.chain.config.get_text_config().hidden_size
         for action in program:
             if action.op in (Op.OFFLOAD, Op.RELOAD):
-                shape = torch.Size((*given.micro_batches[action.micro_batch].input_ids.shape, width))
+                shape = torch.Size((*self._shape(given, action.micro_batch), width))
                 self._place(action.writes[0], shape, dtype, to_host=action.op is Op.OFFLOAD)
             for buffer in action.writes:
                 if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
-                    shape = (*given.micro_batches[action.micro_batch].input_ids.shape, width)
+                    shape = (*self._shape(given, action.micro_batch), width)
                     place = self.places.of(buffer, shape, dtype)
                     if isinstance(place, InHost):
                         place.reserve(spans_of(shape[1], self.sequence_chunk))

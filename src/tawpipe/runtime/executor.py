@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ class BlockCompute(Protocol):
     def reload(self, action: Action) -> None: ...
 
     def losses(self, action: Action) -> list[Tensor]: ...
+
+
+@runtime_checkable
+class SetCompute(Protocol):
+    """One that can compute rows together with other ranks."""
+
+    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+
+    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
+
+    def keys_together(self, action: Action, transport: Transport) -> None: ...
 
 
 class Optimizers(Protocol):
@@ -188,13 +199,16 @@ class Executor:
             Op.ZERO: lambda action, _: self._zero(action),
             Op.ADD: lambda action, _: self._add(action),
             Op.EXCHANGE: lambda action, _: transport.exchange(action, self._buffers),
-            Op.COLLECTIVE: lambda action, _: transport.collective(action, self._buffers),
+            Op.COLLECTIVE: lambda action, _: self._collective(action),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
             Op.RELOAD: lambda action, _: compute.reload(action),
             Op.COUNT: self._count,
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
         }
+        if isinstance(compute, SetCompute):
+            self._run[Op.KEYS] = lambda action, step: compute.keys(action, self._buffers, step.given)
+            self._run[Op.KEYS_BACKWARD] = lambda action, step: compute.keys_backward(action, self._buffers, step.given)
 
     def adopt(self, schedule: Schedule) -> None:
         """Allocate what ``schedule`` needs beyond what is there. Schedules of one strategy share their buffers."""
@@ -288,6 +302,13 @@ class Executor:
 
     # actions
 
+    def _collective(self, action: Action) -> None:
+        if action.lane is Lane.SEQ:
+            assert isinstance(self.compute, SetCompute)
+            self.compute.keys_together(action, self.transport)
+        else:
+            self.transport.collective(action, self._buffers)
+
     @torch.no_grad()
     def _zero(self, action: Action) -> None:
         self._buffers[action.writes[0]].zero_()
@@ -305,7 +326,7 @@ class Executor:
     def _count(self, action: Action, step: _Step) -> None:
         """Sum the tokens over the world; leave the factor for the updates that do not wait for the norm."""
         tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
-        tokens += sum(batch.tokens for batch in step.given.micro_batches.values())
+        tokens += step.given.tokens
         self.transport.all_reduce(action, tokens)
         self._factor.copy_(1 / (step.given.scale * tokens[0].clamp(min=1)))
 
@@ -321,7 +342,7 @@ class Executor:
         losses = self.compute.losses(action)
         if losses:
             sums[1] = torch.stack(losses).sum()
-        sums[2] = sum(batch.tokens for batch in step.given.micro_batches.values())
+        sums[2] = step.given.tokens
         sums[3], sums[4] = step.given.digest, step.given.digest**2
         self.transport.all_reduce(action, sums)
         # Equal numbers, and no others, have as many times the sum of their squares as there are of them.

@@ -166,6 +166,8 @@ class InFile:
         self._written = 0
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
+        if not spans:
+            return
         room = [self._room(max(spans, key=_length)) for _ in range(2)]
         copied: list[torch.Event | None] = [None, None]
         coming: deque[Future[None]] = deque()

@@ -125,8 +125,10 @@ class Transport:
             every = [mine]
         elif name == "node":
             every = list(self.topology.nodes)
-        else:
+        elif name == "rail":
             every = [self.topology.rail(i) for i in range(self.topology.local_size)]
+        else:
+            every = list(dict.fromkeys(self.topology.group(name, rank) for rank in range(self.topology.world_size)))
         made = None
         for members in every:  # every rank makes every group, in one order
             group = dist.new_group(
@@ -171,18 +173,8 @@ class Transport:
             self._check_collective(key, action)
         if action.compression:
             self._in_8_bits(action, buffers[action.reads[0]], buffers[action.writes[0]], group)
-        elif action.collective == "all_gather":
-            target, source = buffers[action.writes[0]], buffers[action.reads[0]]
-            if self._nccl:
-                self._wait(_all_gather(target, source, group=group, async_op=True))
-            else:
-                self._ring_all_gather(target, source, self.topology.group(action.group, self.rank), group)
-        elif action.collective == "reduce_scatter":
-            target, source = buffers[action.writes[0]], buffers[action.reads[0]]
-            if self._nccl:
-                self._wait(_reduce_scatter(target, source, group=group, async_op=True))
-            else:
-                ring_reduce_scatter(target, source, self.topology.group(action.group, self.rank), group)
+        elif action.collective in ("all_gather", "reduce_scatter"):
+            self._apart(action, buffers[action.reads[0]], buffers[action.writes[0]])
         else:
             buffer = buffers[(action.writes or action.reads)[0]]
             if action.collective == "all_reduce":
@@ -192,6 +184,24 @@ class Transport:
             else:
                 assert action.collective == "broadcast", action
                 self._wait(dist.broadcast(buffer, action.root, group=group, async_op=True))
+
+    def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Run an all_gather or a reduce_scatter of each of some (source, target) instead of on buffers."""
+        key = (action.lane, action.group)
+        if self.strict:
+            self._check_collective(key, action)
+        for source, target in pairs:
+            self._apart(action, source, target)
+
+    def _apart(self, action: Action, source: Tensor, target: Tensor) -> None:
+        """An all_gather or a reduce_scatter."""
+        group, gathers = self._groups[action.lane, action.group], action.collective == "all_gather"
+        if self._nccl:
+            run = _all_gather if gathers else _reduce_scatter
+            self._wait(run(target, source, group=group, async_op=True))
+            return
+        members = self.topology.group(action.group, self.rank)
+        (self._ring_all_gather if gathers else ring_reduce_scatter)(target, source, members, group)
 
     def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Run an EXCHANGE: all its parts at once; it ends with the slowest."""
@@ -290,7 +300,8 @@ class Transport:
         return torch.tensor([self._sequence[key], zlib.crc32(text.encode())], device=self.device)
 
     def _check_collective(self, key: tuple[Lane, str], action: Action) -> None:
-        text = f"{action.op} {action.collective} u{action.unit} r{action.root} {action.compression}"
+        about = f"b{action.block} m{action.micro_batch} u{action.unit} r{action.root}"
+        text = f"{action.op} {action.collective} {about} {action.compression}"
         mine = self._header(key, text)
         members = self.topology.group(action.group, self.rank)
         all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)

@@ -23,6 +23,8 @@ class Lane(StrEnum):
     """Gradients between nodes."""
     HOST = "HOST"
     """Activations between the device and its host's memory."""
+    SEQ = "SEQ"
+    """Keys and values, and their gradients, between the ranks that compute a row together."""
 
 
 class Op(StrEnum):
@@ -34,6 +36,10 @@ class Op(StrEnum):
     """Propagate through one block on one micro-batch, recomputing what it did not keep; for the head: the loss and its
     gradient at once.
     """
+    KEYS = "KEYS"
+    """A layer's keys and values of this rank's tokens, where several ranks compute a row together (sets.py)."""
+    KEYS_BACKWARD = "KEYS_BACKWARD"
+    """Propagate the gradients of these keys and values, to which all those ranks have added."""
     BACKWARD_INPUT = "BACKWARD_INPUT"
     """The part of a backward pass that gives the gradient of the input, recomputation included. Pipelines only."""
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
@@ -59,7 +65,9 @@ class Op(StrEnum):
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduce")
-"""What a COLLECTIVE may be. ``reduce`` and ``all_reduce`` work in place, the others from one buffer into another."""
+"""What a COLLECTIVE may be. ``reduce`` and ``all_reduce`` work in place, the others from one buffer into another; on
+keys and values all of them do.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,12 @@ class Kind(StrEnum):
     """A block's attention output outside of the device (micro-batch's place in its round, block)."""
     RELOADED = "reload"
     """Where such an input comes back (parity of the block, micro-batch's place in its round)."""
+    KEYS = "kv"
+    """A layer's keys and values: of this rank's tokens until they are gathered, then of all (micro-batch, block)."""
+    KEY_GRADIENTS = "dkv"
+    """Gradients of keys and values: what this rank adds to those of all tokens until they are summed up, then the sums
+    of its own (micro-batch, block).
+    """
     LOSS = "loss"
     """The summed loss of a micro-batch (micro-batch)."""
     NORM = "norm"
@@ -151,6 +157,14 @@ def block_input(micro_batch: int, block: int) -> Buffer:
 
 def input_gradient(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.INPUT_GRADIENT, (micro_batch, block))
+
+
+def keys(micro_batch: int, block: int) -> Buffer:
+    return Buffer(Kind.KEYS, (micro_batch, block))
+
+
+def key_gradients(micro_batch: int, block: int) -> Buffer:
+    return Buffer(Kind.KEY_GRADIENTS, (micro_batch, block))
 
 
 def context(micro_batch: int) -> Buffer:

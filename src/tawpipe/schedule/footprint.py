@@ -58,6 +58,8 @@ class BlockMemory:
             where memory is given back before the rest is taken.
         at_once: tokens that blocks of a kind compute at one time, of those kinds that do not compute all of them: the
             head, whose logits exist for a chunk only.
+        keys, key_gradients: of a layer's keys and values, and of their gradients, for every token: where several ranks
+            compute a row together, each of them has those of all its tokens for a time.
         in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
             fixed part, one for every token of a chunk, and one for every token.
     """
@@ -66,6 +68,8 @@ class BlockMemory:
     kept: Mapping[str, float]
     working: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     at_once: Mapping[str, int] = field(default_factory=dict)
+    keys: float = 0
+    key_gradients: float = 0
     in_chunks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def cut(self, chunk: int) -> BlockMemory:
@@ -80,21 +84,26 @@ class BlockMemory:
         more = {name: (fixed + amount, per_token) for name, (fixed, per_token) in self.working.get(kind, {}).items()}
         return replace(self, working={**self.working, kind: more})
 
-    def activations(self, tokens: int, *, pinned: bool = False, chunk: int = 0) -> dict[Kind, int]:
+    def activations(self, tokens: int, *, pinned: bool = False, chunk: int = 0, ranks: int = 1) -> dict[Kind, int]:
         """Bytes of one activation of every kind, for a micro-batch.
 
         Args:
             pinned: the host's memory is pinned, which comes in powers of two.
             chunk: tokens that come and go at one time, 0 for all.
+            ranks: that compute it together. What layers are called with besides their input is there for all tokens.
         """
-        sizes = dict.fromkeys(BOUNDARIES, self.boundary * tokens)
-        sizes |= {kind: round(self.kept.get(kind, 0) * tokens) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.CONTEXT)}
+        own = -(-tokens // ranks)
+        sizes = dict.fromkeys(BOUNDARIES, self.boundary * own)
+        sizes |= {kind: round(self.kept.get(kind, 0) * own) for kind in (Kind.GRAPH, Kind.ATTENTION)}
+        sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
+        if ranks > 1:
+            sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
         sizes[Kind.OFFLOADED_ATTENTION] = sizes[Kind.ATTENTION]
         if pinned:
-            whole, rest = divmod(tokens, min(chunk, tokens) or tokens)
+            whole, rest = divmod(own, min(chunk, own) or own)
             for kind in OUTSIDE:
-                each = sizes[kind] / tokens
-                parts = [each * (chunk or tokens)] * whole + [each * rest] * (rest > 0)
+                each = sizes[kind] / own
+                parts = [each * (chunk or own)] * whole + [each * rest] * (rest > 0)
                 sizes[kind] = sum(1 << max(0, ceil(part) - 1).bit_length() for part in parts)
         return sizes
 
@@ -106,13 +115,16 @@ class BlockMemory:
         recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
         block = schedule.model.blocks[action.block].kind
         of_kind = self.working.get(block, {})
-        direction = "forward" if action.op is Op.FORWARD else "backward"
-        fixed, per_token = of_kind.get(f"{direction} {recompute}", (0, 0))
+        forward, settings = action.op in (Op.FORWARD, Op.KEYS), schedule.step.settings
+        fixed, per_token = of_kind.get(f"{'forward' if forward else 'backward'} {recompute}", (0, 0))
+        if settings.sequence_ranks > 1:
+            if block == "layer" and settings.sequence_chunk:  # what it says of the whole row are keys and values
+                per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
+            tokens = -(-tokens // settings.sequence_ranks)
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
         if Kind.OFFLOADED not in kinds:
             return computing
-        chunk = schedule.step.settings.sequence_chunk or tokens
-        under_way = tokens if block == "embedding" else min(tokens, STAGED * chunk)
+        under_way = tokens if block == "embedding" else min(tokens, STAGED * (settings.sequence_chunk or tokens))
         return computing + under_way * self.boundary
 
 

@@ -77,12 +77,15 @@ def compressed_width(compression: str, width: float) -> float:
     return width if compression in ("", "none") else 1 + 4 / COMPRESSION_BLOCK
 
 
-def share_micro_batches(count: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+def share_micro_batches(count: int, world_size: int, ranks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Micro-batches 0..count-1 for every rank, consecutive, the first ranks one more where it does not divide.
 
-    >>> share_micro_batches(5, 4)
-    ((0, 1), (2,), (3,), (4,))
+    Args:
+        ranks: so many neighbours compute the same micro-batches together.
+
+    >>> share_micro_batches(5, 4), share_micro_batches(3, 4, 2)
+    (((0, 1), (2,), (3,), (4,)), ((0, 1), (0, 1), (2,), (2,)))
     """
-    base, extra = divmod(count, world_size)
-    starts = [rank * base + min(rank, extra) for rank in range(world_size + 1)]
-    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts))
+    base, extra = divmod(count, world_size // ranks)
+    starts = [number * base + min(number, extra) for number in range(world_size // ranks + 1)]
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts) for _ in range(ranks))

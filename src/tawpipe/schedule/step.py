@@ -41,7 +41,7 @@ class StepSpec:
     Args:
         topology: what the strategy takes for nodes.
         settings: with no choice left open, see ``Strategy.settle``.
-        micro_batches: for every rank the global indices of its micro-batches.
+        micro_batches: for every rank the global indices of its micro-batches; the same for all ranks of a set.
     """
 
     strategy: Strategy
@@ -284,7 +284,7 @@ class Schedule:
     @cached_property
     def micro_batches(self) -> tuple[int, ...]:
         """The indices of all micro-batches, ascending."""
-        return tuple(sorted(m for own in self.step.micro_batches for m in own))
+        return tuple(sorted({m for own in self.step.micro_batches for m in own}))
 
     def text(self, rank: int) -> str:
         """The program of one rank, one action a line."""
@@ -323,6 +323,6 @@ class Schedule:
         staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
         total = sum(sizes.get(buffer.kind, 0) for buffer in staying)
         for action in self.programs[rank]:
-            total += sum(passing.get(buffer.kind, 0) for buffer in action.writes)
+            total += sum(passing.get(buffer.kind, 0) for buffer in action.writes if buffer not in action.reads)
             yield action, total
             total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)

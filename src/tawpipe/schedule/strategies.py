@@ -27,6 +27,7 @@ from tawpipe.schedule.routes.ring import place_on_ring, ring_traffic
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute
 from tawpipe.schedule.routes.weipipe import build_weipipe
+from tawpipe.schedule.sets import in_sets, share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec, share_micro_batches
 from tawpipe.schedule.step import LinkTraffic, Schedule, StepSpec, Strategy
@@ -232,6 +233,7 @@ class WeiPipe(Spread):
         "weights_compression": _PASSED_ON,
         "gradients_compression": _PASSED_ON,
         "offloaded_layers": "its passes of two rounds overlap, and would need each other's places",
+        "sequence_ranks": "its processes are at different layers at any time, and would wait for each other",
     }
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
@@ -279,6 +281,7 @@ class ActivationPipeline(Strategy):
     refusals = {
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _WEIGHTS_STAY),
         **dict.fromkeys(("recompute", "offloaded_layers"), "the clock knows pipelines with full recomputation only"),
+        "sequence_ranks": "the clock knows pipelines of whole rows only",
     }
 
     def __post_init__(self) -> None:
@@ -435,6 +438,9 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
+    if settings.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
+        expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
+        raise UserError("schedule.recompute", settings.recompute, expected)
     if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
         expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
         raise UserError("schedule.recompute", settings.recompute, expected)
@@ -444,6 +450,7 @@ def step_of(
     if step.step_cache and not settings.reuse:
         raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
     assert len(micro_batches) == topology.world_size and step.topology.is_even
+    _ = share_in_sets(0, step.topology, settings)  # the view of the strategy may know smaller nodes
     _ = step.homes  # and whether units can live there
     return step
 
@@ -460,4 +467,4 @@ def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None 
     """
     if training and not any(unit.trainable for unit in step.model.units):
         raise UserError("--model", "no trainable parameter", "at least one parameter must require a gradient")
-    return step.strategy.build(step, training=training, ranks=ranks)
+    return in_sets(step.strategy.build(step, training=training, ranks=ranks))

@@ -34,7 +34,7 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
                     if topology.node_of(transfer.peer) != node and not transfer.buffer.is_activation:
                         offset = (0 if transfer.buffer.is_weight else 2) + (0 if transfer.send else 1)
                         counts[node][offset] += sizes[transfer.buffer]
-            elif action.op is Op.COLLECTIVE:
+            elif action.op is Op.COLLECTIVE and not (*action.reads, *action.writes)[0].is_activation:
                 sent, received = _round_the_ring(schedule, topology, rank, action, sizes)
                 offset = 0 if (*action.reads, *action.writes)[0].is_weight else 2
                 counts[node][offset] += sent

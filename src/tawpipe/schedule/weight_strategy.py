@@ -118,8 +118,9 @@ class WeightStrategy(Strategy):
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
-            each = len(shares[0]) - k * (step.rounds - to)
-            return replace(step, micro_batches=share_micro_batches(each * len(shares), len(shares)))
+            each, together = len(shares[0]) - k * (step.rounds - to), step.settings.sequence_ranks
+            count = each * len(shares) // together
+            return replace(step, micro_batches=share_micro_batches(count, len(shares), together))
 
         return cut(rounds), cut(rounds + 1), left + 1
 

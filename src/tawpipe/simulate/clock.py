@@ -110,6 +110,7 @@ class Player:
     """
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, steps: int, physical: Topology | None = None) -> None:
+        cost_model = cost_model.in_sets(schedule.step.settings.sequence_ranks)
         self.schedule, self.cost_model, self.steps = schedule, cost_model, steps
         self.physical = physical or schedule.topology
         assert self.physical.world_size == schedule.topology.world_size
@@ -223,6 +224,10 @@ class Player:
             work = max(
                 costs.backward_s(rank, action.block, action.micro_batch, again), costs.streaming_s(action, passes=2)
             )
+        elif action.op is Op.KEYS:
+            work = max(costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
+        elif action.op is Op.KEYS_BACKWARD:  # once more, and the gradients of its input and its weights
+            work = max(3 * costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD_INPUT:
             work = costs.backward_s(rank, action.block, action.micro_batch)
             work -= costs.backward_weight_s(rank, action.block, action.micro_batch)

@@ -11,6 +11,9 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Kind
 
+KEYS_SHARE = 0.04
+"""Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
+quarter of the heads, 6 % where they are as many."""
 REDUCE_SCATTERS = ("pairwise", "ring")
 
 
@@ -107,6 +110,8 @@ class CostModel:
         host: between a device and its host's memory, or its disk if rows wait there; every rank has one.
         boundary_bytes: of a boundary activation, for every token.
         kept_bytes: of what selective recomputation keeps of a layer in chunks, for every token.
+        key_elements: of a layer's keys and values, for every token.
+        ranks: that compute a micro-batch together, see ``in_sets``.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -125,6 +130,8 @@ class CostModel:
     host: LinkModel = LinkModel(math.inf)
     boundary_bytes: int = 0
     kept_bytes: float = 0.0
+    key_elements: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "gradient_bytes"):
@@ -163,6 +170,10 @@ class CostModel:
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)
 
+    def in_sets(self, ranks: int) -> CostModel:
+        """The same for micro-batches of which every rank has a share, because so many compute one together."""
+        return replace(self, ranks=ranks)
+
     def without_overheads(self) -> CostModel:
         """The same without latencies and what an action costs besides its work: for bounds."""
         return replace(
@@ -182,6 +193,17 @@ class CostModel:
         cost, size = self._block(block), self._size(micro_batch)
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
+
+    def keys_s(self, rank: int, block: int, micro_batch: int) -> float:
+        """Seconds of a layer's forward pass as far as its keys and values; what attention takes is no part of it."""
+        cost = self._block(block).forward
+        linear = replace(cost, per_pair=0.0).of(self._size(micro_batch))
+        return KEYS_SHARE * linear * self.compute_factor.get(rank, 1.0)
+
+    def keys_bytes(self, micro_batch: int, *, gradients: bool) -> float:
+        """Bytes of keys and values of all tokens of a micro-batch in a layer; their gradients are fp32 at least."""
+        width = max(4, self.weight_bytes) if gradients else self.weight_bytes
+        return self.key_elements * width * self._size(micro_batch).tokens * self.ranks
 
     def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
         """Seconds of a backward pass for the gradients of weights: half of what is not recomputation."""
@@ -221,4 +243,5 @@ class CostModel:
         return self.blocks[block]
 
     def _size(self, micro_batch: int) -> MicroBatchSize:
-        return self.sizes.get(micro_batch, self.size)
+        size = self.sizes.get(micro_batch, self.size)
+        return size if self.ranks == 1 else MicroBatchSize(size.tokens / self.ranks, size.pairs / self.ranks)

@@ -16,7 +16,7 @@ from tawpipe.schedule.proof.verify import ScheduleError
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.cost_model import CostModel, LinkModel
-from tawpipe.topology import Topology
+from tawpipe.topology import SET, Topology
 
 Port = tuple[str, int, str]
 """(``between`` or ``inside``, node or rank, direction): something that has a bandwidth."""
@@ -113,6 +113,8 @@ class Transfers:
     def collective(self, action: Action, members: tuple[int, ...], payer: int) -> Load:
         """The load of a COLLECTIVE; ``payer`` is the rank whose ``action`` this is, and for a broadcast the root."""
         buffer = action.reads[0]
+        if buffer.is_activation:
+            return self._keys(action, members)
         whole = self.elements(payer, buffer) * (len(members) if action.collective == "all_gather" else 1)
         key = (action.collective, action.group, members[0], action.root, whole, buffer.is_weight, action.compression)
         if key not in self._collectives:
@@ -129,9 +131,24 @@ class Transfers:
             self._collectives[key] = self._seen(load, action.group) if self._folded else load
         return self._collectives[key]
 
+    def _keys(self, action: Action, members: tuple[int, ...]) -> Load:
+        """Keys and values, or their gradients, between the ranks that compute a row together."""
+        gathers = action.collective == "all_gather"
+        amount = self.cost_model.keys_bytes(action.micro_batch, gradients=not gathers)
+        key = ("keys", action.collective, members[0], amount)
+        if key not in self._collectives:
+            moved = messages(action.collective, members, amount, reduce_scatter=self.cost_model.reduce_scatter)
+            load = self._load(moved, 1, self.latency(action.collective, members, -1))
+            self._collectives[key] = self._seen(load, action.group) if self._folded else load
+        return self._collectives[key]
+
     def _seen(self, load: Load, group: str) -> Load:
-        """The part of a load that the played nodes see; of rails they see all that pass their links at one time."""
+        """The part of a load that the played nodes see; of rails, and of sets, they see all that pass their
+        links at one time.
+        """
         times = self.topology.local_size if group == "rail" else 1
+        if group.startswith(SET):
+            times = self.topology.local_size // self.cost_model.ranks
         ports = tuple(
             (port, amount * times if self._by_node(port) else amount)
             for port, amount in load.ports

@@ -383,9 +383,12 @@ class Training:
         )
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
-        """The MFU of this rank, whose documents stand for those of all; None for models whose FLOPs are not known."""
+        """The MFU of this rank, or of those that compute its rows together, whose documents stand for those of all;
+        None for models whose FLOPs are not known.
+        """
         flops = chain_flops(self.pipeline.chain, done.lengths) if done.lengths else None
-        return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=1)
+        ranks = self.pipeline.settings.sequence_ranks
+        return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:

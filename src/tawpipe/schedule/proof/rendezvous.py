@@ -77,4 +77,5 @@ class Rendezvous(Generic[Part]):
 
 
 def _operation(action: Action) -> tuple:
-    return action.op, action.collective, action.unit, action.root, action.compression
+    about = action.block, action.micro_batch, action.unit
+    return action.op, action.collective, *about, action.root, action.compression

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import Buffer, home_gradient, home_weight
+from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.step import Schedule
 
 
@@ -25,14 +25,15 @@ class Content:
         kind: ``w`` weights, ``g`` gradients, ``m`` gradients that an update has scaled to those of the mean loss.
         stripes: which stripes of the unit, in order.
         version: of weights: the number of updates before it; of gradients: the step.
-        parts: of gradients: the (block, micro-batch) pairs summed in it.
+        parts: of gradients: the (block, micro-batch) pairs summed in it; where a set of ranks computes a row together,
+            with the rank's place in the set, and of layers once more for its keys and values.
     """
 
     kind: str
     unit: int
     stripes: tuple[int, ...]
     version: int = 0
-    parts: frozenset[tuple[int, int]] = frozenset()
+    parts: frozenset[tuple[int, ...]] = frozenset()
 
 
 @dataclass
@@ -70,6 +71,11 @@ class Contents:
         self.held: list[dict[Buffer, Content]] = []
         self.alive: list[set[Buffer]] = []
         """Activations and losses of every rank."""
+        self.places: list[dict[Buffer, frozenset[int]]] = [{} for _ in schedule.programs]
+        """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
+        self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
+        """Gradients of inputs that lack what comes through keys and values."""
+        self._ranks = schedule.step.settings.sequence_ranks
         self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
         self._normed = [-1] * schedule.topology.world_size
         """The step of every rank's last NORM."""
@@ -81,13 +87,25 @@ class Contents:
             self.alive.append(set())
         self._everything = {
             unit: frozenset(
-                (block, m)
+                part
                 for block in spec.blocks
                 if schedule.model.blocks[block].needs_backward or schedule.model.blocks[block].kind == "head"
                 for m in schedule.micro_batches
+                for part in self._parts(block, m)
             )
             for unit, spec in enumerate(schedule.model.units)
         }
+
+    def _parts(self, block: int, m: int) -> list[tuple[int, ...]]:
+        """All that goes into the gradient of one block on one micro-batch."""
+        if self._ranks == 1:
+            return [(block, m)]
+        times = 2 if self.schedule.model.blocks[block].kind == "layer" else 1
+        return [(block, m, place) for place in range(times * self._ranks)]
+
+    def _place(self, rank: int) -> int:
+        """A rank's place in its set."""
+        return self.schedule.topology.local_of(rank) % self._ranks
 
     def _read(self, buffer: Buffer, running: Running) -> Content:
         content = self.held[running.rank].get(buffer)
@@ -104,7 +122,7 @@ class Contents:
         self.held[running.rank][buffer] = content
 
     def _sum(self, parts: Sequence[Content], running: Running) -> Content:
-        together: set[tuple[int, int]] = set()
+        together: set[tuple[int, ...]] = set()
         first = parts[0]
         for content in parts:
             if content.kind != "g" or (content.unit, content.stripes, content.version) != (
@@ -138,6 +156,9 @@ class Contents:
     def collective(self, parts: Sequence[Running]) -> None:
         """A COLLECTIVE, with all members in the order of the group."""
         action = parts[0].action
+        if action.reads and action.reads[0].is_activation:
+            self._keys_together(parts)
+            return
         brings = [p for p in parts if action.collective != "broadcast" or p.rank == action.root]
         contents = [self._read(p.action.reads[0], p) for p in brings]
         kind = "w" if action.collective in ("all_gather", "broadcast") else "g"
@@ -165,6 +186,20 @@ class Contents:
                 else:
                     self._write(name, output, part)
 
+    def _keys_together(self, parts: Sequence[Running]) -> None:
+        """Gather keys and values, or sum up their gradients, in a set."""
+        everyone = frozenset(range(self._ranks))
+        gathers = parts[0].action.collective == "all_gather"
+        for part in parts:
+            (buffer,), here = part.action.reads, self.places[part.rank]
+            own = frozenset((self._place(part.rank),))
+            if part.action.reads != parts[0].action.reads or here.get(buffer) != own:
+                raise ScheduleError(f"a member brings {buffer} with {here.get(buffer)}: {part}")
+            if (buffer.kind is Kind.KEYS) != gathers:
+                raise ScheduleError(f"keys are gathered, their gradients summed up: {part}")
+        for part in parts:
+            self.places[part.rank][part.action.reads[0]] = everyone
+
     def norm(self, running: Running) -> None:
         """NORM on one of the ranks."""
         for buffer in running.action.reads:
@@ -182,7 +217,7 @@ class Contents:
     def local(self, running: Running) -> None:
         """An action that concerns nobody else."""
         action = running.action
-        if action.op in (Op.FORWARD, Op.BACKWARD):
+        if action.op in (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD):
             self._compute(running)
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             self._activations(running)
@@ -196,7 +231,7 @@ class Contents:
         else:
             self._update(running)
 
-    def _gradient(self, unit: int, running: Running, *parts: tuple[int, int]) -> Content:
+    def _gradient(self, unit: int, running: Running, *parts: tuple[int, ...]) -> Content:
         return Content("g", unit, self._stripes(unit), running.step, frozenset(parts))
 
     def _stripes(self, unit: int) -> tuple[int, ...]:
@@ -211,13 +246,32 @@ class Contents:
             whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
                 raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
-        if action.op is Op.BACKWARD:
+        if action.op in (Op.BACKWARD, Op.KEYS_BACKWARD):
             units = self.schedule.model.trainable_units(action.block)
+            place = self._place(running.rank) + (self._ranks if action.op is Op.KEYS_BACKWARD else 0)
+            part = (action.block, action.micro_batch, *([place] if self._ranks > 1 else []))
             for unit, name in zip(units, action.gradients, strict=True):
-                mine = self._gradient(unit, running, (action.block, action.micro_batch))
+                mine = self._gradient(unit, running, part)
                 before = [self._read(name, running)] if name in action.reads else []
                 self._write(name, self._sum([*before, mine], running), running)
+        if self._ranks > 1 and block.kind == "layer":
+            self._keys(running)
         self._activations(running)
+
+    def _keys(self, running: Running) -> None:
+        """Keys and values, and their gradients, of a row that a set of ranks computes: all ranks must be in them when
+        they are read.
+        """
+        action, here, unfinished = running.action, self.places[running.rank], self._unfinished[running.rank]
+        for buffer in (one for one in action.reads if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
+            if len(here.get(buffer, ())) != self._ranks:
+                raise ScheduleError(f"reads {buffer}, which is not of all ranks: {running}")
+            del here[buffer]
+        for buffer in (one for one in action.writes if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
+            here[buffer] = frozenset((self._place(running.rank),))
+        (unfinished.update if action.op is Op.BACKWARD else unfinished.difference_update)(
+            one for one in action.writes if one.kind is Kind.INPUT_GRADIENT
+        )
 
     def _activations(self, running: Running) -> None:
         """Activations and losses must be there when they are read, and be freed before they are made anew."""
@@ -225,8 +279,10 @@ class Contents:
         for buffer in action.reads:
             if buffer.is_activation and buffer not in alive:
                 raise ScheduleError(f"reads {buffer}, which holds nothing: {running}")
+            if buffer in self._unfinished[running.rank] and buffer not in action.writes:
+                raise ScheduleError(f"reads {buffer}, which is not finished: {running}")
         for buffer in action.writes:
-            if buffer in alive:
+            if buffer in alive and buffer not in action.reads:
                 raise ScheduleError(f"writes {buffer} over something that nobody freed: {running}")
             if buffer.is_activation:
                 alive.add(buffer)

@@ -22,12 +22,15 @@ from tawpipe.schedule.buffers import (
     home_gradient,
     home_weight,
     input_gradient,
+    key_gradients,
+    keys,
     loss,
     offloaded,
     pool_kind,
     reloaded,
 )
 from tawpipe.schedule.proof.symbolic import ScheduleError
+from tawpipe.schedule.sets import KEPT, set_group
 from tawpipe.schedule.step import Schedule
 
 GROUPS = ("node", "rail", "world")
@@ -95,6 +98,8 @@ class _Checker:
         checks = {
             Op.FORWARD: self._compute,
             Op.BACKWARD: self._compute,
+            Op.KEYS: self._compute,
+            Op.KEYS_BACKWARD: self._compute,
             Op.ZERO: self._zero,
             Op.ADD: self._add,
             Op.EXCHANGE: self._exchange,
@@ -134,7 +139,11 @@ class _Checker:
             yield "a block that does not exist or a micro-batch of another rank"
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
-        backward = action.op is Op.BACKWARD
+        backward = action.op in (Op.BACKWARD, Op.KEYS_BACKWARD)
+        together = self.step.settings.sequence_ranks > 1 and spec.kind == "layer"
+        if action.op in (Op.KEYS, Op.KEYS_BACKWARD) and not together:
+            yield "keys and values of what is no layer, or of rows that a rank computes alone"
+            return
         saved = self.step.saves(b) if self.schedule.training and spec.needs_backward else None
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
@@ -156,6 +165,16 @@ class _Checker:
             writes |= {self._kept(saved, b, m)}
         if backward and b > self.model.first_backward:
             writes |= {input_gradient(m, b)}
+        if action.op is Op.KEYS:
+            back = reloaded(self._place(m), b)
+            source = back if self.step.moves(b) and back in action.reads else self._boundary(b, m)
+            reads, writes = {source, context(m)}, {keys(m, b)}
+        elif action.op is Op.KEYS_BACKWARD:
+            reads = {one for one in reads if one != input_gradient(m, b + 1) and one.kind not in KEPT}
+            reads |= {key_gradients(m, b)} | writes
+        elif together:
+            reads |= {keys(m, b)}
+            writes |= {key_gradients(m, b)} if backward else set()
         activations = [{buffer for buffer in side if buffer.is_activation} for side in (action.reads, action.writes)]
         if activations != [reads, writes]:
             yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
@@ -234,6 +253,9 @@ class _Checker:
             yield "receives into a home"
 
     def _collective(self, action: Action) -> Iterator[str]:
+        if any(buffer.is_activation for buffer in (*action.reads, *action.writes)):
+            yield from self._keys_together(action)
+            return
         if action.collective not in COLLECTIVES or action.group not in GROUPS or not self._unit(action) or action.frees:
             yield "there is no such collective, group or unit"
             return
@@ -254,11 +276,21 @@ class _Checker:
         if any(buffer.is_home for buffer in action.writes):
             yield "a collective writes into a home"
 
+    def _keys_together(self, action: Action) -> Iterator[str]:
+        ranks, b, m = self.step.settings.sequence_ranks, action.block, action.micro_batch
+        buffer = keys(m, b) if action.collective == "all_gather" else key_gradients(m, b)
+        if ranks == 1 or action.group != set_group(ranks) or action.root >= 0 or action.unit >= 0:
+            yield "keys and values are for the ranks that compute a row together"
+        if action.collective not in ("all_gather", "reduce_scatter") or action.frees:
+            yield "keys and values are gathered, their gradients summed up, and nothing else"
+        if (action.reads, action.writes) != ((buffer,), (buffer,)) or m not in self.own:
+            yield f"must read and write {buffer}"
+
     def _compression(self, action: Action) -> Iterator[str]:
         settings = self.step.settings
         weights = any(buffer.is_weight for buffer in (*action.reads, *action.writes))
         chosen = settings.weights_compression if weights else settings.gradients_compression
-        far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE)
+        far = action.op in (Op.EXCHANGE, Op.COLLECTIVE) and action.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SEQ)
         far = far and self.topology.num_nodes > 1
         allowed = {"" if chosen == "none" else chosen} if far else {""}
         if action.lane is Lane.COMPUTE:  # without overlap, where a lane does not say how far

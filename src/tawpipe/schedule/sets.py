@@ -1,0 +1,125 @@
+"""Rows that several ranks of a node compute together: a set of them has the same micro-batches, and each of its ranks
+computes some tokens of every row (pieces.py).
+
+All that ties the tokens of a row together in a layer are keys and values. So a layer's visit becomes: every rank runs
+its own tokens as far as their keys and values (KEYS), these are gathered, and the layer attends to all of them. Its
+backward pass adds to the gradients of all keys and values; these are summed up over the set, and every rank propagates
+the sums of its own to the weights and to the layer's input (KEYS_BACKWARD). What is gathered and summed up travels on a
+lane of its own, so that nothing that computes waits inside for another rank.
+
+It is done to a finished schedule, for every strategy whose ranks visit the layers in one order. Keys and values of the
+next micro-batch of a visit come before the layer computes this one, and gradients of the one before go on after it, so
+that both travel meanwhile; two micro-batches at most have keys and values at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import share_micro_batches
+from tawpipe.schedule.step import Schedule
+from tawpipe.topology import SET, Topology
+
+KEPT = (Kind.ATTENTION, Kind.OFFLOADED_ATTENTION)
+"""Kinds of what a layer in chunks keeps of its attention."""
+
+
+def set_group(ranks: int) -> str:
+    """The name of the group of the ranks that compute a row together."""
+    return f"{SET}{ranks}"
+
+
+def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches 0..count-1 for every rank, the same for all ranks of a set.
+
+    Raises:
+        UserError: sets of this size cannot be on these nodes.
+    """
+    ranks, local = settings.sequence_ranks, topology.local_size
+    if not isinstance(ranks, int) or ranks < 1 or local % ranks:
+        good = [str(size) for size in range(1, local + 1) if local % size == 0]
+        words = " or ".join([*([", ".join(good[:-1])] if good[1:] else []), good[-1]])
+        many = f"must divide the {local} processes of every node"
+        expected = f"{words}: it {many if local > 1 else 'counts processes of one node, and every node has one'}"
+        raise UserError("schedule.sequence_ranks", ranks, expected)
+    return share_micro_batches(count, topology.world_size, ranks)
+
+
+def in_sets(schedule: Schedule) -> Schedule:
+    """The same schedule for sets of as many ranks as its settings say."""
+    ranks, blocks = schedule.step.settings.sequence_ranks, schedule.model.blocks
+    if ranks == 1:
+        return schedule
+    group, programs = set_group(ranks), []
+    for program in schedule.programs:
+        computing = [(i, one) for i, one in enumerate(program) if one.op in (Op.FORWARD, Op.BACKWARD)]
+        instead: dict[int, list[Action]] = {}
+        for (_, block), visit in groupby(computing, key=lambda pair: (pair[1].op, pair[1].block)):
+            if blocks[block].kind == "layer":
+                places, actions = zip(*visit, strict=True)
+                instead |= zip(places, _visit(actions, group), strict=True)
+        programs.append(tuple(new for i, one in enumerate(program) for new in instead.get(i, (one,))))
+    return replace(schedule, programs=tuple(programs))
+
+
+def _visit(actions: Sequence[Action], group: str) -> Iterable[list[Action]]:
+    """What takes the place of every action of a layer's visit."""
+    for place, action in enumerate(actions):
+        made = [] if place else _gathered(action, group)
+        for following in actions[place + 1 : place + 2]:
+            made += _gathered(following, group)
+        kv, dkv = keys(action.micro_batch, action.block), key_gradients(action.micro_batch, action.block)
+        if action.op is Op.FORWARD:
+            yield [*made, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
+            continue
+        frees = (*(one for one in action.frees if _ends(one, action)), kv)
+        made += [
+            replace(action, reads=(*action.reads, kv), writes=(*action.writes, dkv), frees=frees),
+            _collective("reduce_scatter", dkv, group),
+        ]
+        made += [_keys_backward(before) for before in actions[max(0, place - 1) : place]]
+        yield [*made, *([_keys_backward(action)] if place == len(actions) - 1 else [])]
+
+
+def _gathered(action: Action, group: str) -> list[Action]:
+    """The keys and values of all tokens, for a layer's action."""
+    m, block = action.micro_batch, action.block
+    needed = tuple(one for one in action.reads if one.is_weight or one == context(m) or _is_input(one, block))
+    kv = keys(m, block)
+    own = Action(Op.KEYS, Lane.COMPUTE, needed, (kv,), block=block, micro_batch=m)
+    return [own, _collective("all_gather", kv, group)]
+
+
+def _is_input(buffer: Buffer, block: int) -> bool:
+    """True for a block's input; what its actions read of other blocks, they only free."""
+    of_block = buffer.kind in (Kind.INPUT, Kind.OFFLOADED) and buffer.at[1] == block
+    return of_block or buffer.kind is Kind.RELOADED
+
+
+def _ends(buffer: Buffer, action: Action) -> bool:
+    """True for what a layer's BACKWARD reads and KEYS_BACKWARD does not."""
+    return buffer == input_gradient(action.micro_batch, action.block + 1) or buffer.kind in KEPT
+
+
+def _collective(which: str, buffer: Buffer, group: str) -> Action:
+    m, block = buffer.at
+    return Action(
+        Op.COLLECTIVE, Lane.SEQ, (buffer,), (buffer,), collective=which, group=group, block=block, micro_batch=m
+    )
+
+
+def _keys_backward(action: Action) -> Action:
+    """KEYS_BACKWARD after a layer's BACKWARD, as that was without sets: it adds to the same gradients, and frees what
+    that would have freed.
+    """
+    dkv = key_gradients(action.micro_batch, action.block)
+    needed = (one for one in action.reads if not one.is_gradient and not _ends(one, action))
+    frees = (*(one for one in action.frees if not _ends(one, action)), dkv)
+    reads = (*needed, dkv, *action.writes)
+    return replace(action, op=Op.KEYS_BACKWARD, reads=reads, frees=frees)

@@ -1,0 +1,112 @@
+"""Rows that several ranks compute together: keys and values are gathered and their gradients summed up on a lane of
+their own, and everything else of a schedule stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from schedules import llama, make
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.footprint import BlockMemory, Widths, costs
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.sets import share_in_sets
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.transform import for_one_thread
+from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, play
+from tawpipe.topology import Topology
+
+STRATEGIES = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "tawpipe-step", "flat", "hsdp"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("nodes", "local", "ranks", "count"), [(1, 2, 2, 3), (2, 4, 2, 7), (2, 4, 4, 3), (3, 2, 2, 5)])
+def test_every_strategy_is_proved_for_one_thread(strategy, nodes, local, ranks, count):
+    """Sets with fewer micro-batches than others included."""
+    made = make(
+        llama(3, tied=True), nodes, local, count, strategy=strategy, sequence_ranks=ranks, micro_batches_per_visit=2
+    )
+    verify(for_one_thread(made), one_thread=True)
+
+
+def test_what_travels_of_weights_stays_and_nothing_that_computes_waits_inside():
+    plain = make(llama(4), 2, 2, 4, micro_batches_per_visit=2)
+    together = make(llama(4), 2, 2, 2, micro_batches_per_visit=2, sequence_ranks=2)
+    for before, after in zip(plain.programs, together.programs, strict=True):
+        lanes = (Lane.GATHER, Lane.REDUCE, Lane.INTER_W)
+        assert [one for one in before if one.lane in lanes] == [one for one in after if one.lane in lanes]
+        for one in after:
+            assert (one.lane is Lane.SEQ) == (one.group == "set2")
+            assert one.lane is not Lane.COMPUTE or not one.group
+        counts = Counter((one.op, one.collective) for one in after if one.lane is Lane.SEQ)
+        layers, own = 4, 1
+        assert counts == {
+            (Op.COLLECTIVE, "all_gather"): 2 * layers * own,
+            (Op.COLLECTIVE, "reduce_scatter"): layers * own,
+        }
+
+
+def test_keys_travel_while_another_micro_batch_computes():
+    """The clock: links that take as long as a layer cost nothing from the second micro-batch of a visit on."""
+    steps = {}
+    for count in (1, 4):
+        made = make(llama(3), 1, 2, count, micro_batches_per_visit=count, sequence_ranks=2)
+        inside = LinkModel(1e6, shared=False)
+        model = CostModel.timed(layers=3, forward_s=0.2, backward_s=0.2, between=inside, inside=inside, key_elements=25)
+        model = replace(model, size=MicroBatchSize(1000, 1000), weight_bytes=4)
+        seq = sum(span.end - span.begin for span in play(made, model).spans(0, step=1) if span.action.lane is Lane.SEQ)
+        assert seq == pytest.approx(count * 3 * 3 * 0.05)  # half of the tokens come from, or go to, the other rank
+        steps[count] = play(made, model).step_seconds
+    alone = 3 * (0.2 + 0.2)
+    assert steps[1] - alone > 3 * 3 * 0.05
+    assert steps[4] / 4 - alone < 3 * 3 * 0.05 / 2
+
+
+def test_gradients_without_those_of_keys_are_refused():
+    made = make(llama(3), 1, 2, 1, sequence_ranks=2)
+    for op in (Op.KEYS, Op.KEYS_BACKWARD):
+        programs = [tuple(one for one in own if one.op is not op) for own in made.programs]
+        with pytest.raises(ScheduleError):
+            verify(replace(made, programs=tuple(programs)))
+
+
+def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_ones():
+    memory = BlockMemory(
+        8, {"ctx": 2}, {"layer": {"forward full": (0, 0), "backward full": (0, 16)}}, keys=4, key_gradients=8
+    )
+    made = make(llama(3), 1, 2, 1, sequence_ranks=2)
+    said = costs(
+        made,
+        Widths(2, 4, 4, 2),
+        activation_bytes=memory.activations(1000, ranks=2),
+        working=lambda action: memory.working_of(made, action, 1000),
+    )
+    inputs, arriving, of_input = 3 * 8 * 500, 8 * 500, 8 * 500
+    assert said.activation_bytes + said.working_bytes == inputs + arriving + of_input + 2000 + 12 * 1000 + 16 * 500
+    peak = max(made.activations(0, {Kind.KEYS: 1, Kind.KEY_GRADIENTS: 1}), key=lambda one: one[1])
+    assert peak[1] == 2
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 8])
+def test_sets_that_cannot_be_are_refused(ranks):
+    with pytest.raises(UserError, match=r"sequence_ranks.*1, 2 or 4: it must divide the 4 processes"):
+        share_in_sets(2, Topology.grid(2, 4), ScheduleSettings(sequence_ranks=ranks))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"recompute": "none"}, "full with"),
+        ({"recompute": "none", "sequence_chunk": 4}, "full or selective"),
+        ({"strategy": "weipipe"}, "at different layers"),
+        ({"strategy": "1f1b"}, "whole rows"),
+    ],
+)
+def test_what_does_not_go_with_sets_is_refused(settings, reason):
+    with pytest.raises(UserError, match=reason):
+        make(llama(4), 1, 2, 1, sequence_ranks=2, **settings)
