@@ -287,7 +287,6 @@ def test_what_context_parallelism_needs_of_a_link() -> None:
     assert sent[1] - sent[0] == pytest.approx(3 * 3 / 4 * every)
 
 
-
 def test_sleeping_is_counted() -> None:
     sleeper = Sleeper(BusyTime())
     begin = time.perf_counter()
