@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.rivals import deepspeed
+from tawpipe.lab import bounds, ours
+from tawpipe.lab.rivals import deepspeed, fsdp
 from tawpipe.lab.rivals.fsdp_collectives import (
     HierarchicalGather,
     HierarchicalReduction,
@@ -28,9 +29,11 @@ from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.worker import make, makers
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
+from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from timed import LAYERS, STEPS, WORKLOAD
 
+DOCUMENTS = {**WORKLOAD, "micro_batches": 2, "keys_bytes": 40_000}
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}),
     "fsdp2 by itself": ("fsdp2", {"prefetch": 0}),
@@ -232,7 +235,57 @@ def test_settings_that_cannot_work_are_named(
 
 
 def test_every_name_has_a_maker() -> None:
-    assert {name for name, _ in CONTENDERS.values()} | {"zbv", *deepspeed.NAMES, *ours.rows()} == set(makers())
+    others = {"zbv", fsdp.CONTEXT_PARALLEL, *deepspeed.NAMES, *ours.rows()}
+    assert {name for name, _ in CONTENDERS.values()} | others == set(makers())
+
+
+def share_documents(world: World) -> dict[str, tuple[float, float]]:
+    """Seconds that one rank computes in a step, and whether keys and values travelled, of rows that share documents."""
+    found = {}
+    for name in (fsdp.CONTEXT_PARALLEL, "tawpipe-spread", "hsdp-ours"):
+        contender: Any = make(name, TimedWorkload(**DOCUMENTS), world.topology, world.rank)
+        contender.busy()
+        contender.step()
+        contender.step()
+        found[name] = contender.sleeper.asked_s / 2, contender.busy().get("SEQ", 0.0)
+        contender.close()
+    return found
+
+
+def test_documents_are_shared_by_all_devices_or_by_those_of_a_node(pool: Any) -> None:
+    """Everyone computes as much of them, whoever shares them, and keys and values travel."""
+    workload = TimedWorkload(**DOCUMENTS)
+    for rank in pool.run(f"{__name__}:share_documents", 2, 2):
+        for name, (asked, busy) in rank.items():
+            assert asked == pytest.approx(workload.compute_s / 4), name
+            assert busy > 0, name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "setting"),
+    [
+        (fsdp.CONTEXT_PARALLEL, {"keys_bytes": 0}, "strategy"),
+        ("tawpipe-spread", {"keys_bytes": 0}, "sequence_ranks"),
+    ],
+)
+def test_documents_without_keys_are_not_shared(name: str, change: dict[str, Any], setting: str) -> None:
+    knobs = {} if name == fsdp.CONTEXT_PARALLEL else {"sequence_ranks": 2}
+    with pytest.raises(UserError) as caught:
+        make(name, TimedWorkload(**{**DOCUMENTS, **change}), Topology.grid(2, 2), 0, **knobs)
+    assert caught.value.setting == setting
+
+
+def test_what_context_parallelism_needs_of_a_link() -> None:
+    """Keys and values of every document thrice, (P-1)/P of them over every node's link, beside FSDP2's weights."""
+    topology, between = Topology.grid(2, 2), LinkModel(1e6)
+    workload = TimedWorkload(**DOCUMENTS)
+    sent = [
+        bounds.shipped_bounds(fsdp.CONTEXT_PARALLEL, one, topology, between).sent_bytes[0]
+        for one in (replace(workload, keys_bytes=0), workload)
+    ]
+    every = workload.micro_batches * workload.layers * workload.keys_bytes
+    assert sent[1] - sent[0] == pytest.approx(3 * 3 / 4 * every)
+
 
 
 def test_sleeping_is_counted() -> None:

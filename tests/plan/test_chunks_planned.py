@@ -284,7 +284,7 @@ def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
     assert len(cut.blocks) == 4 and cut.blocks[0] == found.blocks[0] and cut.blocks[-1] == found.blocks[-1]
     assert min(cut.blocks[1].forward.of(long), cut.blocks[1].backward.of(long)) > 0
     fixed, own, token = found.memory.in_chunks["backward full"]
-    assert own > 10 * 64 * 4 and token == pytest.approx(2 * 2 * 64 * 4 - 64 * 4, rel=0.2)
+    assert own > 10 * 64 * 4 and 2 * 64 * 4 <= token <= 6 * 64 * 4, "keys and values, and their gradients"
     assert cut.memory.working["layer"]["backward full"] == (fixed + own * 128, token)
 
 

@@ -121,20 +121,25 @@ def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
 
 
-def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
     CONFIG.save_pretrained(tmp_path)
-    settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512)
+    files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)} if in_files else {}
+    settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512, **files)
     given = {"sequence_length": 8192, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
     asked = request_of(str(tmp_path), ALONE, **given)
-    parts = memory_of(asked, build(asked.step(settings))).parts
+    needs = memory_of(asked, build(asked.step(settings)))
+    parts = needs.parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, check="never")
     ids = torch.randint(0, 1000, (1, 8192))
     pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
     pipeline.drain()
+    short = pipeline._compute.places.file_bytes
     measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
+    assert pipeline._compute.places.file_bytes - short == needs.files
     pipeline.close()
     assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
 

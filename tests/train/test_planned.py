@@ -97,6 +97,14 @@ def test_a_resumed_run_does_what_it_did(made, plan):
     assert "that of the checkpoint" in follow(CONFIG, state(plan)).line
 
 
+def test_a_resumed_run_has_the_chunks_that_it_had_unless_the_user_says_others(made, plan):
+    chunked = plan.replace("sequence_chunk: 0", "sequence_chunk: 4096")
+    assert follow(CONFIG, state(chunked)).config.schedule.sequence_chunk == 4096 and not made
+    whole = replace(CONFIG, schedule=replace(CONFIG.schedule, sequence_chunk=0))
+    assert follow(whole, state(chunked)).line.startswith("plan: made now")
+    assert made == ["made"]
+
+
 def test_a_resumed_run_on_other_nodes_plans_anew(made, plan):
     assert follow(CONFIG, state(plan, Topology.grid(1, 3))).line.startswith("plan: made now")
     assert made == ["made"]

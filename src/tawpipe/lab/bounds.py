@@ -33,7 +33,7 @@ from tawpipe.topology import Topology
 
 WeightsScope = Literal["visit", "step", "replica"]
 GradientsScope = Literal["visit", "step"]
-SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "hsdp", "zero3", "zero-hpz")
+SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "fsdp2-cp", "hsdp", "zero3", "zero-hpz")
 PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
 
 
@@ -86,6 +86,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
         head_s=workload.head_s,
         between=between,
         inside=inside,
+        key_elements=workload.keys_bytes // 4,
         **settings,
     )
 
@@ -180,6 +181,8 @@ def shipped_bounds(
       the second on.
     * ``fsdp2-node`` (integer ``reshard_after_forward``): no weights between nodes in the backward pass.
     * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
+    * ``fsdp2-cp``: as ``fsdp2`` in rounds of documents that all devices compute; besides, keys and values go round all
+      of them, (P-1)/P of their bytes over every node's link, in forward and backward pass, and their gradients.
     * ``hsdp``: weights of a ``replica``, gradients per ``step``, see ``scope_bounds``.
     * ``zero3``: as ``fsdp2``, but it keeps as many last layers as it gathers ahead (``prefetch``).
     * ``zero-hpz``: weights between nodes in the first round's forward pass only.
@@ -199,16 +202,24 @@ def shipped_bounds(
         return scope_bounds(
             workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
         )
+    keys_bytes = 0.0
+    if name == "fsdp2-cp":
+        devices = topology.world_size
+        passed = 1 - 1 / devices if topology.num_nodes > 1 else 0.0
+        keys_bytes = 3 * workload.micro_batches * workload.layers * workload.keys_bytes * passed
+        workload = replace(workload.faster(devices), micro_batches=workload.micro_batches * devices)
     first, last = 1, 1
     sizes = [part.elements for part in workload.parts]
     if name == "zero3":
         first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), len(sizes))
     shares = {"first": sum(sizes[:first]) / sum(sizes), "last": sum(sizes[-last:]) / sum(sizes)}
     kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
-    return _sharded_bounds(workload, topology, between, kind)
+    return _sharded_bounds(workload, topology, between, kind, besides=keys_bytes)
 
 
-def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic) -> Bounds:
+def _sharded_bounds(
+    workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic, besides: float = 0.0
+) -> Bounds:
     """Bounds of data parallelism with sharded weights.
 
     By dependencies, whatever is overlapped: before all computing come the weights of the first part that takes time,
@@ -225,7 +236,7 @@ def _sharded_bounds(workload: TimedWorkload, topology: Topology, between: LinkMo
     size = -(-per_device // kind.rounds)
     first = min(size, per_device)
     last = per_device - (kind.rounds - 1) * size
-    moved = weight * kind.total
+    moved = weight * kind.total + besides
     rate = between.node_rate(topology.local_size)
     weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
     before = max(weights_in * share_of_first, weights_in - first * sum(part.forward_s for part in parts[:-1]))

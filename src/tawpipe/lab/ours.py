@@ -8,15 +8,15 @@ would count as grouping or overlap.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
-from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import Spread, build, register, step_of, strategies
 from tawpipe.schedule.transform import without_overlap
@@ -122,12 +122,12 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     settings = settings_of(name, knobs)
     work = workload.split(settings.parts_per_layer)
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
-    ranks = settings.schedule.sequence_ranks
-    if ranks != 1 and isinstance(workload, TimedWorkload):
-        expected = "1: a timed layer has no keys and values"
-        raise UserError("sequence_ranks", ranks, expected)
-    shares = share_micro_batches(workload.micro_batches, topology.world_size)
-    step = step_of(model, topology, settings.schedule, shares)
+    chosen = settings.schedule
+    if isinstance(workload, TimedWorkload) and workload.keys_bytes and "sequence_ranks" not in knobs:
+        chosen = replace(chosen, sequence_ranks=topology.local_size)
+    elif isinstance(workload, TimedWorkload) and chosen.sequence_ranks != 1 and not workload.keys_bytes:
+        raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
+    step = step_of(model, topology, chosen, share_in_sets(workload.micro_batches, topology, chosen))
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))
     if selective and isinstance(workload, TimedWorkload):
         expected = "full or none: a timed layer has no attention of its own"

@@ -4,7 +4,7 @@ computing, which sleeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,9 +81,10 @@ class OurContender:
 
     def __init__(self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
         settings = settings_of(name, knobs)
+        self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
+        settings = replace(settings, schedule=self.schedule.step.settings)
         self.name, self.knobs = name, settings.spelled_out()
         self._rule = UpdateRule(clip_norm=settings.clip_norm)
-        self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
         verify(self.schedule, one_thread=True)
         self._busy = BusyTime()
         self.sleeper = Sleeper(self._busy)
@@ -100,7 +101,7 @@ class OurContender:
         )
         self._executor = Executor(
             rank,
-            compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, self.sleeper),
+            compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
             optimizers=UnitOptimizers(storage, adamw()) if workload.optimizer else _NoOptimizer(),
@@ -136,14 +137,19 @@ class _SleepingCompute:
     Boundary activations stay from forward to backward, as in training, so that memory can be compared.
     """
 
-    def __init__(self, workload: TimedWorkload, schedule: Schedule, sleeper: Sleeper) -> None:
-        self._workload, self._model, self._step = workload, schedule.model, schedule.step
+    def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
+        ranks = schedule.step.settings.sequence_ranks
+        self._workload, self._model, self._step = workload.faster(ranks), schedule.model, schedule.step
         self._sleep = sleeper.compute
         self._boundaries: dict[tuple[int, int], Tensor] = {}
+        self._keys: dict[Buffer, Tensor] = {}
+        """Of all tokens, [ranks, of each]: keys and values, or their gradients."""
+        self._ranks, self._index = ranks, rank % ranks
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         if self._model.blocks[action.block].kind == "layer":
-            boundary = torch.ones(max(1, self._workload.activation_bytes // 4))
+            self._drop_keys(action)
+            boundary = torch.ones(max(1, self._workload.activation_bytes // 4 // self._ranks))
             self._boundaries[action.block, action.micro_batch] = boundary
             self._sleep(self._workload.forward_s)
 
@@ -155,6 +161,26 @@ class _SleepingCompute:
             self._sleep(self._workload.backward_input_s - (self._workload.forward_s if again == "none" else 0))
             self._sleep(self._workload.backward_weight_s)
             del self._boundaries[action.block, action.micro_batch]
+            self._drop_keys(action)
+
+    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        self._keys[action.writes[0]] = self._all_keys()
+
+    def keys_together(self, action: Action, transport: Transport) -> None:
+        whole = self._keys.setdefault(action.reads[0], self._all_keys())
+        own, every = whole[self._index], whole.view(-1)
+        gathers = action.collective == "all_gather"
+        transport.together(action, [(own, every) if gathers else (every, torch.empty_like(own))])
+
+    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        self._drop_keys(action)
+
+    def _drop_keys(self, action: Action) -> None:
+        for buffer in action.frees:
+            self._keys.pop(buffer, None)
+
+    def _all_keys(self) -> Tensor:
+        return torch.ones(self._ranks, self._workload.keys_bytes // 4 // self._ranks)
 
     def offload(self, action: Action) -> None:
         pass
@@ -176,6 +202,10 @@ class _MeasuredTransport(Transport):
     def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         with self.busy(_row(action)):
             super().collective(action, buffers)
+
+    def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        with self.busy(_row(action)):
+            super().together(action, pairs)
 
     def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         with self.busy(_row(action)):

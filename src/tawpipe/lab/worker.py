@@ -109,7 +109,7 @@ def _make_ours(name: str, workload: Workload, topology: Topology, rank: int, **k
 def makers() -> dict[str, Maker]:
     """Row -> what makes its contender."""
     return {
-        **dict.fromkeys(fsdp.NAMES, fsdp.make),
+        **dict.fromkeys((*fsdp.NAMES, fsdp.CONTEXT_PARALLEL), fsdp.make),
         **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
         **dict.fromkeys(pipelining.NAMES, pipelining.make),
         **dict.fromkeys(ours.rows(), _make_ours),

@@ -55,6 +55,8 @@ class TimedWorkload:
         embedding_bytes, head_bytes: weights of the model's ends, fp32; 0 leaves them out. A lookup takes no time.
         head_s: of loss and gradients of a micro-batch.
         tied: the head uses the weights of the embedding, which it has none of its own besides.
+        keys_bytes: keys and values of a layer for one micro-batch, which processes that compute one together exchange:
+            in this project's rows those of a node, where a micro-batch is one document.
 
     Raises:
         UserError: ends that contradict each other.
@@ -72,6 +74,7 @@ class TimedWorkload:
     head_bytes: int = 0
     head_s: float = 0.0
     tied: bool = False
+    keys_bytes: int = 0
 
     kind: ClassVar[str] = "timed"
 
@@ -87,7 +90,8 @@ class TimedWorkload:
         """
         if parts < 1 or self.layer_elements % parts:
             raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
-        each = replace(self.faster(parts), layers=self.layers * parts, layer_bytes=self.layer_bytes // parts)
+        sizes = {"layer_bytes": self.layer_bytes // parts, "keys_bytes": self.keys_bytes // parts}
+        each = replace(self.faster(parts), layers=self.layers * parts, **sizes)
         return replace(each, head_s=self.head_s)
 
     def faster(self, times: int) -> TimedWorkload:

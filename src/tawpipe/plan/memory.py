@@ -24,6 +24,8 @@ from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
 """Longer rows are not run: bytes grow with the tokens alone, because no kernel holds a matrix of scores."""
+MEASURED_CHUNK = 512
+"""Tokens of the chunks of the rows that are run, and twice as many; larger ones follow from the line."""
 DOCUMENTS = 8
 """In a row, where rows are packed."""
 
@@ -146,25 +148,27 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     return found
 
 
-def measure_chunks(bench: Bench, sizes: Sequence[int]) -> dict[str, tuple[float, float, float]]:
+def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float, float]]:
     """``BlockMemory.in_chunks``: layers of every kind on rows of two lengths in chunks of one size, and of another.
 
-    The past of a row's last chunk is as large as any that a kernel sees at one time.
+    Rows are so much longer than chunks that what is there of all of a row counts when most is taken, and the past of
+    the last chunk is as large as any that a kernel sees at one time.
 
     Args:
-        sizes: of chunks, ascending: one, or two of which the second is twice the first.
+        smallest: chunk that is asked about.
     """
     lines: dict[str, tuple[float, float, float]] = {}
-    least, most = sizes[0], sizes[-1]
+    least = min(smallest, MEASURED_CHUNK)
+    most = 2 * least
     for (kind, *_), blocks in bench.kinds().items():
         if kind != "layer":
             continue
-        long = PAST_KEYS + 2 * least
-        shapes = ((long - least, least), (long, least), *(((long, most),) if most > least else ()))
+        long = PAST_KEYS + 6 * least
+        shapes = (long - least, least), (long, least), (long, most)
         weighed = [_weigh_chunks(bench, blocks[0], *shape) for shape in shapes]
         for name, amount in weighed[1].items():
             per_token = (amount - weighed[0][name]) / least
-            own = (weighed[2][name] - amount) / (most - least) if most > least else 0.0
+            own = (weighed[2][name] - amount) / (most - least)
             line = amount - per_token * long - own * least, own, per_token
             lines[name] = max(line, lines.get(name, line), key=lambda one: one[0] + one[1] * most + one[2] * long)
     return lines

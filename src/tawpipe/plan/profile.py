@@ -157,7 +157,7 @@ def _with_chunks(
     if why := bench.why_whole():
         return replace(whole, why_whole=why)
     blocks = clock.in_chunks(whole, tokens, row, sizes[0]) if tokens else whole.blocks
-    memory = replace(whole.memory, in_chunks=measure_chunks(bench, sizes[:2]))
+    memory = replace(whole.memory, in_chunks=measure_chunks(bench, sizes[0]))
     return replace(whole, memory=memory, in_chunks=blocks)
 
 

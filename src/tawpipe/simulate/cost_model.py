@@ -163,8 +163,9 @@ class CostModel:
             head_s: of the loss and its gradients.
             settings: other fields of the model.
         """
-        layer = BlockCost(Seconds(forward_s), Seconds(backward_s))
-        head = BlockCost(backward=Seconds(head_s))
+        # By pairs of tokens: ranks that compute a micro-batch together share them, and keys alone cost nothing.
+        layer = BlockCost(Seconds(per_pair=forward_s), Seconds(per_pair=backward_s))
+        head = BlockCost(backward=Seconds(per_pair=head_s))
         return cls((BlockCost(), *[layer] * layers, head), between, inside, **settings)
 
     def node_link(self, node: int) -> LinkModel:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
 from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
+from tawpipe.lab.rivals.context_parallel import KeysOfAll
 from tawpipe.lab.rivals.fsdp_collectives import (
     BackgroundReduction,
     HierarchicalGather,
@@ -34,9 +35,11 @@ from tawpipe.lab.rivals.fsdp_collectives import (
 )
 from tawpipe.lab.rivals.task import task_of
 from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import Workload, check_whole
+from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, check_whole
 from tawpipe.topology import Topology
 
+CONTEXT_PARALLEL = "fsdp2-cp"
+"""For timed workloads with keys and values only."""
 NAMES = ("fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical")
 
 
@@ -81,7 +84,8 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     ``fsdp2`` shards over all ranks; ``fsdp2-node`` does the same, and keeps weights sharded inside the node from the
     forward to the backward pass (integer ``reshard_after_forward``); ``hsdp`` shards inside the node and replicates
     across nodes, with the all-reduce in the last round only; ``fsdp2-hierarchical`` is fsdp2 with gathers and
-    reductions of ours, in the background.
+    reductions of ours, in the background; ``fsdp2-cp`` has every document computed by all ranks
+    (`tawpipe.lab.rivals.context_parallel`).
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
@@ -89,12 +93,26 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     settings = read_settings(ShardedSettings, name, knobs)
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
-    check_sharding(name, workload, topology, settings.micro_batches_per_gather)
+    if name == CONTEXT_PARALLEL:
+        workload = _shared_by_all(workload, topology, settings.micro_batches_per_gather)
+    else:
+        check_sharding(name, workload, topology, settings.micro_batches_per_gather)
     if name == "hsdp" and settings.reduction != "gloo":
         raise UserError("reduction", settings.reduction, "gloo: hsdp reduces in its own way")
     if name == "fsdp2-node":
         check_grid(name, topology)
     return _Sharded(name, workload, topology, rank, settings)
+
+
+def _shared_by_all(workload: Workload, topology: Topology, per_gather: int) -> TimedWorkload:
+    """The work of one rank where all compute every micro-batch."""
+    if isinstance(workload, RealWorkload) or not workload.keys_bytes:
+        raise UserError("strategy", CONTEXT_PARALLEL, "a timed workload with keys_bytes")
+    if workload.micro_batches % per_gather:
+        expected = f"a divisor of the {workload.micro_batches} micro-batches"
+        raise UserError("micro_batches_per_gather", per_gather, expected)
+    size = max(1, workload.activation_bytes // topology.world_size)
+    return replace(workload.faster(topology.world_size), activation_bytes=size)
 
 
 class _Sharded:
@@ -103,8 +121,9 @@ class _Sharded:
     def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, settings: ShardedSettings) -> None:
         self.name, self.settings = name, settings
         self.knobs: dict[str, object] = asdict(settings)
-        mine = workload.micro_batches // topology.world_size
-        self._first, self._rounds = rank * mine, mine // settings.micro_batches_per_gather
+        shared = name == CONTEXT_PARALLEL
+        mine = workload.micro_batches // (1 if shared else topology.world_size)
+        self._first, self._rounds = 0 if shared else rank * mine, mine // settings.micro_batches_per_gather
         self._busy = BusyTime()
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
@@ -118,6 +137,11 @@ class _Sharded:
         self._reduction = self._plug_in(topology, rank)
         if settings.prefetch:
             self._prefetch_in_the_background()
+        self._keys: KeysOfAll | None = None
+        if shared and isinstance(workload, TimedWorkload):
+            self._keys = KeysOfAll(self._lanes, topology, workload.keys_bytes)
+            for layer in self.layers:
+                self._keys.attach(layer)
         self._optimizer = self._task.optimizer(self.parameters)
 
     # construction
@@ -204,6 +228,8 @@ class _Sharded:
             if self._reduction is not None and (last or self.settings.reduce_every_round):
                 # Taken off before the next round, or FSDP2 would add to what is still on its way.
                 gradients.append([self._take_gradient(parameter) for parameter in self.parameters])
+        if self._keys is not None:
+            self._keys.wait()
         if self._reduction is not None:
             self._reduction.finish()
             self._put_back(gradients)
