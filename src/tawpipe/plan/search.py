@@ -285,7 +285,7 @@ def _best_elsewhere(request: PlanRequest, strategy: Strategy) -> Candidate:
 
 def _per_visit(request: PlanRequest) -> list[int]:
     """1, 2, 4, ... up to all micro-batches of a device."""
-    most = -(-request.micro_batches // request.topology.world_size)
+    most = -(-request.micro_batches * request.settings.sequence_ranks // request.topology.world_size)
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [*powers, most]
 
