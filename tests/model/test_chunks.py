@@ -95,7 +95,10 @@ def test_with_other_settings(knobs, files, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_dropout_repeats_in_the_recomputation(family, recompute):
     """In attention and behind it: the gradient is the slope of the loss that the forward pass has drawn."""
-    drops = {"llama": {"attention_dropout": 0.3}, "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.3}}
+    drops: dict[str, dict[str, Any]] = {
+        "llama": {"attention_dropout": 0.3},
+        "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.3},
+    }
     make = lambda: real_model(family_config(family, **drops[family]))  # noqa: E731
     assert slope_error(make, rows_of(), sequence_chunk=5, recompute=recompute) < 1e-6
     losses = [piped_numbers(make, rows_of(), sequence_chunk=size).loss for size in (5, 5, 6)]

@@ -243,7 +243,12 @@ def test_a_token_of_a_long_row_takes_at_most_26_kb_of_a_device(tmp_path):
     """Of Llama-3.1-8B in bf16, besides homes, buffers and constants of a chunk, with inputs outside of the device: keys
     and values, their gradients in fp32, one row of the gradient, rotary tables.
     """
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     LlamaConfig(**shape, num_hidden_layers=4, vocab_size=1000, max_position_embeddings=1 << 24).save_pretrained(
         tmp_path
     )
@@ -297,7 +302,7 @@ def test_why_rows_cannot_be_cut(device, monkeypatch):
 
 def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_reason_is_said_once(tmp_path, monkeypatch):
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
-    given = {"sequence_length": 1 << 18, "global_batch": 4, "memory_bytes": 60 << 20}
+    given: dict[str, Any] = {"sequence_length": 1 << 18, "global_batch": 4, "memory_bytes": 60 << 20}
     monkeypatch.setattr(measure_module, "DRIVER_BYTES", 0)
     monkeypatch.setattr(measure_module, "COMMUNICATOR_BYTES", 0)
     machine = machine_of("2x2@10gbit", device=Device("H100"))

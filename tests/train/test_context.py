@@ -138,7 +138,9 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
     assert check is not None
     said = data.tokenizer.decode(check.needles.row(224, 0, 0).input_ids[0].tolist())
     for number in range(20):
-        (tmp_path / f"{number}.txt").write_text(f"{re.findall('The access code.*[.]', said)[0]}\n" * (4 + number % 3))
+        (tmp_path / f"{number}.txt").write_text(
+            f"{re.findall('The access code.*[.]', str(said))[0]}\n" * (4 + number % 3)
+        )
     words = (
         *words,
         "--data",
