@@ -267,7 +267,7 @@ def test_a_token_of_a_long_row_takes_at_most_26_kb_of_a_device(tmp_path):
 
 # measuring
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 1 << 20}
 ALONE = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9))
 
