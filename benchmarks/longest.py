@@ -1,7 +1,7 @@
 """How long a row does everybody train on in the same memory? One Llama in fp32, on the CPU of this machine.
 
     python benchmarks/longest.py --memory-gib 2 --out benchmarks/results/DATE-longest
-    python benchmarks/longest.py --memory-gib 0.08 --shape 256,4,4,1,896,2048 --out DIR    # 20 minutes on two cores
+    python benchmarks/longest.py --memory-gib 0.08 --shape 256,4,4,1,896,2048 --out DIR    # 15 minutes on two cores
 
 Memory is what a step takes of anonymous memory above the loaded model (weights, gradients, states of AdamW), per
 process; bytes in files have a column of their own. Two short rows, and a third where the step is long, give memory as a
