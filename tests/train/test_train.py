@@ -406,6 +406,7 @@ def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
         (("--inject", "nonsense"), "--inject"),
         (("--optimizer.nonfinite", "skip", "--schedule.early-updates", "true", "--optimizer.clip-norm", "0"), "skip"),
         (("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", "/nowhere"), "--checkpoint.memory-dir"),
+        (("--schedule.offload-dir", "/nowhere", "--schedule.sequence-chunk", "64"), "--schedule.offload-dir"),
     ],
 )
 def test_faults_that_cannot_be_are_refused(home, words, reason):

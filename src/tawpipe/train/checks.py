@@ -42,6 +42,8 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_faults(config)
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
         raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
+    if (folder := config.schedule.offload_dir) and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise UserError("--schedule.offload-dir", folder, "a folder that every process can write to, on every machine")
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
         expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
