@@ -15,6 +15,11 @@ SET = "set"
 """Begins the name of a group of so many neighbouring ranks of a node."""
 
 
+def set_group(ranks: int) -> str:
+    """The name of the group of so many neighbouring ranks of a node, which compute a row together."""
+    return f"{SET}{ranks}"
+
+
 @dataclass(frozen=True)
 class Topology:
     """The mesh of processes: the outer axis is the slow link between nodes, the inner one the fast link inside a node.

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refused, rows_of, slope_error
 from model_families import family_config, keep_fp64, real_model
-from tawpipe.errors import UserError
+from tawpipe.errors import RunError, UserError
 from tawpipe.model import chunked, flash
 
 FAMILIES = ["qwen3", "gemma2", "gemma3", "mistral", "granite", "cohere", "gpt_oss", "qwen3_moe", "deepseek_v3", "gpt2"]
@@ -164,3 +164,17 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
     pipeline = piped(llama(), sequence_chunk=5, offloaded_layers=2, offload_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"offload_dir: got .*room for [\d,]+ bytes more.*No space"):
         pipeline.step(rows_of())
+
+
+def test_a_disk_that_fails_ends_the_run_by_name(tmp_path, monkeypatch):
+    """What was written behind is waited for: an error there is no hang and no wrong number."""
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for move in ("pwritev", "preadv"):
+        with monkeypatch.context() as failing:
+            failing.setattr(os, move, broken)
+            pipeline = piped(llama(), sequence_chunk=5, offloaded_layers=2, offload_dir=str(tmp_path))
+            with pytest.raises(RunError, match=r"where rows wait in files, cannot be used: .*Input/output error"):
+                _ = pipeline.step(rows_of()).loss

@@ -14,7 +14,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import LayerInChunks
-from tawpipe.runtime.compute import loss_in_chunks
+from tawpipe.runtime.head import loss_in_chunks
 from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.spec import BlockSpec
 

@@ -21,7 +21,8 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import KeyStore
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
-from tawpipe.runtime.measures import Head, Measure
+from tawpipe.runtime.head import loss_in_chunks
+from tawpipe.runtime.measures import Measure
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.runtime.rows import InHost, OnDevice, Places, Rows
@@ -29,6 +30,8 @@ from tawpipe.runtime.sets import Dealt, LayerInSet
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import (
+    KEPT,
+    OUTSIDE,
     Buffer,
     Kind,
     block_input,
@@ -43,8 +46,6 @@ from tawpipe.schedule.spec import ModelSpec
 T = TypeVar("T")
 SAVED = (Kind.GRAPH, Kind.ATTENTION)
 """Kinds of what a layer on whole rows keeps for its backward pass instead of its input."""
-KEPT = (Kind.ATTENTION, Kind.OFFLOADED_ATTENTION)
-"""Kinds of what a layer in chunks keeps besides it."""
 ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of a block's input."""
 
@@ -221,7 +222,7 @@ class Compute:
         rows.settle()
 
     def _make_rows(self, target: Buffer, part: str, shape: Sequence[int], dtype: torch.dtype) -> Rows:
-        if target.kind in (Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION):
+        if target.kind in OUTSIDE:
             return self.places.of(target, shape, dtype, part)
         return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=self.chain.device))
 
@@ -438,13 +439,14 @@ class Compute:
         size] in ``dtype`` gets its places when they are first needed.
         """
         width = self.chain.config.get_text_config().hidden_size
+        shapes = {m: (*self._shape(given, m), width) for m in given.micro_batches}
         for action in program:
             if action.op in (Op.OFFLOAD, Op.RELOAD):
-                shape = torch.Size((*self._shape(given, action.micro_batch), width))
+                shape = torch.Size(shapes[action.micro_batch])
                 self._place(action.writes[0], shape, dtype, to_host=action.op is Op.OFFLOAD)
             for buffer in action.writes:
                 if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
-                    shape = (*self._shape(given, action.micro_batch), width)
+                    shape = shapes[action.micro_batch]
                     place = self.places.of(buffer, shape, dtype)
                     if isinstance(place, InHost):
                         place.reserve(spans_of(shape[1], self.sequence_chunk))
@@ -491,38 +493,3 @@ class Compute:
     def _seed(self, action: Action, given: StepInput) -> int:
         """Random numbers of a block are the same wherever and whenever it computes this micro-batch."""
         return seed_of(given.seed or 0, given.step, action.micro_batch, action.block)
-
-
-def loss_in_chunks(
-    chain: Chain,
-    hidden: Tensor,
-    batch: MicroBatch,
-    gradient: Tensor | None,
-    scale: float,
-    chunk_tokens: int,
-    head: Head | None = None,
-) -> Tensor:
-    """The summed loss of one micro-batch, chunk by chunk of positions; where gradients are on also its gradient times
-    ``scale``.
-
-    Args:
-        head: takes the place of the chain's.
-    """
-    rows, length, _ = hidden.shape
-    step = max(1, chunk_tokens // rows)
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    training = torch.is_grad_enabled()
-    for begin in range(0, length, step):
-        cut = slice(begin, min(begin + step, length))
-        part = hidden[:, cut].detach()
-        if training:
-            part.requires_grad_(gradient is not None)
-        labels = batch.labels[:, cut]
-        summed = head(part, labels, cut) if head else chain.head(part, labels)
-        if training:
-            torch.autograd.backward(summed, torch.full_like(summed, scale))
-            if gradient is not None:
-                assert part.grad is not None
-                gradient[:, cut] = part.grad
-        total += summed.detach()
-    return total

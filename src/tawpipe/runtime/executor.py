@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,11 +44,6 @@ class BlockCompute(Protocol):
     def reload(self, action: Action) -> None: ...
 
     def losses(self, action: Action) -> list[Tensor]: ...
-
-
-@runtime_checkable
-class SetCompute(Protocol):
-    """One that can compute rows together with other ranks."""
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None: ...
 
@@ -196,6 +191,8 @@ class Executor:
         self._run: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
+            Op.KEYS: lambda action, step: compute.keys(action, self._buffers, step.given),
+            Op.KEYS_BACKWARD: lambda action, step: compute.keys_backward(action, self._buffers, step.given),
             Op.ZERO: lambda action, _: self._zero(action),
             Op.ADD: lambda action, _: self._add(action),
             Op.EXCHANGE: lambda action, _: transport.exchange(action, self._buffers),
@@ -206,9 +203,6 @@ class Executor:
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
         }
-        if isinstance(compute, SetCompute):
-            self._run[Op.KEYS] = lambda action, step: compute.keys(action, self._buffers, step.given)
-            self._run[Op.KEYS_BACKWARD] = lambda action, step: compute.keys_backward(action, self._buffers, step.given)
 
     def adopt(self, schedule: Schedule) -> None:
         """Allocate what ``schedule`` needs beyond what is there. Schedules of one strategy share their buffers."""
@@ -304,7 +298,6 @@ class Executor:
 
     def _collective(self, action: Action) -> None:
         if action.lane is Lane.SEQ:
-            assert isinstance(self.compute, SetCompute)
             self.compute.keys_together(action, self.transport)
         else:
             self.transport.collective(action, self._buffers)

@@ -210,6 +210,12 @@ class InFile:
         """``preadv`` or ``pwritev``, which may stop early, once the device is done with ``tokens``."""
         if copied is not None:
             copied.synchronize()
+        try:
+            self._move_rows(move, span, tokens)
+        except OSError as error:
+            raise RunError(f"{self._folder.path}, where rows wait in files, cannot be used: {error}") from error
+
+    def _move_rows(self, move: Any, span: slice, tokens: Tensor) -> None:
         for row in range(self.shape[0]):
             left = memoryview(tokens[row].flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
             at = (row * self.shape[1] + span.start) * self._token

@@ -64,6 +64,8 @@ BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Activations of a boundary's size: tokens x hidden size."""
 OUTSIDE = frozenset({Kind.OFFLOADED, Kind.OFFLOADED_ATTENTION})
 """Activations that are not on the device."""
+KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
+"""What selective recomputation keeps of a layer, wherever it is."""
 STAYING = OUTSIDE | {Kind.RELOADED}
 """Activations whose places are there for the whole run, see blocks.py."""
 _POOLS = dict.fromkeys("WS", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)

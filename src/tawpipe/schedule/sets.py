@@ -20,19 +20,11 @@ from itertools import groupby
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.buffers import KEPT, Buffer, Kind, context, input_gradient, key_gradients, keys
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule
-from tawpipe.topology import SET, Topology
-
-KEPT = (Kind.ATTENTION, Kind.OFFLOADED_ATTENTION)
-"""Kinds of what a layer in chunks keeps of its attention."""
-
-
-def set_group(ranks: int) -> str:
-    """The name of the group of the ranks that compute a row together."""
-    return f"{SET}{ranks}"
+from tawpipe.topology import Topology, set_group
 
 
 def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:

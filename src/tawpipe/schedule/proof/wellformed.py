@@ -13,6 +13,7 @@ from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.blocks import left_behind
 from tawpipe.schedule.buffers import (
     COUNT,
+    KEPT,
     NORM,
     TRAVELLING,
     Buffer,
@@ -30,8 +31,8 @@ from tawpipe.schedule.buffers import (
     reloaded,
 )
 from tawpipe.schedule.proof.symbolic import ScheduleError
-from tawpipe.schedule.sets import KEPT, set_group
 from tawpipe.schedule.step import Schedule
+from tawpipe.topology import set_group
 
 GROUPS = ("node", "rail", "world")
 
