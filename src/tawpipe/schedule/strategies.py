@@ -420,12 +420,14 @@ def step_of(
     micro_batches: tuple[tuple[int, ...], ...],
     *,
     strategy: Strategy | None = None,
+    shared: int | None = None,
 ) -> StepSpec:
     """A step to be scheduled, with its settings checked.
 
     Args:
         topology: the real one; nodes must be equally large, see ``Topology.evened``.
         strategy: one that is not in the table, in place of ``settings.strategy``.
+        shared: see ``StepSpec``.
 
     Raises:
         UserError: a setting that cannot work for this model on these nodes.
@@ -433,7 +435,7 @@ def step_of(
     strategy = strategy or find(settings.strategy)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
     check_values(settings)
-    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches)
+    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
     layers, offloaded = model.num_layers, settings.offloaded_layers
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
