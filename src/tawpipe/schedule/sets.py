@@ -71,15 +71,13 @@ def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Ite
         made = [] if place or not shared[0] else _gathered(action, group)
         if any(shared[place + 1 : place + 2]):
             made += _gathered(actions[place + 1], group)
-        after = place == len(actions) - 1
-        before = (
-            [_keys_backward(actions[place - 1])] if place and shared[place - 1] and action.op is Op.BACKWARD else []
-        )
+        backward, last = action.op is Op.BACKWARD, place == len(actions) - 1
+        before = [_keys_backward(actions[place - 1])] if backward and place and shared[place - 1] else []
         if not shared[place]:
             yield [*made, action, *before]
             continue
         kv, dkv = keys(action.micro_batch, action.block), key_gradients(action.micro_batch, action.block)
-        if action.op is Op.FORWARD:
+        if not backward:
             yield [*made, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
             continue
         frees = (*(one for one in action.frees if _ends(one, action)), kv)
@@ -87,7 +85,7 @@ def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Ite
             replace(action, reads=(*action.reads, kv), writes=(*action.writes, dkv), frees=frees),
             _collective("reduce_scatter", dkv, group),
         ]
-        yield [*made, *before, *([_keys_backward(action)] if after else [])]
+        yield [*made, *before, *([_keys_backward(action)] if last else [])]
 
 
 def _gathered(action: Action, group: str) -> list[Action]:
