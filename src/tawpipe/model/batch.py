@@ -134,7 +134,7 @@ class MicroBatch:
 
     @classmethod
     def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:
-        """The rows of several micro-batches, whose rows are of one length, in one; or along dimension 1 their tokens."""
+        """The rows of several micro-batches, whose rows are of one length, in one; along dimension 1 their tokens."""
         if len(parts) == 1:
             return parts[0]
         return cls(

@@ -31,7 +31,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.flops import chain_flops, key_elements, work_of
+from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -51,7 +51,7 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, Work, deal
+from tawpipe.schedule.balance import Bins, LayerKind, Work, deal
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.sets import share_in_sets
@@ -482,15 +482,26 @@ class Pipeline:
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
 
-    def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> int:
-        """Of how many layers ``keep_mib`` holds what a micro-batch would compute again."""
+    def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
+        """The blocks of which ``keep_mib`` holds what a micro-batch would compute again: those that take longest, and
+        of these the last, whose backward pass comes first. As all layers keep equally much for a token, no others
+        would save more.
+        """
         settings = schedule.step.settings
         if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
-            return 0
+            return frozenset()
         boundary = self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
         each = max(1, self._kept_per_token["graph"] - boundary) * batch.input_ids.numel()
-        most = self.spec.num_layers - settings.offloaded_layers
-        return min(most, settings.keep_mib * 2**20 // settings.micro_batches_per_visit // each)
+        each *= settings.micro_batches_per_visit
+        seen = windows(self.chain.config.get_text_config())
+        pairs = {one: LayerKind(1, 0.0, 1.0, one).of for one in set(seen)}
+        first = max(settings.offloaded_layers + 1, self.spec.first_backward)
+        layers = sorted(
+            range(first, self.spec.num_layers + 1),
+            key=lambda block: (sum(map(pairs[seen[block - 1]], batch.lengths)), block),
+            reverse=True,
+        )
+        return frozenset(layers[: settings.keep_mib * 2**20 // each])
 
     # state
 

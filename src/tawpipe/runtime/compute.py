@@ -6,7 +6,7 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -62,7 +62,7 @@ class StepInput:
         measure: looks at an evaluation's head.
         place: of this rank among those that compute these micro-batches together.
         shared: micro-batches below this number are computed together, the others alone; None for all together.
-        kept: by micro-batch, so many of the last layers keep all that their backward pass would compute again.
+        kept: by micro-batch, blocks that keep all that their backward pass would compute again.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -73,7 +73,7 @@ class StepInput:
     measure: Measure | None = None
     place: int = 0
     shared: int | None = None
-    kept: Mapping[int, int] = field(default_factory=dict)
+    kept: Mapping[int, Collection[int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -83,10 +83,6 @@ class StepInput:
     def is_shared(self, m: int) -> bool:
         """True if a micro-batch is computed by a set of ranks, where there are any."""
         return self.shared is None or m < self.shared
-
-    def keeps(self, m: int, block: int, layers: int) -> bool:
-        """True if a layer keeps what its backward pass would compute again."""
-        return block > layers - self.kept.get(m, 0)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ class Compute:
     def _keeps(self, action: Action, given: StepInput) -> bool:
         """True if a layer that would compute all again keeps it for this micro-batch."""
         stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
-        return stays and given.keeps(action.micro_batch, action.block, self.spec.num_layers)
+        return stays and action.block in given.kept.get(action.micro_batch, ())
 
     def _layer_forward_in_chunks(
         self, action: Action, held: _OnDevice, given: StepInput, before: list[Tensor] | None

@@ -102,7 +102,8 @@ class InHost:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self._device = (), dtype, device
+        self.shape: tuple[int, ...] = ()
+        self.dtype, self._device = dtype, device
         self._rooms: dict[int, Room] = {}
         """By the token at which a chunk begins."""
         on_cuda = device.type == "cuda"
@@ -185,7 +186,8 @@ class InFile:
     """
 
     def __init__(self, folder: Folder, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self._device, self._folder = (), dtype, device, folder
+        self.shape: tuple[int, ...] = ()
+        self.dtype, self._device, self._folder = dtype, device, folder
         self.bytes = self._token = 0
         self._file = tempfile.TemporaryFile(dir=folder.path)  # noqa: SIM115 - open for the whole run
         self._writing: deque[Future[None]] = deque()

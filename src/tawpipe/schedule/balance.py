@@ -17,12 +17,12 @@ What must never happen: a document in two bins or in none; a bin above the cap; 
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
-
-import numpy as np
 
 from tawpipe.errors import UserError
 
@@ -32,6 +32,12 @@ ROOM = 1.03
 """Multiple of the tokens of a step for which there is room at least: a full bin leaves no choice."""
 LONG = 0.125
 """A document of this share of the mean time of a rank may be shared."""
+ROUND_COST = 0.01
+"""Of the time of a step, what a round costs besides: the weights travel once more."""
+RISE = 1 / 1024
+"""Of the mean time of a rank, what a round rises by at least where nothing finds a place below the levels: bins that
+are full leave time there which nothing can use, and every short document would make a round longer by a little.
+"""
 TRIED = 6
 """Numbers of shared documents that are tried besides those that must be shared."""
 
@@ -178,7 +184,7 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks
         filled.share(order[:count])
         filled.place(order[count:])
         found.append(filled.bins(work))
-    return min(found, key=lambda one: one.seconds)
+    return min(found, key=lambda one: one.seconds * (1 + ROUND_COST * sum(one.shape)))
 
 
 def _numbers_shared(
@@ -196,8 +202,7 @@ def _numbers_shared(
 class _Filling:
     """Bins that are being filled, those of one round one after the other, shared ones first.
 
-    Times and tokens are those of one rank. No sum of an array takes part in a decision: its last bits may depend on
-    the processor.
+    Times are those of one rank.
     """
 
     def __init__(self, lengths: Sequence[int], times: Sequence[float], cap: int, world_size: int, ranks: int) -> None:
@@ -213,11 +218,13 @@ class _Filling:
     def share(self, numbers: Sequence[int]) -> None:
         """Put documents into bins of sets; a new round begins where every bin would get longer than the round."""
         sets, room = self.world_size // self.ranks, self.cap * self.ranks
+        needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sets)))
+        fair = sum(self.times[number] for number in numbers) * self.factor / sets / needed
         time: list[float] = []
         tokens: list[int] = []
         for number in numbers:
             length, own = self.lengths[number], self.times[number] * self.factor
-            levels = [max(self.levels[at // sets], self.mean / len(numbers)) for at in range(len(time))]
+            levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
             fitting = [at for at in range(len(time)) if tokens[at] + length <= room and time[at] + own <= levels[at]]
             if not fitting:
                 fitting = [len(time)]
@@ -246,42 +253,56 @@ class _Filling:
     def _placed(self, numbers: Sequence[int], rounds: int) -> bool:
         """Place them with so many rounds of single ranks; False if they find no room."""
         sets, world = self.world_size // self.ranks, self.world_size
+        of_sets = self.shared * sets
         levels = [*self.levels, *[0.0] * rounds]
         documents = [*map(list, self.documents), *([] for _ in range(rounds * world))]
-        if not documents:
-            return False
-        round_of = np.array(
-            [at // sets for at in range(self.shared * sets)]
-            + [self.shared + at // world for at in range(rounds * world)]
-        )
-        factor = np.where(round_of < self.shared, self.factor, 1.0)
-        room = np.where(round_of < self.shared, self.cap * self.ranks, self.cap).astype(np.float64)
-        time = np.zeros(len(documents))
-        for at, bin in enumerate(documents):
-            for number in bin:
-                time[at] += self.times[number] * factor[at]
-                room[at] -= self.lengths[number]
-        target = np.array([*map(self._water(levels).__getitem__, round_of)])
-        per_token = factor * np.where(round_of < self.shared, self.ranks, 1)
+        places = range(len(documents))
+        round_of = [at // sets if at < of_sets else self.shared + (at - of_sets) // world for at in places]
+        ranks = [self.ranks if at < of_sets else 1 for at in places]
+        factor = [self.factor if at < of_sets else 1.0 for at in places]
+        time = [sum(self.times[number] for number in documents[at]) * factor[at] for at in places]
+        room = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
+        water = self._water(levels)
+
+        def free(at: int) -> tuple[float, int]:
+            """Time below the level for every token that there is room for; the most comes first."""
+            left = (water[round_of[at]] - time[at]) / factor[at]
+            return (-left / room[at] if room[at] else math.inf), at
+
+        freest = sorted(map(free, places))
+        full: list[tuple[float, int]] = []
+        late: list[tuple[float, int]] = []
+        """Bins that come again when documents are short enough for the room, or the time, that is left in them."""
         for number in numbers:
-            length, own = self.lengths[number], self.times[number] * factor
-            slack = target - time
-            has_room = room >= length
-            fits = has_room & (own <= slack)
-            if fits.any():
-                at = int(np.where(fits, slack / np.maximum(room, 1) / per_token, -1.0).argmax())
-            elif has_room.any():
-                at = int(np.where(has_room, own - slack, np.inf).argmin())
+            length, own, found = self.lengths[number], self.times[number], -1
+            for asleep, needed in ((full, length), (late, own)):
+                while asleep and -asleep[0][0] >= needed:
+                    heapq.heappush(freest, free(heapq.heappop(asleep)[1]))
+            while freest and found < 0:
+                _, at = heapq.heappop(freest)
+                left = (water[round_of[at]] - time[at]) / factor[at]
+                if room[at] < length:
+                    heapq.heappush(full, (-room[at], at))
+                elif left < own:
+                    heapq.heappush(late, (-left, at))
+                else:
+                    found = at
+            rises = found < 0
+            if rises:
+                over = [(time[at] + own * factor[at] - water[round_of[at]], at) for at in places if room[at] >= length]
+                if not over:
+                    return False
+                found = min(over)[1]
+            documents[found].append(number)
+            time[found] += own * factor[found]
+            room[found] -= length
+            i = round_of[found]
+            levels[i] = max(levels[i], time[found], (water[i] + self.mean * RISE) if rises else 0.0)
+            if rises:
+                water = self._water(levels)
+                freest, full, late = sorted(map(free, places)), [], []
             else:
-                return False
-            documents[at].append(number)
-            time[at] += own[at]
-            room[at] -= length
-            if time[at] > levels[i := int(round_of[at])]:
-                raised = time[at] > target[at]
-                levels[i] = float(time[at])
-                if raised:
-                    target = np.array([*map(self._water(levels).__getitem__, round_of)])
+                heapq.heappush(freest, free(found))
         self.levels, self.documents = levels, documents
         return True
 
