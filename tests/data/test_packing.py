@@ -216,6 +216,7 @@ def test_balanced_steps_show_every_document_once_in_an_epoch_and_go_on_in_the_mi
     for epoch in range(3):
         assert sorted(shown[epoch * len(data) : (epoch + 1) * len(data)]) == expected
     other = PackedDataset.of_learnable(corpus, every, longest, seed=seed, packing="balanced", pad_id=PAD)
+    assert other is not None
     middle = draw.draw(st.integers(0, 2 * len(data)))
     step = other.step(middle, 2 * tokens)
     again = [int(step.read(number).input_ids[0, 0]) for number in range(len(step.lengths))]

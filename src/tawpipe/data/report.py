@@ -180,7 +180,7 @@ class DataReport:
             lines.append(f"the longest document, cut into pieces, has {self.longest[0]:,} tokens: {where}")
         if self.histogram is not None:
             lines += ["lengths of the training documents:", *self.histogram.lines()]
-        if (one := self.balance) is not None:
+        if (one := self.balance) is not None and one.processes > 1:
             lines.append(
                 f"balance, modelled for {one.processes} processes and the first steps: the busiest computes "
                 f"{one.before:.2f} times as long as the mean if documents are packed by their tokens, {one.after:.2f} "

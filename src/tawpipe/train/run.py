@@ -172,7 +172,7 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, training.retrieval)
+        write_run_page(Path(config.report), config, before, results, training.retrieval, data.report)
         results.append(("page", config.report))
     console.summary(results)
     if stopped:
@@ -384,12 +384,11 @@ def _batch_words(config: TrainConfig, data: PreparedData, bins: Bins | None) -> 
             f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}"
         )
     shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
-    modelled = (
-        f"; modelled imbalance of the first steps {balance.after:.2f}" if (balance := data.report.balance) else ""
-    )
+    modelled = f"; modelled imbalance of the first steps {found.after:.2f}" if (found := data.report.balance) else ""
+    rounds = f"{sum(bins.shape)} round{'s' if sum(bins.shape) > 1 else ''}"
     return (
         f"documents of up to {config.document_tokens:,} tokens, {config.step_tokens:,} tokens a step; the next has "
-        f"{len(bins.lengths):,} documents in {sum(bins.shape)} rounds{shared}, bins of at most {config.bin_tokens:,} "
+        f"{len(bins.lengths):,} documents in {rounds}{shared}, bins of at most {config.bin_tokens:,} "
         f"tokens for each process{modelled}"
     )
 
