@@ -633,7 +633,7 @@ class Pipeline:
         return replace(
             said,
             host_bytes=said.host_bytes + self.storage.exact_bytes,
-            activation_bytes=said.activation_bytes + self.settings.keep_mib * 2**20,
+            activation_bytes=said.activation_bytes + (self.settings.keep_mib or 0) * 2**20,
         )
 
     def check_copies(self) -> None:

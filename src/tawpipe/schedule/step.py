@@ -30,7 +30,7 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0}
+NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0, "keep_mib": 0}
 """What the settings that may be left open are for strategies that have no word on them."""
 
 
