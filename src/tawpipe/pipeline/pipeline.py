@@ -51,7 +51,7 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, LayerKind, Work, deal
+from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.sets import share_in_sets
@@ -478,30 +478,21 @@ class Pipeline:
             kept={m: self._layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
         )
         if schedule.step.settings.offloaded_layers:
-            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
+            tokens = self.bin_tokens if bins else 0
+            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype, tokens)
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
 
     def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
-        """The blocks of which ``keep_mib`` holds what a micro-batch would compute again: those that take longest, and
-        of these the last, whose backward pass comes first. As all layers keep equally much for a token, no others
-        would save more.
-        """
+        """The layers of which ``keep_mib`` holds what a micro-batch would compute again."""
         settings = schedule.step.settings
         if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
             return frozenset()
-        boundary = self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
-        each = max(1, self._kept_per_token["graph"] - boundary) * batch.input_ids.numel()
-        each *= settings.micro_batches_per_visit
-        seen = windows(self.chain.config.get_text_config())
-        pairs = {one: LayerKind(1, 0.0, 1.0, one).of for one in set(seen)}
+        config = self.chain.config.get_text_config()
+        each = max(1, self._kept_per_token["graph"] - config.hidden_size * self.dtype.itemsize)
+        tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
         first = max(settings.offloaded_layers + 1, self.spec.first_backward)
-        layers = sorted(
-            range(first, self.spec.num_layers + 1),
-            key=lambda block: (sum(map(pairs[seen[block - 1]], batch.lengths)), block),
-            reverse=True,
-        )
-        return frozenset(layers[: settings.keep_mib * 2**20 // each])
+        return layers_that_keep(batch.lengths, windows(config), settings.keep_mib * 2**20 // (each * tokens), first)
 
     # state
 

@@ -35,6 +35,7 @@ from tawpipe.train.config import TrainConfig
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
     from tawpipe.plan.request import PlanRequest
+    from tawpipe.schedule.balance import Work
 
 logger = logging.getLogger(__name__)
 PLAN = "plan.yaml"
@@ -122,6 +123,17 @@ def follow_plan(
     predicted = plan.get("step_seconds")
     step_s = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else 0.0
     return Followed(config, text, f"{line}: {plan['reason']}", step_s, request)
+
+
+def work_of_plan(text: str) -> Work | None:
+    """The time of documents as it was measured for a plan; the same on all ranks, and in a resumed run. None without
+    one.
+    """
+    if not isinstance(clock := yaml.safe_load(text or "{}").get("clock"), dict):
+        return None
+    from tawpipe.plan.plan_file import request_from
+
+    return request_from(clock, where=PLAN).profile.work
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
