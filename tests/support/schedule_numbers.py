@@ -85,7 +85,7 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
     for _ in range(steps):
         gradients = [np.zeros_like(values) for values in weights]
         losses = 0
-        places = range(schedule.step.settings.sequence_ranks)
+        places = range(schedule.step.sequence_ranks)
         for m in schedule.micro_batches:
             xs, keys = [[0 for _ in places]], list[list[int]]()
             for b, block in enumerate(spec.blocks):
@@ -254,7 +254,7 @@ class Numbers:
         elif action.op is Op.COUNT:
             for one in members:
                 counted = sum(len(self.schedule.step.micro_batches[other.rank]) for other in members)
-                self.counts[one.rank] = counted // self.schedule.step.settings.sequence_ranks
+                self.counts[one.rank] = counted // self.schedule.step.sequence_ranks
         elif action.op is Op.NORM:
             total = 0
             for one in members:
@@ -297,12 +297,12 @@ class Numbers:
     # on one rank
 
     def _place(self, rank: int) -> int:
-        return rank % self.schedule.step.settings.sequence_ranks
+        return rank % self.schedule.step.sequence_ranks
 
     def _keys(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         x = self._input(head)
-        place, ranks = self._place(head.rank), self.schedule.step.settings.sequence_ranks
+        place, ranks = self._place(head.rank), self.schedule.step.sequence_ranks
         own = self.model.keys(b, held[f"ctx.{m}"], place, x, self._weights(head))
         held[head.action.writes[0]] = [own if i == place else 99 for i in range(ranks)]
         self._free(head)

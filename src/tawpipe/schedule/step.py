@@ -30,7 +30,7 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0}
+NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0, "sequence_ranks": 1}
 """What the settings that may be left open are for strategies that have no word on them."""
 
 
@@ -84,6 +84,11 @@ class StepSpec:
         """Units whose copies are kept beyond what look-ahead needs."""
         cached = self.settings.step_cache
         return len(self.model.units) if cached == "all" else cached or 0
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that compute a micro-batch together."""
+        return self.settings.sequence_ranks or 1
 
     @cached_property
     def rounds(self) -> int:

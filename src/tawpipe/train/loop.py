@@ -387,7 +387,7 @@ class Training:
         None for models whose FLOPs are not known.
         """
         flops = chain_flops(self.pipeline.chain, done.lengths) if done.lengths else None
-        ranks = self.pipeline.settings.sequence_ranks
+        ranks = self.pipeline.sequence_ranks
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
 
 

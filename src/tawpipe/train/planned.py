@@ -237,7 +237,9 @@ def ask(
     """
     from tawpipe.plan.measure import request_of
 
-    request, problem = None, ""
+    request, problem, settings = None, "", config.schedule
+    if config.micro_batch > 1 and config.evaluation.retrieval_lengths and settings.sequence_ranks is None:
+        settings = replace(settings, sequence_ranks=1)  # answers are told apart by row
     world.barrier()
     try:
         request = request_of(
@@ -252,10 +254,10 @@ def ask(
             timed=timed,
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
-            settings=config.schedule,
+            settings=settings,
             rope=config.rope,
             trust_remote_code=config.trust_remote_code,
-            why_whole="--compile would compile every chunk anew" if config.compile else "",
+            why_whole="--compile compiles layers on whole rows" if config.compile else "",
             here=world.device,
             tell=tell,
         )

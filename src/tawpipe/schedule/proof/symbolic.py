@@ -75,7 +75,7 @@ class Contents:
         """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
         self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
         """Gradients of inputs that lack what comes through keys and values."""
-        self._ranks = schedule.step.settings.sequence_ranks
+        self._ranks = schedule.step.sequence_ranks
         self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
         self._normed = [-1] * schedule.topology.world_size
         """The step of every rank's last NORM."""
