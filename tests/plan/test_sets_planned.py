@@ -147,7 +147,8 @@ def test_the_longest_row_is_a_nodes_where_that_is_longer():
 
 
 def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, monkeypatch):
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape["num_attention_heads"] = 2
     LlamaConfig(**shape, num_key_value_heads=2, vocab_size=100).save_pretrained(tmp_path)
     machine, said = machine_of("2x4@10gbit", device=Device("H100", 2**36)), []
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
@@ -17,6 +18,8 @@ from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.strategies import build, step_of
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, play
 from tawpipe.topology import Topology
@@ -111,3 +114,21 @@ def test_sets_that_cannot_be_are_refused(ranks):
 def test_what_does_not_go_with_sets_is_refused(settings, reason):
     with pytest.raises(UserError, match=reason):
         make(llama(4), 1, 2, 1, sequence_ranks=2, **settings)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("nodes", "local", "ranks", "shared_rounds", "rounds", "per_visit"),
+    [(1, 2, 2, 1, 1, 1), (2, 4, 2, 1, 2, 2), (2, 4, 4, 2, 1, 3), (1, 4, 2, 0, 2, 1), (1, 4, 2, 3, 0, 2)],
+)
+def test_some_micro_batches_in_sets_and_others_alone(strategy, nodes, local, ranks, shared_rounds, rounds, per_visit):
+    """As a step of bins has them: proved, and played with numbers."""
+    topology, model = Topology.grid(nodes, local), llama(3, tied=True)
+    shares = share_bins(shared_rounds, rounds, nodes * local, ranks)
+    settings = ScheduleSettings(strategy=strategy, sequence_ranks=ranks, micro_batches_per_visit=per_visit)
+    shared = shared_rounds * nodes * local // ranks
+    made = for_one_thread(build(step_of(model, topology, settings, shares, shared=shared)))
+    verify(made, one_thread=True)
+    check_numbers(made, seed=shared_rounds)
+    in_sets = {one.micro_batch for program in made.programs for one in program if one.op is Op.KEYS}
+    assert in_sets == set(range(shared))

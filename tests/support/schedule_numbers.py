@@ -85,8 +85,8 @@ def reference(schedule: Schedule, steps: int) -> tuple[list[np.ndarray], list[in
     for _ in range(steps):
         gradients = [np.zeros_like(values) for values in weights]
         losses = 0
-        places = range(schedule.step.sequence_ranks)
         for m in schedule.micro_batches:
+            places = range(schedule.step.ranks_of(m))
             xs, keys = [[0 for _ in places]], list[list[int]]()
             for b, block in enumerate(spec.blocks):
                 own = [weights[u] for u in block.units]
@@ -253,8 +253,9 @@ class Numbers:
             self._keys_together(members)
         elif action.op is Op.COUNT:
             for one in members:
-                counted = sum(len(self.schedule.step.micro_batches[other.rank]) for other in members)
-                self.counts[one.rank] = counted // self.schedule.step.sequence_ranks
+                step = self.schedule.step
+                each = [1 / step.ranks_of(m) for other in members for m in step.micro_batches[other.rank]]
+                self.counts[one.rank] = round(sum(each))
         elif action.op is Op.NORM:
             total = 0
             for one in members:

@@ -133,15 +133,20 @@ class MicroBatch:
         )
 
     @classmethod
-    def cat(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
-        """The rows of several micro-batches, whose rows are of one length, in one."""
+    def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:
+        """The rows of several micro-batches, whose rows are of one length, in one; along dimension 1 their tokens."""
         if len(parts) == 1:
             return parts[0]
         return cls(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in TENSORS),
+            *(torch.cat([getattr(part, name) for part in parts], dim) for name in TENSORS),
             lengths=tuple(length for part in parts for length in part.lengths),
             positions_given=parts[0].positions_given,
         )
+
+    @classmethod
+    def in_a_row(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """The documents of several micro-batches, one behind the other in one row."""
+        return cls.cat([part.in_one_row() for part in parts], dim=1)
 
     def part(self, rows: range) -> MicroBatch:
         """Some of the rows, in tensors of their own."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from tawpipe.schedule.balance import LayerKind, Work
 
 if TYPE_CHECKING:
     from tawpipe.model.chain import Chain
 
-_UNEVEN = ("num_experts", "num_local_experts", "n_routed_experts", "sliding_window")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_UNEVEN = (*_EXPERTS, "sliding_window")
 """Names in the configs of models whose tokens do not all meet all weights, or all tokens before them."""
+
+PER_WEIGHT, PER_PAIR = 4.0, 4.5
+"""Forward passes in a layer's visits, its recomputation among them: of matrix products, and of attention."""
+IN_HEAD = 3.0
+"""The same in the head's, which computes nothing twice."""
 
 # Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (half of what they state with sparsity). The
 # first entry whose words all occur in a device's name counts.
@@ -98,6 +107,40 @@ def key_width(config: Any) -> int:
     """Number of key heads times their size, of a model's text config."""
     heads = config.num_attention_heads
     return attention_width(config) * (getattr(config, "num_key_value_heads", None) or heads) // heads
+
+
+def windows(config: Any) -> list[int | None]:
+    """Tokens that a token sees at most, of every layer of a model's text config; None for all before it."""
+    own, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if types:
+        return [own if "sliding" in kind else None for kind in types]
+    return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
+
+
+def work_of(chain: Chain) -> Work:
+    """FLOPs of a document in a step, forward and backward with the recomputation: what documents are dealt by where
+    nothing was measured. Experts count as far as a token meets them.
+    """
+    config = chain.config.get_text_config()
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    # Queries and keys have one width, values may have another (MLA).
+    keys = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
+    one = attention_width(config) // config.num_attention_heads
+    per_pair = config.num_attention_heads * ((keys or one) + (getattr(config, "v_head_dim", None) or one))
+    kinds: Counter[tuple[float, float, int | None]] = Counter()
+    for number, block in enumerate(chain.blocks):
+        if block.kind == "embedding":
+            continue
+        slots = [slot for unit in block.units for slot in chain.units[unit].slots]
+        matrices = sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in slots if len(slot.shape) > 1)
+        if block.kind == "head":
+            kinds[2 * IN_HEAD * matrices, 0.0, None] += 1
+        elif block.needs_backward:
+            kinds[2 * PER_WEIGHT * matrices, PER_PAIR * per_pair, windows(config)[number - 1]] += 1
+        else:
+            kinds[2 * matrices, float(per_pair), windows(config)[number - 1]] += 1
+    return Work(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items()))
 
 
 def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:

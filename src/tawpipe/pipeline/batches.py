@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.discovery import Positions
+from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.spec import share_micro_batches
 
 COUNTED_FROM_0 = Positions()
@@ -37,12 +38,15 @@ class LocalBatch:
         sequence_length: tokens in a row.
         micro_batches: this rank's, in the order of their shares; may be empty.
         digest: of the global batch, which must be the same on all ranks; None where a rank knows its own part only.
+        bins: where documents of uneven lengths were dealt, how; a bin is a row then, and ``sequence_length`` the most
+            tokens that one may have.
     """
 
     rows: int
     sequence_length: int
     micro_batches: Sequence[MicroBatch]
     digest: int | None = None
+    bins: Bins | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Deal:
         """
         if isinstance(batch, LocalBatch):
             parts = [self._scaled_alike(self._checked(one.copy())) for one in batch.micro_batches]
-            return LocalBatch(batch.rows, batch.sequence_length, parts)
+            return replace(batch, micro_batches=parts)
         for name in REQUIRED:
             if name not in batch:
                 raise UserError("batch", sorted(batch), f"a mapping with {name!r}")

@@ -13,7 +13,7 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import ceil, isfinite, log2
@@ -28,10 +28,10 @@ from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.save import Saved, Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import MicroBatch
+from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.flops import chain_flops, key_elements
+from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -51,12 +51,16 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.balance import Bins, LayerKind, Work, deal
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies import strategy_of
+
+NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
+"""What an empty bin holds: a token of which nothing is learned."""
 
 
 class Pipeline:
@@ -72,6 +76,8 @@ class Pipeline:
             whole one. ``adamw`` by default.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
+        bin_tokens: of documents of uneven lengths, the most that a process computes at once (``part_of_documents``).
+        work: the time of documents, by which they are dealt; by default their FLOPs.
         schedule: how weights travel: settings; the name of a strategy; a strategy of your own; or a ready ``Schedule``,
             for batches of as many micro-batches as it has.
         dtype: in which weights travel and blocks compute; ``auto`` is bf16 where every device computes in it (GPUs
@@ -105,6 +111,8 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         loss: Loss | None = None,
         micro_batch: int = 1,
+        bin_tokens: int = 0,
+        work: Work | None = None,
         schedule: ScheduleSettings | Strategy | Schedule | str = DEFAULT,
         dtype: torch.dtype | str = AUTO,
         clip_norm: float | None = 1.0,
@@ -123,6 +131,7 @@ class Pipeline:
         _check_settings(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed)
         self.world = world or connect(timeout=timeout)
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
+        self.bin_tokens = bin_tokens
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
         dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, self.world)[0]]
         self.limit = StepLimit(timeout.total_seconds())
@@ -143,6 +152,7 @@ class Pipeline:
             raise UserError("compile_layers", True, expected)
         _ = share_in_sets(0, self.world.topology, self.settings)
         self.chain = Chain(model, loss=loss)
+        self.work = work or work_of(self.chain)
         self._deal = Deal(
             micro_batch,
             self.world.rank,
@@ -230,7 +240,9 @@ class Pipeline:
         """The schedule for a global batch of ``rows`` rows, proved once and kept."""
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
-        count = self._deal.count(rows)
+        return self._schedule(self._deal.count(rows), training=training)
+
+    def _schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
         schedule, is_new = self._schedules.of(count, training=training)
         if is_new:
             if self.injector is not None and training:
@@ -251,6 +263,41 @@ class Pipeline:
         if self.world.device.type == "cuda":
             parts = [part.pin_memory() for part in parts]
         return LocalBatch(rows, sequence_length, parts)
+
+    def deal(self, lengths: Sequence[int]) -> Bins:
+        """Deal documents of so many tokens to all processes, so that they compute for equally long.
+
+        Raises:
+            UserError: a document is longer than a bin can be, or no ``bin_tokens`` were given.
+        """
+        if self.bin_tokens < 1:
+            raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
+        return deal(
+            lengths,
+            world_size=self.world.size,
+            cap=self.bin_tokens,
+            work=self.work,
+            ranks=self.sequence_ranks,
+        )
+
+    def part_of_documents(
+        self, lengths: Sequence[int], document: Callable[[int], MicroBatch], bins: Bins | None = None
+    ) -> LocalBatch:
+        """This rank's part of a step on documents of uneven lengths.
+
+        Args:
+            lengths: of all documents of the step, alike on all processes.
+            document: makes one by its number, as a micro-batch of one row.
+            bins: what ``deal`` made of the lengths, if it was asked before.
+        """
+        bins = bins or self.deal(lengths)
+        own = bins.of(self.world.rank)
+        parts = [MicroBatch.in_a_row([document(number) for number in one.documents] or [NOTHING]) for one in own]
+        if self.world.device.type == "cuda":
+            parts = [part.pin_memory() for part in parts]
+        digest = zlib.crc32(repr((lengths, bins.shared, bins.single)).encode())
+        count = sum(map(len, (*bins.shared, *bins.single)))
+        return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)
 
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
@@ -349,10 +396,16 @@ class Pipeline:
     def _estimate(self, local: LocalBatch) -> None:
         """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
         device, shares, ranks = self.world.device, self._deal.count(local.rows), self.sequence_ranks
-        rows = min(local.rows, self.micro_batch * ceil(shares * ranks / self.world.size))
-        said = self.costs(local.rows, local.sequence_length)
+        if (bins := local.bins) is None:
+            rows = min(local.rows, self.micro_batch * ceil(shares * ranks / self.world.size))
+            said = self.costs(local.rows, local.sequence_length)
+            flops = (chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0) / ranks
+        else:
+            said = self._costs(self._schedule(bins.shape), local.sequence_length)
+            mean = sum(map(self.work.of, bins.lengths))
+            flops = (chain_flops(self.chain, bins.lengths, at_most=True) or 0.0) * bins.seconds / mean
         self.limit.estimated_s = estimate_s(
-            (chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0) / ranks,
+            flops,
             max(*said.link_sent_bytes, *said.link_received_bytes, 0),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -409,22 +462,47 @@ class Pipeline:
         device = self.world.device.type
         if torch.is_autocast_enabled(device):
             raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
-        schedule = self.schedule(local.rows, training=training)
+        bins = local.bins
+        schedule = self._schedule(bins.shape if bins else self._deal.count(local.rows), training=training)
         if training and not self.limit.known_s:
             self._estimate(local)
+        micro_batches = self._deal.numbered(local, schedule.step.micro_batches[self.world.rank])
         given = StepInput(
-            self._deal.numbered(local, schedule.step.micro_batches[self.world.rank]),
+            micro_batches,
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
             measure=measure,
             place=self.world.topology.local_of(self.world.rank) % self.sequence_ranks,
+            shared=schedule.step.shared,
+            kept={m: self._layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
         )
         if schedule.step.settings.offloaded_layers:
             self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
+
+    def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
+        """The blocks of which ``keep_mib`` holds what a micro-batch would compute again: those that take longest, and
+        of these the last, whose backward pass comes first. As all layers keep equally much for a token, no others
+        would save more.
+        """
+        settings = schedule.step.settings
+        if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
+            return frozenset()
+        boundary = self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
+        each = max(1, self._kept_per_token["graph"] - boundary) * batch.input_ids.numel()
+        each *= settings.micro_batches_per_visit
+        seen = windows(self.chain.config.get_text_config())
+        pairs = {one: LayerKind(1, 0.0, 1.0, one).of for one in set(seen)}
+        first = max(settings.offloaded_layers + 1, self.spec.first_backward)
+        layers = sorted(
+            range(first, self.spec.num_layers + 1),
+            key=lambda block: (sum(map(pairs[seen[block - 1]], batch.lengths)), block),
+            reverse=True,
+        )
+        return frozenset(layers[: settings.keep_mib * 2**20 // each])
 
     # state
 
@@ -529,6 +607,13 @@ class Pipeline:
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
         """Bytes over the links and memory of one step, from the schedule alone."""
+        return self._costs(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
+
+    def costs_of_bins(self, bins: Bins) -> Costs:
+        """The same of a step on documents of uneven lengths, for bins that are full."""
+        return self._costs(self._schedule(bins.shape), self.bin_tokens * bins.ranks)
+
+    def _costs(self, schedule: Schedule, tokens: int) -> Costs:
         widths = Widths(
             weight=self.dtype.itemsize,
             gradient=self.reduce_dtype.itemsize,
@@ -536,7 +621,6 @@ class Pipeline:
             optimizer_states=self.optimizers.states_per_element,
         )
         hidden = self.chain.config.get_text_config().hidden_size
-        tokens = min(self.micro_batch, rows) * sequence_length
         own = -(-tokens // self.sequence_ranks)
         boundary = own * hidden * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
@@ -546,8 +630,12 @@ class Pipeline:
             sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize
         sizes |= {Kind(kind): own * each for kind, each in self._kept_per_token.items() if kind != "attention"}
         sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
-        said = costs(self.schedule(rows), widths, activation_bytes=sizes, nodes=self.world.nodes)
-        return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)
+        said = costs(schedule, widths, activation_bytes=sizes, nodes=self.world.nodes)
+        return replace(
+            said,
+            host_bytes=said.host_bytes + self.storage.exact_bytes,
+            activation_bytes=said.activation_bytes + (self.settings.keep_mib or 0) * 2**20,
+        )
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, and what travels of it with its

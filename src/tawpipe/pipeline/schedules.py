@@ -14,7 +14,7 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import build, step_of, strategy_of
 from tawpipe.schedule.transform import for_one_thread
@@ -38,7 +38,7 @@ class Schedules:
         self._ready = given if isinstance(given, Schedule) else None
         self._strategy, self.settings = strategy_of(given)
         self._model, self._world = model, world
-        self._kept: dict[tuple[int, bool], Schedule] = {}
+        self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
         self.smallest = self.step(world.size)
         """A step in which every rank has a micro-batch: all schedules share its homes."""
         ready = self._ready
@@ -56,8 +56,16 @@ class Schedules:
         """Schedules that use every group and operation that any will use: of training, and forward only."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
-    def of(self, count: int, *, training: bool) -> tuple[Schedule, bool]:
-        """The schedule for so many micro-batches, and whether it was made now."""
+    def of_bins(self, shape: tuple[int, int]) -> StepSpec:
+        """A step of documents that were dealt, by ``Bins.shape``."""
+        topology, settings = self._world.topology, self.settings
+        ranks = settings.sequence_ranks or 1
+        shares = share_bins(*shape, topology.world_size, ranks)
+        shared = shape[0] * topology.world_size // ranks
+        return step_of(self._model, topology, settings, shares, strategy=self._strategy, shared=shared)
+
+    def of(self, count: int | tuple[int, int], *, training: bool) -> tuple[Schedule, bool]:
+        """The schedule for so many micro-batches, or for the shape of bins, and whether it was made now."""
         if (count, training) in self._kept:
             return self._kept[count, training], False
         schedule = for_one_thread(self._build(count, training=training))
@@ -68,7 +76,9 @@ class Schedules:
         self._kept[count, training] = schedule
         return schedule, True
 
-    def _build(self, count: int, *, training: bool) -> Schedule:
+    def _build(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
+        if isinstance(count, tuple):
+            return build(self.of_bins(count), training=training)
         if self._ready is None or not training:
             return build(self.step(count), training=training)
         if len(self._ready.micro_batches) != count:
@@ -83,7 +93,7 @@ class Schedules:
             UserError: attention's results are to be kept, and no kernel computes them.
         """
         wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
-        if not wanted:
+        if not wanted and not self.settings.keep_mib:
             return {}
         if self.settings.sequence_chunk:  # attention's output, and a sum for every head
             config = chain.config.get_text_config()

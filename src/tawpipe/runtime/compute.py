@@ -6,8 +6,8 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from tawpipe.runtime.head import loss_in_chunks
 from tawpipe.runtime.measures import Measure
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
-from tawpipe.runtime.rows import InHost, OnDevice, Places, Rows
+from tawpipe.runtime.rows import OnDevice, Places, Room, Rows
 from tawpipe.runtime.sets import Dealt, LayerInSet
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
@@ -61,6 +61,8 @@ class StepInput:
         digest: a small number that is the same on all ranks if they were given the same.
         measure: looks at an evaluation's head.
         place: of this rank among those that compute these micro-batches together.
+        shared: micro-batches below this number are computed together, the others alone; None for all together.
+        kept: by micro-batch, blocks that keep all that their backward pass would compute again.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -70,11 +72,25 @@ class StepInput:
     digest: int = 0
     measure: Measure | None = None
     place: int = 0
+    shared: int | None = None
+    kept: Mapping[int, Collection[int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         """Labels that count, of micro-batches that no other rank counts."""
-        return 0 if self.place else sum(batch.tokens for batch in self.micro_batches.values())
+        return sum(batch.tokens for m, batch in self.micro_batches.items() if not (self.place and self.is_shared(m)))
+
+    def is_shared(self, m: int) -> bool:
+        """True if a micro-batch is computed by a set of ranks, where there are any."""
+        return self.shared is None or m < self.shared
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A layer's input with the graph of its output, in the place of the input."""
+
+    leaf: Tensor
+    edge: GradientEdge
 
 
 @dataclass
@@ -123,7 +139,7 @@ class Compute:
         self._held: dict[Buffer, Any] = {}
         self._bound: dict[int, Tensor] = {}
         """Unit -> the buffer that its parameters are views of."""
-        self._places: dict[tuple[Buffer, torch.Size, torch.dtype], Tensor] = {}
+        self._places: dict[tuple[Buffer, torch.dtype], Room] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
         self.places = Places(chain.device, offload_dir)
 
@@ -176,19 +192,27 @@ class Compute:
         b = action.block
         layer = partial(self.chain.layer, action.block, calls=calls)
         kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
-        if kept is None:
+        if kept is None and not self._keeps(action, given):
             with torch.no_grad():
                 return self._drawing(action, given, lambda: layer(hidden))
         leaf = hidden.detach().requires_grad_(b > self.spec.first_backward)
-        if kept.kind is Kind.GRAPH:
+        if kept is None or kept.kind is Kind.GRAPH:
             units = self.spec.blocks[b].units
             output = self._drawing(action, given, lambda: keep_graph(layer, leaf, units, self._bound))
+            if kept is None:  # the input stays for the backward pass anyway; now with what it gave
+                self._held[block_input(action.micro_batch, b)] = _Graph(leaf, get_gradient_edge(output))
+                return output.detach()
         else:
             again = partial(self._random.again, self._state(action), self._seed(action, given))
             output = self._drawing(action, given, lambda: keep_attention(layer, leaf, again=again))
         # Not the output: its memory belongs to the next block's input, and goes with that.
         self._held[kept] = (leaf, get_gradient_edge(output))
         return output.detach()
+
+    def _keeps(self, action: Action, given: StepInput) -> bool:
+        """True if a layer that would compute all again keeps it for this micro-batch."""
+        stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
+        return stays and action.block in given.kept.get(action.micro_batch, ())
 
     def _layer_forward_in_chunks(
         self, action: Action, held: _OnDevice, given: StepInput, before: list[Tensor] | None
@@ -253,7 +277,7 @@ class Compute:
     def _dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, Dealt | None]:
         """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
         batch = given.micro_batches[m]
-        if self.sequence_ranks == 1:
+        if self.sequence_ranks == 1 or not given.is_shared(m):
             return batch, None
         row = batch.in_one_row()
         return row, Dealt(row.lengths, self.sequence_ranks, given.place)
@@ -335,6 +359,8 @@ class Compute:
                 hidden = None
                 if kept := next((buffer for buffer in action.reads if buffer.kind in SAVED), None):
                     hidden, graph = self._held[kept]
+                elif block.kind == "layer" and isinstance(own := self._input(action), _Graph):
+                    hidden, graph = own.leaf, own.edge
                 elif block.kind == "layer":
                     hidden = self._input(action).detach().requires_grad_(wanted)
                     layer = partial(self.chain.layer, b, hidden, held.calls)
@@ -426,11 +452,13 @@ class Compute:
         self._held[target] = place.copy_(source, non_blocking=True)
 
     def _place(self, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
-        key = target, shape, dtype
+        return self._room(target, dtype, to_host=to_host).of(shape)
+
+    def _room(self, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> Room:
+        key = target, dtype
         if key not in self._places:
-            on_cuda = self.chain.device.type == "cuda"
-            device = "cpu" if to_host else self.chain.device
-            self._places[key] = torch.empty(shape, dtype=dtype, device=device, pin_memory=to_host and on_cuda)
+            pinned = to_host and self.chain.device.type == "cuda"
+            self._places[key] = Room(dtype, "cpu" if to_host else self.chain.device, pinned=pinned)
         return self._places[key]
 
     def make_places(self, program: Iterable[Action], given: StepInput, dtype: torch.dtype) -> None:
@@ -442,14 +470,12 @@ class Compute:
         shapes = {m: (*self._shape(given, m), width) for m in given.micro_batches}
         for action in program:
             if action.op in (Op.OFFLOAD, Op.RELOAD):
-                shape = torch.Size(shapes[action.micro_batch])
-                self._place(action.writes[0], shape, dtype, to_host=action.op is Op.OFFLOAD)
+                room = self._room(action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
+                room.reserve(shapes[action.micro_batch])
             for buffer in action.writes:
                 if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
                     shape = shapes[action.micro_batch]
-                    place = self.places.of(buffer, shape, dtype)
-                    if isinstance(place, InHost):
-                        place.reserve(spans_of(shape[1], self.sequence_chunk))
+                    self.places.reserve(buffer, shape, dtype, spans_of(shape[1], self.sequence_chunk))
 
     def losses(self, action: Action) -> list[Tensor]:
         """The losses that NORM reads, on another lane than that which made them; they are dropped here."""

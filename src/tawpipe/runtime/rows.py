@@ -15,6 +15,7 @@ A file is gone from its folder as soon as it is open: whatever ends the process 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections import deque
@@ -67,29 +68,63 @@ class OnDevice:
         pass
 
 
+class Room:
+    """Memory for one tensor after another, as large as the largest so far.
+
+    Args:
+        pinned: page-locked.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+        self._dtype, self._device, self._pinned = dtype, device, pinned
+        self._there = self._next = self._empty(0)
+
+    def reserve(self, shape: Sequence[int]) -> None:
+        """Have memory for a tensor that comes; what is there now may still be read."""
+        if (numel := math.prod(shape)) > max(self._there.numel(), self._next.numel()):
+            self._next = self._empty(numel)
+
+    def of(self, shape: Sequence[int]) -> Tensor:
+        """The tensor; the one before it, of another size, is lost."""
+        if (numel := math.prod(shape)) > self._there.numel():
+            self.reserve(shape)
+            self._there, self._next = self._next, self._empty(0)
+        return self._there[:numel].view(tuple(shape))
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned and numel > 0)
+
+
 class InHost:
     """Memory of the host: pinned where the device is another one, and copied on streams beside that which computes.
 
     It comes chunk by chunk, because pinned memory comes in powers of two.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self._device = shape, dtype, device
-        self._chunks: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.dtype, self._device = dtype, device
+        self._rooms: dict[int, Room] = {}
+        """By the token at which a chunk begins."""
         on_cuda = device.type == "cuda"
         self._in, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_cuda else (None, None)
 
-    def _chunk(self, span: slice) -> Tensor:
-        key = span.start, span.stop
-        if key not in self._chunks:
-            shape = (self.shape[0], span.stop - span.start, *self.shape[2:])
-            self._chunks[key] = torch.empty(shape, dtype=self.dtype, pin_memory=self._in is not None)
-        return self._chunks[key]
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Be a tensor of this shape from now on; what was there is lost."""
+        self.shape = shape
 
-    def reserve(self, spans: Sequence[slice]) -> None:
+    def _room(self, span: slice) -> Room:
+        if span.start not in self._rooms:
+            self._rooms[span.start] = Room(self.dtype, pinned=self._in is not None)
+        return self._rooms[span.start]
+
+    def _chunk(self, span: slice) -> Tensor:
+        return self._room(span).of((self.shape[0], _length(span), *self.shape[2:]))
+
+    def reserve(self, shape: Sequence[int], spans: Sequence[slice]) -> None:
         """Have the memory: to pin it halts the thread that issues, so it is done before a step."""
         for span in spans:
-            self._chunk(span)
+            self._room(span).reserve((shape[0], _length(span), *shape[2:]))
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
         if self._in is None:
@@ -150,20 +185,28 @@ class InFile:
         UserError: the disk is full.
     """
 
-    def __init__(self, folder: Folder, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self._device, self._folder = shape, dtype, device, folder
-        self._token = dtype.itemsize * int(torch.Size(shape[2:]).numel())
-        self.bytes = shape[0] * shape[1] * self._token
+    def __init__(self, folder: Folder, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.dtype, self._device, self._folder = dtype, device, folder
+        self.bytes = self._token = 0
         self._file = tempfile.TemporaryFile(dir=folder.path)  # noqa: SIM115 - open for the whole run
-        try:
-            os.posix_fallocate(self._file.fileno(), 0, max(1, self.bytes))
-        except OSError as error:
-            self.close()
-            expected = f"room for {self.bytes:,} bytes more, which the inputs of one layer take ({error.strerror})"
-            raise UserError("schedule.offload_dir", folder.path, expected) from error
         self._writing: deque[Future[None]] = deque()
         self._leaving: list[Tensor] = []
         self._written = 0
+
+    def resize(self, shape: tuple[int, ...]) -> None:
+        """Be a tensor of this shape from now on; what was there is lost, and the file stays as large as it was."""
+        self.shape, self._token = shape, self.dtype.itemsize * math.prod(shape[2:])
+        needed = shape[0] * shape[1] * self._token
+        if needed <= self.bytes:
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, needed)
+        except OSError as error:
+            self.close()
+            expected = f"room for {needed:,} bytes more, which the inputs of one layer take ({error.strerror})"
+            raise UserError("schedule.offload_dir", self._folder.path, expected) from error
+        self.bytes = needed
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
         if not spans:
@@ -242,21 +285,29 @@ class Places:
 
     def __init__(self, device: torch.device, folder: str = "") -> None:
         self._device, self._folder = device, Folder(folder) if folder else None
-        self._there: dict[tuple[Buffer, str, tuple[int, ...], torch.dtype], InHost | InFile] = {}
+        self._there: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
 
     def of(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, part: str = "") -> InHost | InFile:
-        """The place of a buffer, or of a named part of it.
+        """The place of a buffer, or of a named part of it, for what is written next; what was there is lost.
 
         Raises:
             UserError: the disk is full.
         """
-        key = buffer, part, tuple(shape), dtype
+        place = self._place(buffer, part, dtype)
+        place.resize(tuple(shape))
+        return place
+
+    def reserve(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, spans: Sequence[slice]) -> None:
+        """Have the memory for what is written next in these spans; what is there may still be read."""
+        place = self._place(buffer, "", dtype)
+        if isinstance(place, InHost):
+            place.reserve(shape, spans)
+
+    def _place(self, buffer: Buffer, part: str, dtype: torch.dtype) -> InHost | InFile:
+        key = buffer, part, dtype
         if key not in self._there:
-            self._there[key] = (
-                InFile(self._folder, key[2], dtype, self._device)
-                if self._folder
-                else InHost(key[2], dtype, self._device)
-            )
+            own = self._folder
+            self._there[key] = InFile(own, dtype, self._device) if own else InHost(dtype, self._device)
         return self._there[key]
 
     @property

@@ -44,9 +44,9 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
 
 
 def in_sets(schedule: Schedule) -> Schedule:
-    """The same schedule for sets of as many ranks as its settings say."""
+    """The same schedule for sets of as many ranks as its settings say, which compute some or all micro-batches."""
     ranks, blocks = schedule.step.sequence_ranks, schedule.model.blocks
-    if ranks == 1:
+    if ranks == 1 or schedule.step.shared == 0:
         return schedule
     group, programs = set_group(ranks), []
     for program in schedule.programs:
@@ -55,19 +55,29 @@ def in_sets(schedule: Schedule) -> Schedule:
         for (_, block), visit in groupby(computing, key=lambda pair: (pair[1].op, pair[1].block)):
             if blocks[block].kind == "layer":
                 places, actions = zip(*visit, strict=True)
-                instead |= zip(places, _visit(actions, group), strict=True)
+                shared = [schedule.step.ranks_of(one.micro_batch) > 1 for one in actions]
+                instead |= zip(places, _visit(actions, shared, group), strict=True)
         programs.append(tuple(new for i, one in enumerate(program) for new in instead.get(i, (one,))))
     return replace(schedule, programs=tuple(programs))
 
 
-def _visit(actions: Sequence[Action], group: str) -> Iterable[list[Action]]:
-    """What takes the place of every action of a layer's visit."""
+def _visit(actions: Sequence[Action], shared: Sequence[bool], group: str) -> Iterable[list[Action]]:
+    """What takes the place of every action of a layer's visit.
+
+    Args:
+        shared: whether a set computes its micro-batch.
+    """
     for place, action in enumerate(actions):
-        made = [] if place else _gathered(action, group)
-        for following in actions[place + 1 : place + 2]:
-            made += _gathered(following, group)
+        made = [] if place or not shared[0] else _gathered(action, group)
+        if any(shared[place + 1 : place + 2]):
+            made += _gathered(actions[place + 1], group)
+        backward, last = action.op is Op.BACKWARD, place == len(actions) - 1
+        before = [_keys_backward(actions[place - 1])] if backward and place and shared[place - 1] else []
+        if not shared[place]:
+            yield [*made, action, *before]
+            continue
         kv, dkv = keys(action.micro_batch, action.block), key_gradients(action.micro_batch, action.block)
-        if action.op is Op.FORWARD:
+        if not backward:
             yield [*made, replace(action, reads=(*action.reads, kv), frees=(*action.frees, kv))]
             continue
         frees = (*(one for one in action.frees if _ends(one, action)), kv)
@@ -75,8 +85,7 @@ def _visit(actions: Sequence[Action], group: str) -> Iterable[list[Action]]:
             replace(action, reads=(*action.reads, kv), writes=(*action.writes, dkv), frees=frees),
             _collective("reduce_scatter", dkv, group),
         ]
-        made += [_keys_backward(before) for before in actions[max(0, place - 1) : place]]
-        yield [*made, *([_keys_backward(action)] if place == len(actions) - 1 else [])]
+        yield [*made, *before, *([_keys_backward(action)] if last else [])]
 
 
 def _gathered(action: Action, group: str) -> list[Action]:

@@ -47,6 +47,10 @@ class ScheduleSettings:
     """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
     are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
     backwards: none:4,selective:8,full."""
+    keep_mib: int | None = bounded(None, minimum=0)
+    """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers keep
+    it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
+    default a run with uneven documents (packing balanced) and a plan takes what is left; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
     """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
     come and go by chunk, and what selective recomputation keeps of these layers does so as well."""
@@ -93,7 +97,14 @@ RENAMED = {
     "finite_check": "early_updates (true for a finite_check of false)",
 }
 """Names of earlier versions, and what they are now."""
-UNPLANNED = ("early_updates", "reuse", "reduce_dtype", "loss_chunk_tokens", "offload_dir")
+UNPLANNED = (
+    "early_updates",
+    "reuse",
+    "reduce_dtype",
+    "loss_chunk_tokens",
+    "offload_dir",
+    "keep_mib",
+)
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""

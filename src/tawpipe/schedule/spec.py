@@ -89,3 +89,20 @@ def share_micro_batches(count: int, world_size: int, ranks: int = 1) -> tuple[tu
     base, extra = divmod(count, world_size // ranks)
     starts = [number * base + min(number, extra) for number in range(world_size // ranks + 1)]
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts) for _ in range(ranks))
+
+
+def share_bins(shared_rounds: int, rounds: int, world_size: int, ranks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of a step of bins (balance.py) for every rank: one in every round. Those that sets compute come
+    first, in a rank's list as well as by number; all below ``shared_rounds * world_size / ranks`` are such.
+
+    >>> share_bins(1, 1, 4, 2), share_bins(0, 2, 2)
+    (((0, 2), (0, 3), (1, 4), (1, 5)), ((0, 1), (2, 3)))
+    """
+    of_sets = shared_rounds * (world_size // ranks)
+    return tuple(
+        (
+            *range(rank // ranks * shared_rounds, (rank // ranks + 1) * shared_rounds),
+            *range(of_sets + rank * rounds, of_sets + (rank + 1) * rounds),
+        )
+        for rank in range(world_size)
+    )

@@ -30,7 +30,13 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0, "sequence_ranks": 1}
+NEUTRAL: dict[str, Any] = {
+    "step_cache": 0,
+    "gradients_scope": "visit",
+    "sequence_chunk": 0,
+    "sequence_ranks": 1,
+    "keep_mib": 0,
+}
 """What the settings that may be left open are for strategies that have no word on them."""
 
 
@@ -41,7 +47,9 @@ class StepSpec:
     Args:
         topology: what the strategy takes for nodes.
         settings: with no choice left open, see ``Strategy.settle``.
-        micro_batches: for every rank the global indices of its micro-batches; the same for all ranks of a set.
+        micro_batches: for every rank the global indices of its micro-batches; those that a set computes are in the
+            lists of all its ranks.
+        shared: micro-batches below this number are computed by sets, the others by single ranks; None for all by sets.
     """
 
     strategy: Strategy
@@ -49,6 +57,7 @@ class StepSpec:
     topology: Topology
     settings: ScheduleSettings
     micro_batches: tuple[tuple[int, ...], ...]
+    shared: int | None = None
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
@@ -66,6 +75,10 @@ class StepSpec:
     def saves(self, block: int) -> Kind | None:
         """The kind of activation that a block keeps for its backward pass besides its input."""
         return RECOMPUTE[self._recompute[block]]
+
+    def ranks_of(self, micro_batch: int) -> int:
+        """How many ranks compute a micro-batch together."""
+        return self.sequence_ranks if self.shared is None or micro_batch < self.shared else 1
 
     def offloads(self, block: int) -> bool:
         """True if the input of a block waits in the host's memory. Layers are the blocks from 1 on."""

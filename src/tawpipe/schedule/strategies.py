@@ -234,6 +234,7 @@ class WeiPipe(Spread):
         "gradients_compression": _PASSED_ON,
         "offloaded_layers": "its passes of two rounds overlap, and would need each other's places",
         "sequence_ranks": "its processes are at different layers at any time, and would wait for each other",
+        "keep_mib": "its passes of two rounds overlap, and each would take it",
     }
 
     def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
@@ -282,6 +283,7 @@ class ActivationPipeline(Strategy):
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _WEIGHTS_STAY),
         **dict.fromkeys(("recompute", "offloaded_layers"), "the clock knows pipelines with full recomputation only"),
         "sequence_ranks": "the clock knows pipelines of whole rows only",
+        "keep_mib": "the clock knows pipelines with full recomputation only",
     }
 
     def __post_init__(self) -> None:
@@ -420,12 +422,14 @@ def step_of(
     micro_batches: tuple[tuple[int, ...], ...],
     *,
     strategy: Strategy | None = None,
+    shared: int | None = None,
 ) -> StepSpec:
     """A step to be scheduled, with its settings checked.
 
     Args:
         topology: the real one; nodes must be equally large, see ``Topology.evened``.
         strategy: one that is not in the table, in place of ``settings.strategy``.
+        shared: see ``StepSpec``.
 
     Raises:
         UserError: a setting that cannot work for this model on these nodes.
@@ -433,7 +437,7 @@ def step_of(
     strategy = strategy or find(settings.strategy)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
     check_values(settings)
-    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches)
+    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
     layers, offloaded = model.num_layers, settings.offloaded_layers
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
@@ -441,6 +445,9 @@ def step_of(
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)
+    if settings.keep_mib and (settings.sequence_chunk or any(map(step.saves, range(layers + 1)))):
+        expected = "0 where rows run in chunks, or recompute says what layers keep"
+        raise UserError("schedule.keep_mib", settings.keep_mib, expected)
     if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
         expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
         raise UserError("schedule.recompute", settings.recompute, expected)

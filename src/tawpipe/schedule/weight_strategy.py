@@ -114,7 +114,7 @@ class WeightStrategy(Strategy):
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
         shares, k = step.micro_batches, step.settings.micro_batches_per_visit
         left = step.rounds - rounds - 1
-        if left < 1 or len({len(own) for own in shares}) > 1:
+        if left < 1 or step.shared is not None or len({len(own) for own in shares}) > 1:
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:

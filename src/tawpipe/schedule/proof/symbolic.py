@@ -75,7 +75,6 @@ class Contents:
         """Of every rank's keys and values, and of their gradients: the ranks of the set that are in them."""
         self._unfinished: list[set[Buffer]] = [set() for _ in schedule.programs]
         """Gradients of inputs that lack what comes through keys and values."""
-        self._ranks = schedule.step.sequence_ranks
         self._sizes = [schedule.buffer_elements(rank) for rank in range(schedule.topology.world_size)]
         self._normed = [-1] * schedule.topology.world_size
         """The step of every rank's last NORM."""
@@ -98,14 +97,15 @@ class Contents:
 
     def _parts(self, block: int, m: int) -> list[tuple[int, ...]]:
         """All that goes into the gradient of one block on one micro-batch."""
-        if self._ranks == 1:
+        ranks = self.schedule.step.ranks_of(m)
+        if ranks == 1:
             return [(block, m)]
         times = 2 if self.schedule.model.blocks[block].kind == "layer" else 1
-        return [(block, m, place) for place in range(times * self._ranks)]
+        return [(block, m, place) for place in range(times * ranks)]
 
     def _place(self, rank: int) -> int:
         """A rank's place in its set."""
-        return self.schedule.topology.local_of(rank) % self._ranks
+        return self.schedule.topology.local_of(rank) % self.schedule.step.sequence_ranks
 
     def _read(self, buffer: Buffer, running: Running) -> Content:
         content = self.held[running.rank].get(buffer)
@@ -188,7 +188,7 @@ class Contents:
 
     def _keys_together(self, parts: Sequence[Running]) -> None:
         """Gather keys and values, or sum up their gradients, in a set."""
-        everyone = frozenset(range(self._ranks))
+        everyone = frozenset(range(self.schedule.step.sequence_ranks))
         gathers = parts[0].action.collective == "all_gather"
         for part in parts:
             (buffer,), here = part.action.reads, self.places[part.rank]
@@ -242,19 +242,20 @@ class Contents:
 
     def _compute(self, running: Running) -> None:
         action, block = running.action, self.schedule.model.blocks[running.action.block]
+        ranks = self.schedule.step.ranks_of(action.micro_batch)
         for unit, name in zip(block.units, action.weights, strict=False):
             whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
                 raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
         if action.op in (Op.BACKWARD, Op.KEYS_BACKWARD):
             units = self.schedule.model.trainable_units(action.block)
-            place = self._place(running.rank) + (self._ranks if action.op is Op.KEYS_BACKWARD else 0)
-            part = (action.block, action.micro_batch, *([place] if self._ranks > 1 else []))
+            place = self._place(running.rank) + (ranks if action.op is Op.KEYS_BACKWARD else 0)
+            part = (action.block, action.micro_batch, *([place] if ranks > 1 else []))
             for unit, name in zip(units, action.gradients, strict=True):
                 mine = self._gradient(unit, running, part)
                 before = [self._read(name, running)] if name in action.reads else []
                 self._write(name, self._sum([*before, mine], running), running)
-        if self._ranks > 1 and block.kind == "layer":
+        if ranks > 1 and block.kind == "layer":
             self._keys(running)
         self._activations(running)
 
@@ -264,7 +265,7 @@ class Contents:
         """
         action, here, unfinished = running.action, self.places[running.rank], self._unfinished[running.rank]
         for buffer in (one for one in action.reads if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
-            if len(here.get(buffer, ())) != self._ranks:
+            if len(here.get(buffer, ())) != self.schedule.step.sequence_ranks:
                 raise ScheduleError(f"reads {buffer}, which is not of all ranks: {running}")
             del here[buffer]
         for buffer in (one for one in action.writes if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):

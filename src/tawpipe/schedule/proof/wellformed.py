@@ -141,7 +141,7 @@ class _Checker:
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
         backward = action.op in (Op.BACKWARD, Op.KEYS_BACKWARD)
-        together = self.step.sequence_ranks > 1 and spec.kind == "layer"
+        together = self.step.ranks_of(m) > 1 and spec.kind == "layer"
         if action.op in (Op.KEYS, Op.KEYS_BACKWARD) and not together:
             yield "keys and values of what is no layer, or of rows that a rank computes alone"
             return
@@ -278,7 +278,7 @@ class _Checker:
             yield "a collective writes into a home"
 
     def _keys_together(self, action: Action) -> Iterator[str]:
-        ranks, b, m = self.step.sequence_ranks, action.block, action.micro_batch
+        ranks, b, m = self.step.ranks_of(action.micro_batch), action.block, action.micro_batch
         buffer = keys(m, b) if action.collective == "all_gather" else key_gradients(m, b)
         if ranks == 1 or action.group != set_group(ranks) or action.root >= 0 or action.unit >= 0:
             yield "keys and values are for the ranks that compute a row together"

@@ -1,0 +1,325 @@
+"""Documents of uneven lengths dealt to ranks, so that all compute for equally long.
+
+A *bin* is what a rank computes as one micro-batch: whole documents, one behind the other in a row of its own length. A
+*round* is the bins that all ranks compute in the same visits; it lasts as long as its longest bin, and what has to be
+equal is therefore time, within every round. Rounds need not be alike. A document that would make its round too long, or
+that no rank can hold, is *shared*: the bin that holds it is computed by a set of neighbouring ranks, a share each
+(pieces.py). A step has ``shared_rounds`` rounds of such bins, one for each set, and ``rounds`` of the others; nothing
+else of what it holds is known to its schedule.
+
+Longest first: rounds are given levels from the longest documents on, and a document goes where most time per token is
+left below the level, so that the short ones, which take tokens and little time, fill up what the long ones leave.
+Several numbers of shared documents are tried and the fastest deal counts. All of it is arithmetic on a few numbers,
+alike on every rank; nothing is random.
+
+What must never happen: a document in two bins or in none; a bin above the cap; two ranks that disagree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+
+from tawpipe.errors import UserError
+
+SHARED_COST = 0.05
+"""Of the time of a shared document, what its keys cost besides (they are made twice, and gathered)."""
+ROOM = 1.03
+"""Multiple of the tokens of a step for which there is room at least: a full bin leaves no choice."""
+LONG = 0.125
+"""A document of this share of the mean time of a rank may be shared."""
+ROUND_COST = 0.01
+"""Of the time of a step, what a round costs besides: the weights travel once more."""
+RISE = 1 / 1024
+"""Of the mean time of a rank, what a round rises by at least where nothing finds a place below the levels: bins that
+are full leave time there which nothing can use, and every short document would make a round longer by a little.
+"""
+TRIED = 6
+"""Numbers of shared documents that are tried besides those that must be shared."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Time that layers of one kind take for a document, in any unit: ``per_token`` and, for every pair of tokens, the
+    square of the length where attention sees all of them, ``per_pair``.
+
+    Args:
+        layers: of this kind.
+        window: tokens that a token sees at most.
+    """
+
+    layers: int
+    per_token: float
+    per_pair: float
+    window: int | None = None
+
+    def of(self, length: int) -> float:
+        """Time of one layer for a document of so many tokens."""
+        seen = length if self.window is None else min(length, self.window)
+        return self.per_token * length + self.per_pair * seen * (2 * length - seen)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Time of a model's layers for a document."""
+
+    kinds: tuple[LayerKind, ...]
+
+    @classmethod
+    def of_flops(
+        cls, *, parameters: float, width: int, layers: int, windows: Sequence[tuple[int, int | None]] = ()
+    ) -> Work:
+        """By floating-point operations: 2 for each parameter and token, 2 x ``width`` for each pair.
+
+        Args:
+            parameters: that a token meets in a layer.
+            width: of all query heads together.
+            windows: (layers, window) where layers differ; None for those without.
+        """
+        kinds = windows or ((layers, None),)
+        return cls(tuple(LayerKind(number, 2 * parameters, 2.0 * width, window) for number, window in kinds))
+
+    def of(self, length: int) -> float:
+        """Time of all layers."""
+        return sum(kind.layers * kind.of(length) for kind in self.kinds)
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The documents of one micro-batch, by their numbers in the step, the longest first.
+
+    Args:
+        ranks: that compute it together.
+    """
+
+    documents: tuple[int, ...]
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A step, dealt.
+
+    Args:
+        shared: [rounds][sets] bins that a set computes.
+        single: [rounds][ranks] bins of single ranks.
+        ranks: of a set.
+        lengths: of the documents.
+        work: by which they are dealt.
+    """
+
+    shared: tuple[tuple[Bin, ...], ...]
+    single: tuple[tuple[Bin, ...], ...]
+    ranks: int
+    lengths: tuple[int, ...] = field(repr=False)
+    work: Work = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rounds of shared bins, and of single ones: all that a schedule needs to know."""
+        return len(self.shared), len(self.single)
+
+    def of(self, rank: int) -> tuple[Bin, ...]:
+        """A rank's, in the order of the rounds."""
+        return (*(row[rank // self.ranks] for row in self.shared), *(row[rank] for row in self.single))
+
+    def tokens(self, one: Bin) -> int:
+        """Tokens of a bin, of all ranks that compute it."""
+        return sum(self.lengths[number] for number in one.documents)
+
+    def pairs(self, one: Bin) -> int:
+        """The sum over its documents of the squared length."""
+        return sum(self.lengths[number] ** 2 for number in one.documents)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the step: of every round and kind of layer, that of the rank that takes longest."""
+        return sum(
+            kind.layers * max(self._time(kind, one) for one in row)
+            for row in (*self.shared, *self.single)
+            for kind in self.work.kinds
+        )
+
+    @cached_property
+    def floor(self) -> float:
+        """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
+        of = self.work.of
+        world = len((self.single or self.shared)[0]) * (1 if self.single else self.ranks)
+        return max(sum(map(of, self.lengths)) / world, max(map(of, self.lengths)) / self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """The time beside the floor's; 1 at best."""
+        return self.seconds / self.floor
+
+    def _time(self, kind: LayerKind, one: Bin) -> float:
+        cost = 1 + SHARED_COST if one.ranks > 1 else 1
+        return cost / one.ranks * sum(kind.of(self.lengths[number]) for number in one.documents)
+
+
+def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
+    """Deal the documents of a step.
+
+    Args:
+        lengths: of the documents, in tokens.
+        cap: tokens of a bin at most, for every rank that computes it.
+        ranks: of a set; 1 for no sharing.
+
+    Raises:
+        UserError: a document is longer than a bin can be.
+    """
+    assert lengths and world_size % ranks == 0
+    if (longest := max(lengths)) > cap * ranks:
+        together = f" over {ranks} processes" if ranks > 1 else ""
+        raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, what a bin holds{together}")
+    times = [work.of(length) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+    found = []
+    for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
+        filled = _Filling(lengths, times, cap, world_size, ranks)
+        filled.share(order[:count])
+        filled.place(order[count:])
+        found.append(filled.bins(work))
+    return min(found, key=lambda one: one.seconds * (1 + ROUND_COST * sum(one.shape)))
+
+
+def _numbers_shared(
+    order: Sequence[int], lengths: Sequence[int], times: Sequence[float], cap: int, ranks: int, world_size: int
+) -> Sequence[int]:
+    """How many of the longest documents may be shared: those that must be, and some that would make rounds long."""
+    must = sum(length > cap for length in lengths)
+    if ranks == 1:
+        return [must]
+    fair = sum(times) / world_size
+    long = max(must, sum(time > fair * LONG for time in times))
+    return sorted({must + ceil((long - must) * part / TRIED) for part in range(TRIED + 1)})
+
+
+class _Filling:
+    """Bins that are being filled, those of one round one after the other, shared ones first.
+
+    Times are those of one rank.
+    """
+
+    def __init__(self, lengths: Sequence[int], times: Sequence[float], cap: int, world_size: int, ranks: int) -> None:
+        self.lengths, self.times, self.cap = lengths, times, cap
+        self.world_size, self.ranks = world_size, ranks
+        self.factor = (1 + SHARED_COST) / ranks
+        self.mean = sum(times) / world_size
+        self.shared = 0
+        self.levels: list[float] = []
+        """Of every round, the time of its longest bin."""
+        self.documents: list[list[int]] = []
+
+    def share(self, numbers: Sequence[int]) -> None:
+        """Put documents into bins of sets; a new round begins where every bin would get longer than the round."""
+        sets, room = self.world_size // self.ranks, self.cap * self.ranks
+        needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sets)))
+        fair = sum(self.times[number] for number in numbers) * self.factor / sets / needed
+        time: list[float] = []
+        tokens: list[int] = []
+        for number in numbers:
+            length, own = self.lengths[number], self.times[number] * self.factor
+            levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
+            fitting = [at for at in range(len(time)) if tokens[at] + length <= room and time[at] + own <= levels[at]]
+            if not fitting:
+                fitting = [len(time)]
+                time += [0.0] * sets
+                tokens += [0] * sets
+                self.levels.append(0.0)
+                self.documents += [[] for _ in range(sets)]
+            at = min(fitting, key=lambda place: time[place])
+            self.documents[at].append(number)
+            time[at] += own
+            tokens[at] += length
+            self.levels[at // sets] = max(self.levels[at // sets], time[at])
+        self.shared = len(self.levels)
+
+    def place(self, numbers: Sequence[int]) -> None:
+        """Put the other documents where there is room, in as few rounds of single ranks as hold them."""
+        if not numbers:
+            return
+        taken = sum(self.lengths[number] for bin in self.documents for number in bin)
+        tokens = sum(self.lengths[number] for number in numbers)
+        room = self.cap * self.world_size
+        rounds = max(0, ceil(((tokens + taken) * ROOM) / room) - self.shared)
+        while not self._placed(numbers, rounds):
+            rounds += 1
+
+    def _placed(self, numbers: Sequence[int], rounds: int) -> bool:
+        """Place them with so many rounds of single ranks; False if they find no room."""
+        sets, world = self.world_size // self.ranks, self.world_size
+        of_sets = self.shared * sets
+        levels = [*self.levels, *[0.0] * rounds]
+        documents = [*map(list, self.documents), *([] for _ in range(rounds * world))]
+        places = range(len(documents))
+        round_of = [at // sets if at < of_sets else self.shared + (at - of_sets) // world for at in places]
+        ranks = [self.ranks if at < of_sets else 1 for at in places]
+        factor = [self.factor if at < of_sets else 1.0 for at in places]
+        time = [sum(self.times[number] for number in documents[at]) * factor[at] for at in places]
+        room = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
+        water = self._water(levels)
+
+        def free(at: int) -> tuple[float, int]:
+            """Time below the level for every token that there is room for; the most comes first."""
+            left = (water[round_of[at]] - time[at]) / factor[at]
+            return (-left / room[at] if room[at] else math.inf), at
+
+        freest = sorted(map(free, places))
+        full: list[tuple[float, int]] = []
+        late: list[tuple[float, int]] = []
+        """Bins that come again when documents are short enough for the room, or the time, that is left in them."""
+        for number in numbers:
+            length, own, found = self.lengths[number], self.times[number], -1
+            for asleep, needed in ((full, length), (late, own)):
+                while asleep and -asleep[0][0] >= needed:
+                    heapq.heappush(freest, free(heapq.heappop(asleep)[1]))
+            while freest and found < 0:
+                _, at = heapq.heappop(freest)
+                left = (water[round_of[at]] - time[at]) / factor[at]
+                if room[at] < length:
+                    heapq.heappush(full, (-room[at], at))
+                elif left < own:
+                    heapq.heappush(late, (-left, at))
+                else:
+                    found = at
+            rises = found < 0
+            if rises:
+                over = [(time[at] + own * factor[at] - water[round_of[at]], at) for at in places if room[at] >= length]
+                if not over:
+                    return False
+                found = min(over)[1]
+            documents[found].append(number)
+            time[found] += own * factor[found]
+            room[found] -= length
+            i = round_of[found]
+            levels[i] = max(levels[i], time[found], (water[i] + self.mean * RISE) if rises else 0.0)
+            if rises:
+                water = self._water(levels)
+                freest, full, late = sorted(map(free, places)), [], []
+            else:
+                heapq.heappush(freest, free(found))
+        self.levels, self.documents = levels, documents
+        return True
+
+    def _water(self, levels: Sequence[float]) -> list[float]:
+        """Levels that hold the work of the step, none below that of its round: the lowest ones are filled up alike."""
+        left, rising = self.mean, sorted(levels)
+        while len(rising) > 1 and rising[-1] > left / len(rising):
+            left -= rising.pop()
+        return [max(level, left / len(rising)) for level in levels]
+
+    def bins(self, work: Work) -> Bins:
+        sets = self.world_size // self.ranks
+        cut = self.shared * sets
+        shared = [Bin(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
+        single = [Bin(tuple(numbers)) for numbers in self.documents[cut:]]
+        return Bins(_rows(shared, sets), _rows(single, self.world_size), self.ranks, tuple(self.lengths), work)
+
+
+def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:
+    return tuple(tuple(bins[at : at + size]) for at in range(0, len(bins), size))

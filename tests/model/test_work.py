@@ -1,0 +1,50 @@
+"""The time of a document that a model itself tells: what its layers see, and what they multiply."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from family_configs import tiny_config
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import training_flops, windows, work_of
+
+
+def chain_of(config: PreTrainedConfig) -> Chain:
+    return Chain(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_document_takes_what_its_matrices_and_its_pairs_of_tokens_take() -> None:
+    config = tiny_config("llama")
+    chain = chain_of(config)
+    work, width = work_of(chain), config.num_attention_heads * config.head_dim
+    slots = [[slot for unit in block.units for slot in chain.units[unit].slots] for block in chain.blocks]
+    matrices = [sum(slot.numel for slot in own if len(slot.shape) > 1) for own in slots]
+    layers = 2 * sum(matrices[1:-1])
+    for length in (1, 17, 4000):
+        expected = (4 * layers + 3 * 2 * matrices[-1]) * length + 4.5 * len(chain.layers) * 2 * width * length**2
+        assert work.of(length) == pytest.approx(expected)
+
+
+def test_windowed_layers_cost_the_pairs_within_their_window_as_mfu_counts_them() -> None:
+    config = tiny_config("gemma2")
+    seen = windows(config)
+    assert {one is None for one in seen} == {True, False} and len(seen) == config.num_hidden_layers
+    kinds = {kind.window: kind for kind in work_of(chain_of(config)).kinds if kind.per_pair}
+    assert set(kinds) == set(seen)
+    for window, kind in kinds.items():
+        for length in (3, 500):
+            flops = training_flops(
+                matmul_parameters=0, num_layers=1, attention_width=1, lengths=[length], window=window
+            )
+            assert (kind.of(length) - kind.per_token * length) / kind.per_pair == pytest.approx(flops / 6)
+
+
+def test_of_a_mixture_of_experts_those_count_that_a_token_meets() -> None:
+    config = tiny_config("mixtral")
+    config.num_experts_per_tok = 1
+    one = work_of(chain_of(config)).of(10)
+    config.num_experts_per_tok = 2
+    two = work_of(chain_of(config)).of(10)
+    experts = sum(slot.numel for unit in chain_of(config).units for slot in unit.slots if ".experts." in slot.name)
+    assert experts and two - one == pytest.approx(4 * 2 * experts / config.num_local_experts * 10)

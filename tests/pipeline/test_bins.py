@@ -1,0 +1,71 @@
+"""Documents of uneven lengths, dealt by the time that they take: the numbers of one process, however they are dealt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from borders import llama, piped
+from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
+
+LIMIT = 1e-10
+
+
+@pytest.mark.parametrize(("nodes", "local", "ranks"), [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (1, 4, 2)])
+def test_the_numbers_of_one_process(pool, nodes, local, ranks):
+    """Caps below the longest document, which is then shared; layers that keep what memory holds; chunks; offloaded
+    inputs; rounds of which some ranks have nothing.
+    """
+    cap = -(-40 // ranks)
+    settings = [
+        {"seed": 1, "bin_tokens": cap, "strategy": "tawpipe-spread", "keep_mib": 1},
+        {"seed": 2, "bin_tokens": 60, "strategy": "hsdp", "micro_batches_per_visit": 2},
+        {"seed": 3, "bin_tokens": cap + 3, "strategy": "tawpipe-whole", "sequence_chunk": 7, "offloaded_layers": 3},
+        {"seed": 4, "bin_tokens": 400, "strategy": "flat", "offloaded_layers": 2, "keep_mib": 1},
+    ]
+    chosen = settings if local == 1 else settings[:2] if nodes == 2 else settings[local // 2 - 1 :: 2]
+    for results in pool.run(
+        "documents:exact", nodes, local, settings=[{"sequence_ranks": ranks} | one for one in chosen]
+    ):
+        assert max(worst for worst, _ in results) < LIMIT, results
+        if ranks > 1 and chosen[0]["bin_tokens"] < 40:
+            assert all(shared for shared, _ in results[0][1]), results
+
+
+def test_delays_in_every_lane_change_no_bit(pool):
+    knobs = {"seed": 1, "bin_tokens": 24, "sequence_ranks": 2, "strategy": "tawpipe-spread", "keep_mib": 1}
+    once, again = (pool.run("documents:trained", 2, 2, delays=delays, **knobs)[0] for delays in (0.0, 0.003))
+    assert once[:2] == again[:2] and once[3] == again[3]
+    assert all(torch.equal(value, again[2][name]) for name, value in once[2].items())
+
+
+def test_documents_without_bins_are_refused():
+    with piped_pipeline() as pipeline, pytest.raises(UserError, match=r"bin_tokens: got 0; the most tokens"):
+        pipeline.deal([3])
+
+
+def test_a_document_longer_than_a_bin_is_refused():
+    with piped_pipeline(bin_tokens=8) as pipeline, pytest.raises(UserError, match=r"one of 9 tokens.*at most 8"):
+        pipeline.deal([3, 9])
+
+
+def test_kept_layers_follow_the_tokens_of_a_bin():
+    """Of a short bin all layers keep what they compute, of a long one few."""
+    with piped_pipeline(bin_tokens=4096, keep_mib=1) as pipeline:
+        schedule = pipeline.schedule(1)
+        layers = pipeline.spec.num_layers
+        kept = [pipeline._layers_kept(schedule, 0, one_document(tokens)) for tokens in (16, 512, 4096)]
+        assert kept[0] == set(range(1, layers + 1)) > kept[2]
+        assert all(one == set(range(layers - len(one) + 1, layers + 1)) for one in kept)
+
+
+def one_document(tokens: int) -> MicroBatch:
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    return MicroBatch.of_documents(ids, ids, [tokens])
+
+
+def piped_pipeline(**knobs):
+    from contextlib import closing
+
+    return closing(piped(llama(), **knobs))
