@@ -238,8 +238,9 @@ def ask(
     from tawpipe.plan.measure import request_of
 
     request, problem, settings = None, "", config.schedule
-    if config.micro_batch > 1 and config.evaluation.retrieval_lengths and settings.sequence_ranks is None:
-        settings = replace(settings, sequence_ranks=1)  # answers are told apart by row
+    by_row = config.micro_batch > 1 and config.evaluation.retrieval_lengths  # answers are told apart by row
+    if settings.sequence_ranks is None and (by_row or config.packing == "balanced"):  # bins are of so many ranks
+        settings = replace(settings, sequence_ranks=1)
     world.barrier()
     try:
         request = request_of(
