@@ -249,7 +249,10 @@ def ask(
     """
     from tawpipe.plan.measure import request_of
 
-    request, problem = None, ""
+    request, problem, settings = None, "", config.schedule
+    by_row = config.micro_batch > 1 and config.evaluation.retrieval_lengths  # answers are told apart by row
+    if settings.sequence_ranks is None and (by_row or config.packing == "balanced"):  # bins are of so many ranks
+        settings = replace(settings, sequence_ranks=1)
     world.barrier()
     try:
         request = request_of(
@@ -264,10 +267,10 @@ def ask(
             timed=timed,
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
-            settings=config.schedule,
+            settings=settings,
             rope=config.rope,
             trust_remote_code=config.trust_remote_code,
-            why_whole="--compile would compile every chunk anew" if config.compile else "",
+            why_whole="--compile compiles layers on whole rows" if config.compile else "",
             here=world.device,
             tell=tell,
         )

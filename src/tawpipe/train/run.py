@@ -294,7 +294,7 @@ def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
         world.size,
         bins.bin_tokens,
         work,
-        ranks=config.schedule.sequence_ranks,
+        ranks=config.schedule.sequence_ranks or 1,
         pretrained=folder is not None and has_weights(folder),
         asked=config.asks_for_balance,
         against="" if config.asks_for_balance else against,
