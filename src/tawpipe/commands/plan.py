@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
 from tawpipe.model.settings import RopeSettings
 from tawpipe.options import Leaf, tree
 
 if TYPE_CHECKING:
+    from tawpipe.plan.lengths import Lengths
     from tawpipe.plan.request import PlanRequest
 
 PROBE = "probe"
 ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
+OF_DATA = ("data", "rows", "text_column", "tokenizer", "cache_dir")
+DATA = [leaf for leaf in tree(DataSettings) if isinstance(leaf, Leaf) and leaf.path[-1] in OF_DATA]
+CORPUS = "corpus"
+BIN = 1.5
+"""Tokens of a bin for every token of the longest document, where nobody says it: the short ones need room beside it."""
+MOST_IN_BIN = 1000
+"""Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
@@ -63,15 +73,16 @@ def run(argv: Sequence[str]) -> int:
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
+    corpus, row, documents = _uneven(arguments)
     activate_flash(here)  # as the training run does
     request = request_of(
         arguments.model,
         machine,
-        sequence_length=arguments.sequence_length,
+        sequence_length=row,
         global_batch=machine.world_size if arguments.global_batch is None else arguments.global_batch,
         micro_batch=arguments.micro_batch,
         dtype=getattr(torch, dtype),
-        lengths=_lengths(arguments.lengths),
+        lengths=documents,
         profile=arguments.profile,
         vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
@@ -90,6 +101,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
     if arguments.longest:
         return _longest(request, arguments, tell)
+    if corpus is not None:
+        return _dealt(request, corpus, arguments, tell)
     plan = Plan.of(request, search(request, tell=tell))
     if arguments.json:
         print(json_text(plan))
@@ -143,6 +156,74 @@ def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable
     return 0 if found.best else 1
 
 
+def _dealt(request: PlanRequest, lengths: Lengths, arguments: argparse.Namespace, tell: Callable[[str], None]) -> int:
+    """``--lengths`` of a corpus: the foresight, and the exit code."""
+    from tawpipe.plan.dealt import Dealt
+    from tawpipe.plan.dealt_words import json_text, lines, write_dealt_page
+
+    asked = {"tokens": arguments.tokens_per_step, "max_document": arguments.max_document}
+    found = Dealt.of(request, lengths, **asked, tell=tell)
+    for line in [json_text(found)] if arguments.json else lines(found):
+        print(line)
+    if arguments.report:
+        write_dealt_page(found, Path(arguments.report))
+        if not arguments.json:
+            print(f"wrote {arguments.report}")
+    return 0 if found.best else 1
+
+
+def _uneven(arguments: argparse.Namespace) -> tuple[Lengths | None, int | None, list[int] | None]:
+    """The lengths of a corpus, tokens of a full bin and documents that fill one; or nothing, and a row's. What was not
+    given is filled in.
+    """
+    if not _of_corpus(arguments):
+        return None, arguments.sequence_length, _lengths(arguments.lengths)
+    from tawpipe.plan.lengths import LOGNORMAL, Lengths, lengths_of
+
+    own = arguments.lengths == CORPUS
+    lengths = Lengths.of(*_tokenised(arguments)) if own else lengths_of(arguments.lengths)
+    most, step = arguments.max_document or arguments.sequence_length, arguments.tokens_per_step
+    if most is None and arguments.lengths.startswith(LOGNORMAL):
+        raise UserError("--max-document", "nothing", f"the most tokens of a document: {LOGNORMAL} has none")
+    arguments.max_document = most = min(most or lengths.longest, lengths.longest)
+    lengths = lengths.cut(most)
+    if step is None and arguments.global_batch is not None:
+        step = arguments.tokens_per_step = arguments.global_batch * (arguments.sequence_length or most)
+    if step is None or step < most:
+        raise UserError(
+            "--tokens-per-step", "nothing" if step is None else step, f"at least {most}, the longest document's"
+        )
+    row = arguments.bin_tokens or max(2, round(BIN * most))
+    documents = lengths.step(row, -1)[:MOST_IN_BIN]
+    documents[0] = min(documents[0], row)
+    while (left := row - sum(documents)) > 0:
+        documents.append(min(left, most))
+    return lengths, row, documents
+
+
+def _tokenised(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Lengths of the documents of ``--data``, in tokens, and their source in words."""
+    from tawpipe.data.cache import cache_root
+    from tawpipe.data.sources import find_files
+    from tawpipe.data.tokenised import TokenisedText
+
+    given = [(leaf, leaf.read(word)) for leaf in DATA if (word := getattr(arguments, leaf.key)) is not None]
+    settings = DataSettings(**{leaf.path[-1]: value for leaf, value in given})
+    if arguments.vocab_size is not None:
+        settings = replace(settings, vocab_size=arguments.vocab_size)
+    settings.check_data()
+    files = find_files(settings.data)
+    folder = arguments.model if Path(arguments.model).is_dir() else None
+    text = TokenisedText(settings, files, cache_root(settings.cache_dir), tokenizer=None, model=folder)
+    corpus, _ = text.corpus(files, "--data")
+    return corpus.lengths, f"{', '.join(settings.data)}, {len(corpus.lengths):,} documents"
+
+
+def _of_corpus(arguments: argparse.Namespace) -> bool:
+    """True if ``--lengths`` says a corpus and not the documents of a row."""
+    return arguments.lengths is not None and not re.fullmatch(r"[\d\s,]+", arguments.lengths)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before anything is loaded."""
     for name, value, expected in (
@@ -153,6 +234,20 @@ def _check(arguments: argparse.Namespace) -> None:
     ):
         if arguments.longest and value is not None:
             raise UserError(name, value, expected)
+    for name in ("tokens_per_step", "max_document", "bin_tokens"):
+        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
+        if value is not None and not _of_corpus(arguments):
+            raise UserError(option, value, "nothing without --lengths of a corpus")
+        if value is not None and value < 2:
+            raise UserError(option, value, "at least 2")
+    if _of_corpus(arguments):
+        for name, value, expected in (
+            ("--micro-batch", None if arguments.micro_batch == 1 else arguments.micro_batch, "1: a bin is a row"),
+            ("--explain", arguments.explain, "nothing with --lengths of a corpus, whose --json has every part"),
+            ("--save", arguments.save, "nothing with --lengths of a corpus: the run makes its own plan"),
+        ):
+            if value is not None:
+                raise UserError(name, value, expected)
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.sequence_chunk is not None and arguments.sequence_chunk < 0:
@@ -192,7 +287,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     needed = {"--sequence-length": arguments.sequence_length, "--global-batch": arguments.global_batch}
     missing = [name for name, value in needed.items() if value is None]
-    if missing and not arguments.longest:
+    if missing and not arguments.longest and not _of_corpus(arguments):
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     return arguments
 
@@ -227,7 +322,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="computed at one time (default: 1)"
     )
-    parser.add_argument("--lengths", metavar="TOKENS,...", help="of the documents in a row (default: one fills it)")
+    parser.add_argument(
+        "--lengths",
+        metavar="TOKENS,...|corpus|FILE|lognormal:MU,SIGMA",
+        help="of the documents in a row (default: one fills it); or of a corpus, whose documents are dealt by time: "
+        "those of --data, a file with a length and how many have it on every line, or drawn",
+    )
+    parser.add_argument("--tokens-per-step", type=int, metavar="TOKENS", help="of the documents in a step, of a corpus")
+    parser.add_argument(
+        "--max-document", type=int, metavar="TOKENS", help="longer documents are cut (default: the longest stays whole)"
+    )
+    parser.add_argument(
+        "--bin-tokens",
+        type=int,
+        metavar="TOKENS",
+        help=f"that a device computes at one time at most (default: {BIN} for every token of the longest document)",
+    )
+    for leaf in DATA:
+        many = "*" if leaf.is_list else None
+        expected = "as in the training run, for --lengths corpus"
+        parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
+from tawpipe.model.flops import windows
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import LayerInChunks
 from tawpipe.runtime.head import loss_in_chunks
@@ -56,6 +57,16 @@ class Bench:
     def boundary(self) -> int:
         """Bytes of a boundary activation for every token."""
         return self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of layers, ascending."""
+        return tuple(sorted({one for one in windows(self.chain.config.get_text_config()) if one}))
+
+    def window(self, block: int) -> int | None:
+        """Tokens that a token sees at most in a block; None for all."""
+        is_layer = self.chain.blocks[block].kind == "layer"
+        return windows(self.chain.config.get_text_config())[block - 1] if is_layer else None
 
     def kinds(self) -> dict[tuple, list[int]]:
         """The blocks of every kind; those of one kind cost the same."""

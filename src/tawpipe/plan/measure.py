@@ -154,7 +154,7 @@ def request_of(
             global_batch=global_batch,
             micro_batch=micro_batch,
             sequence_length=row,
-            size=size_of(documents * micro_batch),
+            size=size_of(documents * micro_batch, found.windows),
             widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
             memory_bytes=int(limit),
             flops=(chain_flops(made, documents) or 0.0) * global_batch,

@@ -79,7 +79,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
     return {
         "machine": spell_machine(request.machine),
         "blocks": _packed(
-            [block.kind, block.backward_reads_weights, block.needs_backward, _cost(cost)]
+            [block.kind, block.backward_reads_weights, block.needs_backward, _cost(cost), cost.window]
             for block, cost in zip(model.blocks, profile.blocks, strict=True)
         ),
         "block_units": [list(block.units) for block in model.blocks],
@@ -114,14 +114,18 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             raise ValueError("units that no block has, or the other way round")
         specs = tuple(
             BlockSpec(tuple(own), kind, reads, needs)
-            for own, (kind, reads, needs, _) in zip(of_blocks, blocks, strict=True)
+            for own, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
-        costs = tuple(BlockCost(*(Seconds(*part) for part in one[3])) for one in blocks)
+        costs = tuple(
+            BlockCost(*(Seconds(*part) for part in parts), window=next(iter(window), None))
+            for _, _, _, parts, *window in blocks
+        )
+        size = MicroBatchSize(**content["size"])
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
             profile=_profile(costs, **content["profile"]),
             machine=machine_from(content["machine"], where=where),
-            size=MicroBatchSize(**content["size"]),
+            size=replace(size, within=tuple((window, pairs) for window, pairs in size.within)),
             widths=Widths(**content["widths"]),
             settings=ScheduleSettings(**content.get("settings", first_format)),
             **{name: content[name] for name in NUMBERS},

@@ -1,13 +1,15 @@
 """Seconds and bytes of the blocks of a model: measured on a device, or estimated from its peak.
 
 Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``, where pairs is the sum over a micro-batch's
-documents of the squared length: attention grows with it, everything else with the tokens.
+documents of the squared length: attention grows with it, everything else with the tokens. Of layers with a window pairs
+are those within it.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,12 +18,13 @@ import torch
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width, key_width
+from tawpipe.model.flops import attention_width, key_width, windows
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
 from tawpipe.runtime.rows import OnDevice
+from tawpipe.schedule.balance import LayerKind, Work
 from tawpipe.schedule.footprint import BlockMemory
-from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds
+from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, size_of
 
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
@@ -57,6 +60,20 @@ class Profile:
     in_chunks: tuple[BlockCost, ...] = ()
     why_whole: str = ""
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of layers, ascending."""
+        return tuple(sorted({block.window for block in self.blocks if block.window}))
+
+    @property
+    def work(self) -> Work:
+        """Seconds of a document in a step, by which documents are dealt; without the fixed part of micro-batches."""
+        kinds: Counter[tuple[float, float, int | None]] = Counter()
+        for number, block in enumerate(self.blocks):
+            passes = [block.forward, block.backward][number == len(self.blocks) - 1 :]  # the head's are one
+            kinds[sum(one.per_token for one in passes), sum(one.per_pair for one in passes), block.window] += 1
+        return Work(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
+
     def cut(self, chunk: int) -> Profile:
         """The same for micro-batches whose layers compute so many tokens at a time."""
 
@@ -66,15 +83,6 @@ class Profile:
         first, *layers, last = self.in_chunks
         layers = [replace(one, forward=whole(one.forward), backward=whole(one.backward)) for one in layers]
         return replace(self, blocks=(first, *layers, last), memory=self.memory.cut(chunk), in_chunks=())
-
-
-def size_of(lengths: Sequence[int]) -> MicroBatchSize:
-    """The size of a micro-batch with documents of these lengths.
-
-    >>> size_of([3, 4])
-    MicroBatchSize(tokens=7, pairs=25)
-    """
-    return MicroBatchSize(sum(lengths), sum(length * length for length in lengths))
 
 
 def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float], chunks: Sequence[int] = ()) -> Seconds:
@@ -132,12 +140,13 @@ def measure(
     tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half = max(1, tokens // 2)
     shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
-    sizes = [size_of(shape) for shape in shapes]
     costs: dict[int, BlockCost] = {}
     for blocks in kinds.values():
+        window = bench.window(blocks[0])
+        sizes = [size_of(shape, bench.windows).seen(window) for shape in shapes]
         timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
         forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
-        costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair)))
+        costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window))
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     whole = Profile(in_order, clock.update_seconds(), memory, source)
     return _with_chunks(whole, clock, chunks, tokens, row)
@@ -173,13 +182,15 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     rate = flops * EFFICIENCY
     projected = config.hidden_size * (width + 2 * key_width(config))
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
-    for block in chain.blocks:
+    seen = windows(config)
+    for number, block in enumerate(chain.blocks):
         numel = sum(chain.units[unit].numel for unit in block.units)
         per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
         backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
-        blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair)))
+        window = seen[number - 1] if block.kind == "layer" else None
+        blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window))
         again = replace(backward, per_token=backward.per_token + 2 * projected / rate)
         in_chunks.append(replace(blocks[-1], backward=again) if block.kind == "layer" else blocks[-1])
     largest = max(sum(chain.units[u].numel for u in block.units) for block in chain.blocks if block.kind == "layer")
@@ -194,7 +205,8 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
 
 def _seconds_of(cost: BlockCost, length: int) -> float:
     """Of a block forward and backward, on a row of one document."""
-    return cost.forward.of(size_of([length])) + cost.backward.of(size_of([length]))
+    size = size_of([length], [cost.window] if cost.window else []).seen(cost.window)
+    return cost.forward.of(size) + cost.backward.of(size)
 
 
 class _Clock:
@@ -249,10 +261,11 @@ class _Clock:
             shapes = [(tokens, 2 * small), (tokens, small), (half, small)]
             shapes += [(long, min(least, long // 4))] if long > tokens else []
             passes = [self._seconds_in_chunks(blocks[0], *shape, once=shape[0] > tokens) for shape in shapes]
-            sizes, counts = [size_of([length]) for length, _ in shapes], [-(-length // size) for length, size in shapes]
+            sizes = [size_of([length], self.bench.windows).seen(before.window) for length, _ in shapes]
+            counts = [-(-length // size) for length, size in shapes]
             forward, backward = (fit(sizes, [one[i] for one in passes], counts) for i in (0, 1))
             for block in blocks:
-                costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair))
+                costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), before.window)
         return tuple(costs)
 
     def _seconds_in_chunks(self, block: int, tokens: int, size: int, *, once: bool) -> tuple[float, float]:

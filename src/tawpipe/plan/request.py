@@ -17,7 +17,7 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies import step_of
-from tawpipe.simulate import CostModel, MicroBatchSize
+from tawpipe.simulate import CostModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
@@ -128,18 +128,14 @@ class PlanRequest:
 
     def with_micro_batch(self, sequences: int) -> PlanRequest:
         """The same batch, computed in micro-batches of so many rows."""
-        share = sequences / self.micro_batch
-        size = MicroBatchSize(round(self.size.tokens * share), round(self.size.pairs * share))
-        return replace(self, micro_batch=sequences, size=size)
+        return replace(self, micro_batch=sequences, size=self.size.times(sequences / self.micro_batch))
 
     def with_length(self, length: int) -> PlanRequest:
         """As many rows of another length: a document that fills its row still does, shorter ones stay as they are."""
-        share = length / self.sequence_length
         fills = self.size.pairs * self.micro_batch >= self.size.tokens**2
-        pairs = self.size.pairs * share * (share if fills else 1)
-        return replace(
-            self, sequence_length=length, size=MicroBatchSize(length * self.micro_batch, round(pairs)), flops=0.0
-        )
+        whole = size_of([length] * self.micro_batch, self.profile.windows)
+        size = whole if fills else self.size.times(length / self.sequence_length)
+        return replace(self, sequence_length=length, size=size, flops=0.0)
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """A step of this batch.

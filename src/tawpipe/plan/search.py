@@ -176,9 +176,9 @@ def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
         possible = [step for step in offloaded if fits(request, memory_quickly(request, step))]
         possible += _in_chunks(request, options)
     if not possible:
-        leanest = _leanest(request, options[0])
-        good = fits(request, memory_quickly(request, leanest))
-        return replace(refused, step=leanest, prediction=predict(request, leanest), fits=good)
+        least = leanest(request, options[0])
+        good = fits(request, memory_quickly(request, least))
+        return replace(refused, step=least, prediction=predict(request, least), fits=good)
     best: tuple[StepSpec, Prediction] | None = None
     for bound, step in sorted(((bound_of(request, one), one) for one in possible), key=lambda pair: pair[0]):
         if best is None or bound < best[1].step_seconds * (1 - GAIN):
@@ -348,7 +348,7 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
         yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
 
 
-def _leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
+def leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
     chunk = request.chunks[0] if request.chunks else 0
     offloaded = request.model.num_layers if relieved(request, step.strategy, chunk=chunk) else 0

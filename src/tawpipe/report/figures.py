@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
@@ -47,6 +47,7 @@ def stacked_bars(
     limit: float | None = None,
     marks: Sequence[float] = (),
     marks_name: str = "",
+    side_by_side: bool = False,
 ) -> Any:
     """Horizontal bars, one for every name, cut in parts.
 
@@ -54,11 +55,12 @@ def stacked_bars(
         parts: name of a part -> its size for every bar.
         limit: a line across all bars.
         marks: one on every bar, and what they are called.
+        side_by_side: parts are bars of their own.
     """
     labels = [textwrap.wrap(name, LABEL, break_long_words=False) for name in names]
     height = sum(max(30, 14 + 14 * len(label)) for label in labels)
-    figure = _figure(80 + height, barmode="stack", xaxis_title=unit)
-    for color, (part, values) in zip(PALETTE, parts.items(), strict=False):
+    figure = _figure(80 + height, barmode="group" if side_by_side else "stack", xaxis_title=unit)
+    for color, (part, values) in zip(cycle(PALETTE), parts.items(), strict=False):
         figure.add_bar(
             y=list(names),
             x=list(values),

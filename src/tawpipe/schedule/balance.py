@@ -42,6 +42,16 @@ TRIED = 6
 """Numbers of shared documents that are tried besides those that must be shared."""
 
 
+def pairs_within(length: int, window: int | None = None) -> int:
+    """Pairs of tokens of a document, the square of its length; within a window twice those of which one sees the other.
+
+    >>> pairs_within(10), pairs_within(10, 3)
+    (100, 51)
+    """
+    seen = length if window is None else min(length, window)
+    return seen * (2 * length - seen)
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """Time that layers of one kind take for a document, in any unit: ``per_token`` and, for every pair of tokens, the
@@ -59,8 +69,7 @@ class LayerKind:
 
     def of(self, length: int) -> float:
         """Time of one layer for a document of so many tokens."""
-        seen = length if self.window is None else min(length, self.window)
-        return self.per_token * length + self.per_pair * seen * (2 * length - seen)
+        return self.per_token * length + self.per_pair * pairs_within(length, self.window)
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,11 @@ class Bins:
         """Rounds of shared bins, and of single ones: all that a schedule needs to know."""
         return len(self.shared), len(self.single)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks that it is dealt to."""
+        return len(self.single[0]) if self.single else len(self.shared[0]) * self.ranks
+
     def of(self, rank: int) -> tuple[Bin, ...]:
         """A rank's, in the order of the rounds."""
         return (*(row[rank // self.ranks] for row in self.shared), *(row[rank] for row in self.single))
@@ -148,8 +162,7 @@ class Bins:
     def floor(self) -> float:
         """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
         of = self.work.of
-        world = len((self.single or self.shared)[0]) * (1 if self.single else self.ranks)
-        return max(sum(map(of, self.lengths)) / world, max(map(of, self.lengths)) / self.ranks)
+        return max(sum(map(of, self.lengths)) / self.world_size, max(map(of, self.lengths)) / self.ranks)
 
     @property
     def imbalance(self) -> float:

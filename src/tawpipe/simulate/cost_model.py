@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
+from tawpipe.schedule.balance import Bins, pairs_within
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.spec import share_bins
 
 KEYS_SHARE = 0.04
 """Of a layer's linear work in its forward pass, what comes before its attention: 3 % where keys and values are a
@@ -57,22 +59,43 @@ class MicroBatchSize:
     Args:
         tokens: in it.
         pairs: the sum over its documents of the squared length, which attention grows with.
+        within: (window, pairs), where a token sees no more than a window.
     """
 
     tokens: float = 1.0
     pairs: float = 1.0
+    within: tuple[tuple[int, float], ...] = ()
+
+    def times(self, factor: float) -> MicroBatchSize:
+        """So many times as much of the same documents."""
+        within = tuple((window, pairs * factor) for window, pairs in self.within)
+        return MicroBatchSize(self.tokens * factor, self.pairs * factor, within)
+
+    def seen(self, window: int | None) -> MicroBatchSize:
+        """The same for a layer with this window."""
+        return replace(self, pairs=dict(self.within).get(window, self.pairs), within=()) if window else self
+
+
+def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSize:
+    """The size of a micro-batch with documents of these lengths, for layers with these windows.
+
+    >>> size_of([3, 4])
+    MicroBatchSize(tokens=7, pairs=25, within=())
+    """
+    within = tuple((window, sum(pairs_within(length, window) for length in lengths)) for window in windows)
+    return MicroBatchSize(sum(lengths), sum(map(pairs_within, lengths)), within)
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``."""
+    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; nothing for none."""
 
     fixed: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
 
     def of(self, size: MicroBatchSize) -> float:
-        return self.fixed + self.per_token * size.tokens + self.per_pair * size.pairs
+        return self.fixed + self.per_token * size.tokens + self.per_pair * size.pairs if size.tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -83,11 +106,13 @@ class BlockCost:
         forward: for the head of an evaluation, with the loss.
         backward: with the recomputation; for the head the loss, its forward pass included.
         attention: of ``forward``, what selective recomputation does not compute again.
+        window: tokens that a token sees at most; ``pairs`` are those within.
     """
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
     attention: Seconds = Seconds()
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +137,7 @@ class CostModel:
         kept_bytes: of what selective recomputation keeps of a layer in chunks, for every token.
         key_elements: of a layer's keys and values, for every token.
         ranks: that compute a micro-batch together, see ``in_sets``.
+        shared: only those below this number; None for all.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -132,6 +158,7 @@ class CostModel:
     kept_bytes: float = 0.0
     key_elements: int = 0
     ranks: int = 1
+    shared: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "gradient_bytes"):
@@ -171,9 +198,25 @@ class CostModel:
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)
 
-    def in_sets(self, ranks: int) -> CostModel:
-        """The same for micro-batches of which every rank has a share, because so many compute one together."""
-        return replace(self, ranks=ranks)
+    def in_sets(self, ranks: int, shared: int | None = None) -> CostModel:
+        """The same for micro-batches of which every rank has a share, because so many compute one together: for those
+        below the number ``shared``, or all.
+        """
+        return replace(self, ranks=ranks, shared=shared)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of its layers, ascending."""
+        return tuple(sorted({block.window for block in self.blocks if block.window}))
+
+    def with_bins(self, bins: Bins) -> CostModel:
+        """The same for a dealt step: every micro-batch is as large as its bin."""
+        sizes: dict[int, MicroBatchSize] = {}
+        for rank, numbers in enumerate(share_bins(*bins.shape, bins.world_size, bins.ranks)):
+            for number, one in zip(numbers, bins.of(rank), strict=True):
+                if number not in sizes:
+                    sizes[number] = size_of([bins.lengths[document] for document in one.documents], self.windows)
+        return replace(self, sizes=sizes)
 
     def without_overheads(self) -> CostModel:
         """The same without latencies and what an action costs besides its work: for bounds."""
@@ -187,11 +230,13 @@ class CostModel:
         )
 
     def forward_s(self, rank: int, block: int, micro_batch: int) -> float:
-        return self._block(block).forward.of(self._size(micro_batch)) * self.compute_factor.get(rank, 1.0)
+        cost = self._block(block)
+        return cost.forward.of(self._size(micro_batch, cost.window)) * self.compute_factor.get(rank, 1.0)
 
     def backward_s(self, rank: int, block: int, micro_batch: int, recompute: str = "full") -> float:
         """Seconds of a backward pass that computes again what ``recompute`` says."""
-        cost, size = self._block(block), self._size(micro_batch)
+        cost = self._block(block)
+        size = self._size(micro_batch, cost.window)
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
 
@@ -204,7 +249,7 @@ class CostModel:
     def keys_bytes(self, micro_batch: int, *, gradients: bool) -> float:
         """Bytes of keys and values of all tokens of a micro-batch in a layer; their gradients are fp32 at least."""
         width = max(4, self.weight_bytes) if gradients else self.weight_bytes
-        return self.key_elements * width * self._size(micro_batch).tokens * self.ranks
+        return self.key_elements * width * self._size(micro_batch).tokens * self._ranks(micro_batch)
 
     def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
         """Seconds of a backward pass for the gradients of weights: half of what is not recomputation."""
@@ -243,6 +288,10 @@ class CostModel:
             raise UserError("costs.blocks", f"{len(self.blocks)} blocks", f"costs of block {block} as well")
         return self.blocks[block]
 
-    def _size(self, micro_batch: int) -> MicroBatchSize:
-        size = self.sizes.get(micro_batch, self.size)
-        return size if self.ranks == 1 else MicroBatchSize(size.tokens / self.ranks, size.pairs / self.ranks)
+    def _ranks(self, micro_batch: int) -> int:
+        return self.ranks if self.shared is None or micro_batch < self.shared else 1
+
+    def _size(self, micro_batch: int, window: int | None = None) -> MicroBatchSize:
+        """Of a rank's share, for a layer with this window."""
+        size, ranks = self.sizes.get(micro_batch, self.size).seen(window), self._ranks(micro_batch)
+        return size if ranks == 1 else size.times(1 / ranks)

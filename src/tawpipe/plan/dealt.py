@@ -1,0 +1,289 @@
+"""Steps on documents of uneven lengths, played: dealt by their time, packed by their tokens, or cut into rows.
+
+A few steps are drawn and dealt (schedule/balance.py) by what a profile says that documents take. The clock plays the
+one of median imbalance, under every strategy with the settings that suit it where all bins are full. Under the
+fastest it plays the same documents as others have them, and with long ones shared by sets of several sizes.
+
+Where ranks or rounds are too many to play, one rank stands for all, which has the longest bin of every round; and few
+rounds are played, for what one takes beside its modelled time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from tawpipe.errors import UserError
+from tawpipe.plan.lengths import Lengths
+from tawpipe.plan.plan_file import settings_of
+from tawpipe.plan.predict import PLAYED_STEPS, foldable, memory_quickly
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import GAIN, LARGEST_WORK, Candidate, fits, leanest, search
+from tawpipe.schedule.balance import Bin, Bins, Work, deal
+from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.step import StepSpec
+from tawpipe.schedule.strategies import build, step_of
+from tawpipe.simulate import Timeline, play
+
+STEPS = 5
+"""Steps that are drawn and dealt."""
+MOST_PLAYED = 12_000
+"""Bins, times blocks, of a step that is played as a whole."""
+ROWS, IN_TURN, BALANCED = "rows of one length", "packed by tokens, in turn", "balanced"
+
+
+@dataclass(frozen=True)
+class Deal:
+    """One way to deal the documents of a step, and what the clock says of it.
+
+    Args:
+        name: ``ROWS``, ``IN_TURN`` or ``BALANCED``.
+        timeline: of all ranks and rounds; None where not all of them were played.
+    """
+
+    name: str
+    bins: Bins
+    seconds: float
+    exposed_s: float
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def over_mean(self) -> float:
+        """Modelled time beside that of a step in which all ranks compute equally long."""
+        return self.bins.seconds / mean_of(self.bins)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.bins.lengths) / self.seconds
+
+    @property
+    def words(self) -> str:
+        return self.name + (f", long ones over {self.bins.ranks} devices" if self.bins.ranks > 1 else "")
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What was found out.
+
+    Args:
+        request: for bins that are full.
+        lengths: of the corpus, cut at ``max_document``.
+        tokens: of a step, at most.
+        max_document: tokens of a document at most, and of the rows that are compared.
+        drawn: how the steps that were drawn are dealt.
+        candidates: strategies with the settings that suit them; the first ones are in ``strategies``.
+        strategies: by name, the median step dealt ``BALANCED``; the fastest first.
+        deals: under the fastest strategy, the same documents dealt otherwise, and as ``strategies`` has them.
+    """
+
+    request: PlanRequest
+    lengths: Lengths
+    tokens: int
+    max_document: int
+    drawn: tuple[Bins, ...]
+    candidates: tuple[Candidate, ...]
+    strategies: dict[str, Deal]
+    deals: tuple[Deal, ...]
+
+    @classmethod
+    def of(
+        cls,
+        request: PlanRequest,
+        lengths: Lengths,
+        *,
+        tokens: int,
+        max_document: int,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> Dealt:
+        """Draw, deal and play.
+
+        Raises:
+            UserError: a document is longer than any bin can be.
+        """
+        candidates = [one for one in search(request, tell=tell) if one.runnable]
+        good = [one for one in candidates if one.fits and one.step is not None]
+        work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
+        cap, local = request.sequence_length, request.topology.local_size
+        sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or not request.profile.why_whole)]
+        least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
+
+        def dealt(documents: Sequence[int], ranks: int) -> Bins:
+            return deal(documents, world_size=request.topology.world_size, cap=cap, work=work, ranks=ranks)
+
+        steps = [lengths.step(tokens, number) for number in range(STEPS)]
+        drawn = sorted((dealt(one, least) for one in steps), key=lambda one: one.seconds / mean_of(one))
+        median = drawn[STEPS // 2]
+        strategies: dict[str, Deal] = {}
+        for one in good:
+            if one.step is not None and (made := _played(request, one.step, BALANCED, median)) is not None:
+                tell(f"{one.strategy}: {made.seconds:.3f} s")
+                strategies[one.strategy] = made
+        strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
+        deals: list[Deal] = []
+        if strategies:
+            name, best = next(iter(strategies.items()))
+            step = next(one.step for one in good if one.strategy == name)
+            assert step is not None
+            world, documents = request.topology.world_size, median.lengths
+            others = [(ROWS, in_rows(documents, world, max_document, work))]
+            others.append((IN_TURN, in_turn(documents, world, min(cap, max_document), work)))
+            others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
+            found = [_played(request, fitting, *one) for one in others if (fitting := _fitting(request, step, one[1]))]
+            made = [one for one in found if one is not None]
+            deals = sorted([*made, best], key=lambda one: (one.name == BALANCED, one.bins.ranks))
+        return cls(request, lengths, tokens, max_document, tuple(drawn), tuple(candidates), strategies, tuple(deals))
+
+    @cached_property
+    def median(self) -> Bins:
+        return self.drawn[len(self.drawn) // 2]
+
+    @property
+    def chosen(self) -> str | None:
+        """The fastest strategy."""
+        return next(iter(self.strategies), None)
+
+    @property
+    def best(self) -> Deal | None:
+        """The fastest deal under it; sets only where they gain something."""
+        good = [one for one in self.deals if one.name == BALANCED]
+        if not good:
+            return None
+        return next(one for one in good if one.seconds <= min(other.seconds for other in good) * (1 + GAIN))
+
+    def deal_of(self, name: str) -> Deal | None:
+        return next((one for one in self.deals if one.name == name), None)
+
+    def settings(self, strategy: str) -> dict[str, object]:
+        """What the schedule of a run would be."""
+        step = next(one.step for one in self.candidates if one.strategy == strategy)
+        return settings_of(step) if step is not None else {}
+
+
+def mean_of(bins: Bins) -> float:
+    """Modelled time of a step in which all ranks compute equally long, nothing of it twice."""
+    return sum(map(bins.work.of, bins.lengths)) / bins.world_size
+
+
+def times_of(bins: Bins) -> list[list[float]]:
+    """[round][rank] modelled time of the bins."""
+    rows = (*bins.shared, *bins.single)
+    return [[_time(bins, one) for one in row for _ in range(one.ranks)] for row in rows]
+
+
+def in_rows(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
+    """The same documents end to end, cut into rows of ``row`` tokens, which are dealt in turn."""
+    pieces, rows, free = list[int](), list[list[int]](), 0
+    for length in lengths:
+        while length:
+            if not free:
+                rows.append([])
+                free = row
+            part = min(free, length)
+            rows[-1].append(len(pieces))
+            pieces.append(part)
+            free, length = free - part, length - part
+    return _rounds(rows, pieces, world_size, work)
+
+
+def in_turn(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
+    """Whole documents packed into rows of ``row`` tokens by best fit, which are dealt in turn."""
+    rows, free = list[list[int]](), list[tuple[int, int]]()
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_left(free, (lengths[number], -1))
+        left, place = free.pop(at) if at < len(free) else (row, len(rows))
+        if place == len(rows):
+            rows.append([])
+        rows[place].append(number)
+        insort(free, (left - lengths[number], place))
+    return _rounds(sorted(rows, key=min), lengths, world_size, work)
+
+
+def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: Work) -> Bins:
+    bins = [Bin(tuple(one)) for one in rows] + [Bin(())] * (-len(rows) % world_size)
+    rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
+    return Bins((), rounds, 1, tuple(lengths), work)
+
+
+def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
+    """A step of this deal, with the settings of another.
+
+    Raises:
+        UserError: the strategy cannot run sets.
+    """
+    settings, world = step.settings, bins.world_size
+    if settings.sequence_ranks != bins.ranks:
+        settings = replace(settings, sequence_ranks=bins.ranks)
+        if not settings.sequence_chunk:
+            settings = replace(settings, recompute="full")
+    numbers = share_bins(*bins.shape, world, bins.ranks)
+    shared = bins.shape[0] * world // bins.ranks
+    return step_of(step.model, request.topology, settings, numbers, strategy=step.strategy, shared=shared)
+
+
+def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:
+    """The step, or with the settings that need least, as memory holds full bins of sets; None if it does not. For
+    bins of single ranks the search has found out.
+    """
+    if bins.ranks == 1:
+        return step
+    wide = request.with_length(request.sequence_length * bins.ranks)
+    for made in (step, leanest(request, step)):
+        with suppress(UserError):
+            own = step_of_bins(request, made, bins)
+            if fits(wide, memory_quickly(wide, wide.step(own.settings, own.strategy))):
+                return made
+    return None
+
+
+def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal | None:
+    """The clock's word on a deal; None if the strategy cannot run it, or too many ranks do not do alike."""
+    blocks = len(request.model.blocks)
+    try:
+        one_for_all = request.topology == request.machine.topology and foldable(
+            step_of_bins(request, step, bins), request.costs
+        )
+    except UserError:
+        return None
+    whole = bins.world_size * blocks <= LARGEST_WORK
+    if not whole and not one_for_all:
+        return None
+    each = step.settings.micro_batches_per_visit
+    rounds = max(2, MOST_PLAYED // blocks // (bins.world_size if whole else 1) // each) * each
+    made = _timeline(request, step, _cut(bins, rounds), whole=whole)
+    seconds, exposed = made.step_seconds, made.exposed_communication_s
+    if sum(bins.shape) > rounds:
+        less = _cut(bins, rounds - each)
+        shorter = _timeline(request, step, less, whole=whole)
+        now, before = _modelled(_cut(bins, rounds)), _modelled(less)
+        more = (_modelled(bins) - now) / (now - before)
+        seconds += more * (seconds - shorter.step_seconds)
+        exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
+    return Deal(name, bins, seconds, exposed, made if whole and rounds >= sum(bins.shape) else None)
+
+
+def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:
+    if not whole:
+        longest = [[max(row, key=lambda one: _time(bins, one))] * len(row) for row in (*bins.shared, *bins.single)]
+        rows = tuple(map(tuple, longest))
+        bins = replace(bins, shared=rows[: len(bins.shared)], single=rows[len(bins.shared) :])
+    made = step_of_bins(request, step, bins)
+    schedule = build(made) if whole else build(made, ranks=(0,))
+    physical = request.machine.topology if whole else None
+    return play(schedule, request.of(made).costs.with_bins(bins), steps=PLAYED_STEPS, physical=physical)
+
+
+def _cut(bins: Bins, rounds: int) -> Bins:
+    """The same with so many rounds at most."""
+    shared = bins.shared[: max(rounds - len(bins.single), rounds // 2)]
+    return replace(bins, shared=shared, single=bins.single[: rounds - len(shared)])
+
+
+def _modelled(bins: Bins) -> float:
+    return sum(map(max, times_of(bins)))
+
+
+def _time(bins: Bins, one: Bin) -> float:
+    return sum(map(bins.work.of, (bins.lengths[number] for number in one.documents))) / one.ranks

@@ -1,0 +1,121 @@
+"""Lengths of documents as a corpus has them, from a file or drawn from a distribution; and steps drawn of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from tawpipe.errors import UserError
+
+LOGNORMAL = "lognormal:"
+SHORTEST = 32
+"""Tokens of a document that is drawn from a distribution, at least."""
+DRAWN = 200_000
+"""Documents that stand for a distribution."""
+SEED = 17
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """A corpus, as the lengths of its documents.
+
+    Args:
+        values: ascending, each once.
+        counts: how many documents have them.
+        source: in words.
+    """
+
+    values: np.ndarray
+    counts: np.ndarray
+    source: str
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | np.ndarray, source: str) -> Lengths:
+        return cls(*np.unique(np.asarray(lengths, dtype=np.int64), return_counts=True), source)
+
+    @property
+    def longest(self) -> int:
+        return int(self.values[-1])
+
+    def cut(self, most: int) -> Lengths:
+        """The same documents, longer ones in pieces of ``most`` tokens and what is left."""
+        whole, rest = np.divmod(self.values, most)
+        values = np.concatenate([rest, [most]])
+        counts = np.concatenate([self.counts, [(whole * self.counts).sum()]])
+        found, at = np.unique(values[(values > 0) & (counts > 0)], return_inverse=True)
+        sums = np.bincount(at, counts[(values > 0) & (counts > 0)]).astype(np.int64)
+        return Lengths(found, sums, self.source)
+
+    def step(self, tokens: int, number: int) -> list[int]:
+        """Documents of one step: as many as have ``tokens`` together, at least one; always the same for a number."""
+        draw, lengths, total = np.random.default_rng((SEED, number + 1)), list[int](), 0
+        shares = np.cumsum(self.counts)
+        while True:
+            for at in np.searchsorted(shares, draw.integers(shares[-1], size=1024), side="right"):
+                length = int(self.values[at])
+                if lengths and total + length > tokens:
+                    return lengths
+                lengths.append(length)
+                total += length
+
+    @cached_property
+    def histogram(self) -> list[tuple[int, float, float]]:
+        """(length, share of documents, share of tokens) of documents up to a power of two, and above the one before."""
+        powers = np.ceil(np.log2(np.maximum(1, self.values))).astype(int)
+        tokens = self.values * self.counts
+        return [
+            (2**power, float(self.counts[own].sum() / self.counts.sum()), float(tokens[own].sum() / tokens.sum()))
+            for power in range(powers[0], powers[-1] + 1)
+            for own in [powers == power]
+        ]
+
+
+def lengths_of(words: str) -> Lengths:
+    """``lognormal:MU,SIGMA``, or a file with a length on every line, or a length and how many documents have it.
+
+    Raises:
+        UserError: neither.
+    """
+    return _drawn(words) if words.startswith(LOGNORMAL) else _read(Path(words))
+
+
+def _drawn(words: str) -> Lengths:
+    try:
+        mu, sigma = map(float, words.removeprefix(LOGNORMAL).split(","))
+    except ValueError:
+        mu = sigma = math.nan
+    if not (0 <= mu <= 30 and 0 <= sigma <= 10):
+        expected = "lognormal:MU,SIGMA of the logarithm of a length, 0 to 30 and 0 to 10, such as lognormal:6.35,2.33"
+        raise UserError("--lengths", words, expected)
+    drawn = np.random.default_rng(SEED).lognormal(mu, sigma, DRAWN)
+    return Lengths.of(np.clip(drawn, SHORTEST, 2**40).astype(np.int64), f"drawn, {words}")
+
+
+def _read(path: Path) -> Lengths:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        expected = f"corpus, lognormal:MU,SIGMA, lengths with commas between them, or a file of lengths ({why})"
+        raise UserError("--lengths", str(path), expected) from error
+    found: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            length, count = [*map(int, line.replace(",", " ").split()), 1][:2]
+            if length < 1 or count < 0 or len(line.replace(",", " ").split()) > 2:
+                raise ValueError
+        except ValueError as error:
+            expected = "a length from 1 on, or a length and a number of documents"
+            raise UserError(f"--lengths {path}, line {number}", line.strip()[:40], expected) from error
+        found[length] = found.get(length, 0) + count
+    found = {length: found[length] for length in sorted(found) if found[length]}
+    if not found:
+        raise UserError("--lengths", str(path), "a file with at least one length")
+    return Lengths(np.array([*found]), np.array([*found.values()]), str(path))
