@@ -2,7 +2,7 @@
 
     python docs/pictures [FOLDER]
 
-writes SVG files, beside this one if no folder is given: traffic.svg and chunks.svg are drawn by hand, measured.svg from
+writes SVG files, beside this one if no folder is given: traffic.svg, chunks.svg and packing.svg are drawn by hand, measured.svg from
 results of the lab, house.svg from the imports of the code. Needs nothing but Python. A test holds the files to what
 this writes.
 """
@@ -14,13 +14,14 @@ from pathlib import Path
 
 from house import house
 from measured import measured
+from packing import packing
 from traffic import traffic
 
 from chunks import chunks
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for draw in (traffic, measured, chunks, house):
+    for draw in (traffic, measured, chunks, packing, house):
         path = folder / f"{draw.__name__}.svg"
         path.write_text(draw(), encoding="utf-8")
         print(path)

@@ -181,3 +181,43 @@ def test_a_micro_batch_of_several_rows_keeps_each_as_it_is(lengths, row_length, 
     for number, row in enumerate(rows):
         assert same(batch.part(range(number, number + 1)), row)
     assert same(batch.part(range(1, 3)), MicroBatch.cat(rows[1:]))
+
+
+@given(LENGTHS, st.integers(2, 40), st.integers(0, 5), st.booleans(), st.integers(1, 200), st.data())
+def test_balanced_steps_show_every_document_once_in_an_epoch_and_go_on_in_the_middle(
+    lengths, longest, seed, masked, tokens, draw
+):
+    """Steps of any size, by whoever starts anywhere: no document twice and none left out, but those of which nothing
+    is learned. A long one comes in pieces.
+    """
+    corpus = corpus_of(lengths, masked)
+    every = np.arange(len(lengths))
+    data = PackedDataset.of_learnable(corpus, every, longest, seed=seed, packing="balanced", pad_id=PAD)
+    pieces = [(d, a, min(longest, n - a)) for d, n in enumerate(lengths) for a in range(0, n, longest)]
+    counts = np.arange(sum(lengths)) % 3 != 0 if masked else np.full(sum(lengths), True)
+    begin = np.cumsum([0, *lengths])
+    learned = {p: int(counts[begin[p[0]] + p[1] + 1 : begin[p[0]] + p[1] + p[2]].sum()) for p in pieces}
+    expected = sorted(int(begin[d] + a + 1) for (d, a, _), number in learned.items() if number)
+    if data is None:
+        assert not expected
+        return
+    assert data.num_learned == sum(learned.values()) and data.num_cut == sum(
+        lengths[d] > longest for d in data.documents
+    )
+    shown: list[int] = []
+    first = 0
+    while first < 3 * len(data):
+        step = data.step(first, tokens)
+        read = [step.read(number) for number in range(len(step.lengths))]
+        assert [document.lengths for document in read] == [(length,) for length in step.lengths]
+        assert len(read) == 1 or sum(step.lengths) <= tokens < sum(step.lengths) + data.length(first + len(read))
+        shown += [int(document.input_ids[0, 0]) for document in read]
+        first += len(read)
+    for epoch in range(3):
+        assert sorted(shown[epoch * len(data) : (epoch + 1) * len(data)]) == expected
+    other = PackedDataset.of_learnable(corpus, every, longest, seed=seed, packing="balanced", pad_id=PAD)
+    assert other is not None
+    middle = draw.draw(st.integers(0, 2 * len(data)))
+    step = other.step(middle, 2 * tokens)
+    again = [int(step.read(number).input_ids[0, 0]) for number in range(len(step.lengths))]
+    assert again[: len(shown) - middle] == shown[middle : middle + len(again)]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 
 from tawpipe.data.cache import MARKER, is_complete, make_folder
 from tawpipe.data.corpus import split_documents
+from tawpipe.data.lengths import Dealing
 from tawpipe.data.prepare import changed_parts, prepare_data
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings
@@ -24,6 +26,7 @@ from tawpipe.data.sources import RowReader, find_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
 from tawpipe.errors import RunError, UserError
+from tawpipe.schedule.balance import LayerKind, Work
 
 WORDS = ["a", "rank", "sends", "the", "weights", "of", "its", "layers", "and", "keeps", "what", "they", "computed"]
 
@@ -244,12 +247,12 @@ def chats(file: Path, lengths: Iterable[int]) -> Path:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("packing", ["auto", "split"])
+@pytest.mark.parametrize("packing", ["fit", "split", "auto"])
 def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, streaming, packing):
-    """Every answer lies behind a row's length; laid end to end, some row has one."""
+    """Every answer lies behind a row's length; laid end to end, some row has one, and so has a piece of a document."""
     file = chats(tmp_path / "a.jsonl", range(300, 310))
     settings = settings_for(file, streaming=streaming, packing=packing, validation_fraction=0.0)
-    if packing == "split":
+    if packing != "fit":
         report = prepare_data(settings, sequence_length=64, seed=0).report
         assert report.train.learned > 0
         return
@@ -260,7 +263,7 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, str
 @pytest.mark.parametrize("streaming", [False, True])
 def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, settings_for, streaming):
     file = chats(tmp_path / "a.jsonl", [3, 300, 4, 301, 5])
-    settings = settings_for(file, streaming=streaming, validation_fraction=0.0)
+    settings = settings_for(file, streaming=streaming, packing="fit", validation_fraction=0.0)
     prepared = prepare_data(settings, sequence_length=64, seed=0)
     size = prepared.report.train
     assert (size.documents, size.left_out) == (3, 2)
@@ -274,7 +277,7 @@ def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, 
 
 def test_validation_in_which_nothing_is_learned(tmp_path, settings_for):
     file, other = chats(tmp_path / "a.jsonl", range(1, 9)), chats(tmp_path / "b.jsonl", [300, 301])
-    settings = settings_for(file, validation_data=[str(other)])
+    settings = settings_for(file, packing="fit", validation_data=[str(other)])
     with pytest.raises(UserError, match=r"--validation-data: .*first 64 tokens"):
         prepare_data(settings, sequence_length=64, seed=0)
 
@@ -299,7 +302,7 @@ def test_chat_and_instruction_rows_are_masked_in_the_samples(tmp_path, settings_
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     settings = settings_for(tmp_path / "*.jsonl", tmp_path / "*.parquet", validation_fraction=0.0, streaming=streaming)
     prepared = prepare_data(settings, sequence_length=700, seed=0)
-    assert prepared.report.packing == "fit"
+    assert prepared.report.packing == "balanced"
     counted = set()
     for number in range(40):
         row = prepared.train.sample(number)
@@ -453,6 +456,51 @@ def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stre
     assert len(whole) == len(set(whole)) and len(whole) > 40
     validation = documents_of(prepared.validation, prepared.tokenizer) if prepared.validation else set()
     assert not validation & set(whole)
+
+
+def test_a_stream_of_uneven_documents_has_the_steps_of_any_start(stream_settings):
+    """Steps go over the borders of windows; whoever starts in the middle sees what is left, and nothing twice."""
+    settings = replace(stream_settings, packing="balanced", stream_window=5, validation_fraction=0.0)
+    data, first, expected = streamed(settings, 32), 0, []
+    while first < 300:
+        step = data.step(first, 200)
+        documents = [step.read(number) for number in range(len(step.lengths))]
+        assert [document.lengths for document in documents] == [(length,) for length in step.lengths]
+        assert sum(step.lengths) <= 200 < sum(step.lengths) + data.sample(first + len(documents)).lengths[0]
+        expected += [samples(data, [first + number]) for number in range(len(documents))]
+        first += len(documents)
+    epoch_of = lambda n: data.state_dict(n)["epoch"]  # noqa: E731
+    one_epoch = [row for number, row in enumerate(expected) if epoch_of(number) == 0]
+    assert len(set(one_epoch)) == len(one_epoch) < len(expected)
+    resumed = streamed(settings, 32)
+    resumed.load_state_dict(data.state_dict(57))
+    assert [samples(resumed, [number]) for number in range(57, 200)] == expected[57:200]
+
+
+def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(corpus, settings_for):
+    (corpus / "long.txt").write_text("layers " * 3000)
+    settings = settings_for(corpus / "*.txt", packing="auto", validation_fraction=0.0)
+    dealing = Dealing(
+        tokens=32768, world_size=4, cap=768, work=lambda: Work((LayerKind(2, 100.0, 1.0),)), pretrained=True
+    )
+    prepared = prepare_data(settings, sequence_length=512, seed=0, dealing=dealing)
+    report = prepared.report
+    assert report.packing == "balanced" and report.why and report.balance is not None and report.histogram is not None
+    assert 1 <= report.balance.after < report.balance.before
+    assert sum(report.histogram.documents) == pytest.approx(1) == pytest.approx(sum(report.histogram.tokens))
+    said = "\n".join(report.lines())
+    assert "packing: balanced, because" in said and "long.txt" in said and report.longest[0] > 512
+    for changed, packing in (
+        ({"pretrained": False}, "split"),
+        ({"against": "no"}, "split"),
+        ({"pretrained": False, "asked": "--max-document"}, "balanced"),
+    ):
+        other = prepare_data(settings, sequence_length=512, seed=0, dealing=replace(dealing, **changed))
+        assert other.report.packing == packing and changed_parts(prepared.fingerprint, other.fingerprint) == (
+            [] if packing == "balanced" else ["rows"]
+        )
+    even = replace(dealing, work=lambda: Work((LayerKind(2, 100.0, 0.0),)))
+    assert prepare_data(settings, sequence_length=512, seed=0, dealing=even).report.packing == "split"
 
 
 def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):

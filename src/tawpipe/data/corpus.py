@@ -94,6 +94,8 @@ class Corpus:
     def from_tokens(cls, documents: Iterable[tuple[Document, Tokens]], counts: ReadCounts) -> Corpus:
         """A corpus in memory."""
         pairs = list(documents)
+        for document, tokens in pairs:
+            counts.add_length(len(tokens.ids), document.where)
         lengths = [len(tokens.ids) for _, tokens in pairs]
         return cls(
             tokens=np.concatenate([tokens.ids for _, tokens in pairs]),
@@ -142,6 +144,7 @@ def write_corpus(
     with (folder / TOKENS).open("wb") as tokens_file, (folder / MASK).open("wb") as mask_file:
         for document, tokens in encoder.encode_all(render_counted(rows, renderer, counts)):
             lengths.append(len(tokens.ids))
+            counts.add_length(len(tokens.ids), document.where)
             identities.append(document.identity)
             tokens_file.write(tokens.ids.astype(dtype).tobytes())
             bits = np.concatenate([bits, tokens.counts])

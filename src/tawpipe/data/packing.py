@@ -1,13 +1,14 @@
 """Places of documents in rows: pure functions of (lengths, row length, seed, epoch).
 
 A plan never lists its rows: any row is found in O(log documents), and two processes that know the
-same lengths know the same rows. Both plans show every document once per epoch and shuffle rows and documents anew in
+same lengths know the same rows. All plans show every document once per epoch and shuffle rows and documents anew in
 each; the number of rows is the same in all epochs, so that sample n is row n % rows of epoch n // rows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -147,3 +148,47 @@ class FitPlan:
     def segments(self, row: int) -> list[Segment]:
         begin, end = self._shape.bounds[self._order[row] : self._order[row] + 2]
         return [Segment(int(d), 0, int(self._shape.lengths[d])) for d in self._documents[begin:end]]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Documents, or pieces of those that are too long, each of which is a document of its own from then on."""
+
+    documents: Int64s
+    """[pieces] document that each is of."""
+    starts: Int64s
+    """[pieces] first token of each in its document."""
+    lengths: Int64s
+    """[pieces] tokens of each."""
+
+    @classmethod
+    def of(cls, lengths: Int64s, longest: int) -> Pieces:
+        """All tokens of documents in pieces of at most ``longest``."""
+        counts = -(-lengths // longest)
+        documents = np.repeat(np.arange(len(lengths)), counts)
+        starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
+        return cls(documents, starts, np.minimum(lengths[documents] - starts, longest))
+
+    def those(self, wanted: NDArray[np.bool_]) -> Pieces:
+        """Some of them."""
+        return Pieces(self.documents[wanted], self.starts[wanted], self.lengths[wanted])
+
+
+class PiecePlan:
+    """Every piece in a row of its own length, in an order that is shuffled for one epoch."""
+
+    def __init__(self, pieces: Pieces, *, seed: int, epoch: int) -> None:
+        self._pieces = pieces
+        self._order = _generator(seed, epoch).permutation(len(pieces.lengths))
+
+    @property
+    def rows(self) -> int:
+        return len(self._order)
+
+    def length(self, row: int) -> int:
+        """Tokens of the row."""
+        return int(self._pieces.lengths[self._order[row]])
+
+    def segments(self, row: int) -> list[Segment]:
+        pieces, at = self._pieces, self._order[row]
+        return [Segment(int(pieces.documents[at]), int(pieces.starts[at]), int(pieces.lengths[at]))]

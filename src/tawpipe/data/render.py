@@ -43,12 +43,14 @@ class Document:
 
     Attributes:
         complete: a chat template has placed the tokens that begin and end a text; the tokenizer adds none.
+        where: it stands: the file, with the line or row where there is one.
         identity: a hash of the content, 64 bits. Copies of a document have one identity, wherever they are stored.
     """
 
     kind: RowKind
     pieces: tuple[Piece, ...]
     complete: bool = False
+    where: str = ""
     identity: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,11 +81,11 @@ class Renderer:
         try:
             match row.kind:
                 case "text":
-                    document = Document("text", (Piece(_text(row.columns, self._text_column), True),))
+                    document = Document("text", (Piece(_text(row.columns, self._text_column), True),), where=row.where)
                 case "chat":
-                    document = self._chat("chat", _messages(row.columns["messages"]))
+                    document = self._chat("chat", _messages(row.columns["messages"]), row.where)
                 case "instruction":
-                    document = self._instruction(row.columns)
+                    document = self._instruction(row.columns, row.where)
         except _Malformed as error:
             return Skipped("row", row.where, str(error))
         except UnicodeEncodeError:
@@ -92,20 +94,20 @@ class Renderer:
             return Skipped("empty", row.where, "has no text that counts")
         return document
 
-    def _instruction(self, columns: dict[str, Any]) -> Document:
+    def _instruction(self, columns: dict[str, Any], where: str) -> Document:
         """The prompt as it is written and then the completion; of three columns, the prompt's parts in paragraphs."""
         if "completion" in columns:
             prompt, completion = columns.get("prompt"), columns["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
-                return self._chat("instruction", _messages(prompt) + _messages(completion), first=len(prompt))
+                return self._chat("instruction", _messages(prompt) + _messages(completion), where, first=len(prompt))
             pieces = (Piece(_text(columns, "prompt"), False), Piece(_text(columns, "completion"), True))
         else:
             parts = [_text(columns, "instruction"), _text(columns, "input") if columns.get("input") else ""]
             prompt = "".join(part + "\n\n" for part in parts if part)
             pieces = (Piece(prompt, False), Piece(_text(columns, "output"), True))
-        return Document("instruction", tuple(piece for piece in pieces if piece.text))
+        return Document("instruction", tuple(piece for piece in pieces if piece.text), where=where)
 
-    def _chat(self, kind: RowKind, messages: list[dict[str, Any]], first: int = 0) -> Document:
+    def _chat(self, kind: RowKind, messages: list[dict[str, Any]], where: str, first: int = 0) -> Document:
         """Render as a whole and find, between two prefixes, what the assistant says from message ``first`` on."""
         if not messages:
             return Document(kind, ())
@@ -119,7 +121,7 @@ class Renderer:
             pieces += [Piece(whole[done:begin], False), Piece(whole[begin:end], True)]
             done = end
         pieces.append(Piece(whole[done:], False))
-        return Document(kind, tuple(piece for piece in pieces if piece.text), complete=True)
+        return Document(kind, tuple(piece for piece in pieces if piece.text), complete=True, where=where)
 
     def _turn(self, whole: str, messages: list[dict[str, Any]], number: int, done: int) -> tuple[int, int]:
         """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from tawpipe.data.settings import Packed
+
+if TYPE_CHECKING:
+    from tawpipe.data.lengths import Balance, Histogram
 
 MESSAGES_KEPT = 20
 """Skipped files and rows that are kept word by word; all are counted."""
@@ -39,6 +44,10 @@ class ReadCounts:
     """Rows left out."""
     messages: list[str] = field(default_factory=list)
     """The first files and rows that were left out, one line each."""
+    longest: int = 0
+    """Tokens of the longest document."""
+    longest_where: str = ""
+    """Where that one stands."""
 
     @property
     def documents(self) -> int:
@@ -51,6 +60,10 @@ class ReadCounts:
 
     def add_document(self, kind: Literal["text", "chat", "instruction"]) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
+
+    def add_length(self, tokens: int, where: str) -> None:
+        if tokens > self.longest:
+            self.longest, self.longest_where = tokens, where
 
     def add_skipped(self, skipped: Skipped) -> None:
         if skipped.kind == "empty":
@@ -86,15 +99,26 @@ class SetSize:
     documents: int
     tokens: int
     rows: int
-    """Rows per epoch."""
+    """Rows per epoch; under ``balanced`` documents and pieces of documents."""
     learned: int
     """Labels of an epoch that count."""
     truncated: int = 0
     """Documents longer than a row of which ``fit`` packing cuts off the end."""
     left_out: int = 0
     """Documents without a token that it would show and that is learned."""
+    cut: int = 0
+    """Documents that ``balanced`` cuts into pieces."""
 
     def text(self, sequence_length: int, packing: str) -> str:
+        """The size in words; ``sequence_length`` of a row, or under ``balanced`` of a document at most."""
+        if packing == "balanced":
+            said = f"{self.documents:,} documents (balanced), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
+            said += "of them learned"
+            if self.cut:
+                said += (
+                    f", {self.cut:,} documents longer than {sequence_length:,} tokens cut, {self.rows:,} with pieces"
+                )
+            return said + (f", {self.left_out:,} left out as nothing of them is learned" if self.left_out else "")
         share = self.learned / (self.rows * sequence_length)
         rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {share:.1%} of them learned"
         cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
@@ -108,8 +132,9 @@ class DataReport:
 
     tokenizer: str
     """Origin and size of the tokenizer."""
-    packing: Literal["split", "fit"]
+    packing: Packed
     sequence_length: int
+    """Tokens of a row; under ``balanced`` of a document at most."""
     seconds: float
     reused: bool
     """True if the tokens were in the cache already."""
@@ -123,10 +148,24 @@ class DataReport:
     notes: tuple[str, ...] = ()
     """Sentences on what was done otherwise than asked, and why."""
     streamed: bool = False
+    why: str = ""
+    """The reason for the packing, where it was left to be chosen."""
+    histogram: Histogram | None = None
+    """Lengths of the training documents under ``balanced``; when streaming, of the first window."""
+    balance: Balance | None = None
+    """How evenly the first steps are dealt under ``balanced``."""
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the longest document, before any is cut, and where it stands."""
+        found = max((self.read, self.validation_read or self.read), key=lambda counts: counts.longest)
+        return found.longest, found.longest_where
 
     def lines(self) -> list[str]:
         """Lines for the console."""
         lines = [f"tokenizer: {self.tokenizer}"]
+        if self.why:
+            lines.append(f"packing: {self.packing}, because {self.why}")
         size = self.train.text(self.sequence_length, self.packing)
         if self.streamed:
             lines.append(f"training data: streamed from {self.read.files:,} files; in the first window {size}")
@@ -137,6 +176,16 @@ class DataReport:
             lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")
         else:
             lines.append("validation data: none")
+        if self.train.cut and (where := self.longest[1]):
+            lines.append(f"the longest document, cut into pieces, has {self.longest[0]:,} tokens: {where}")
+        if self.histogram is not None:
+            lines += ["lengths of the training documents:", *self.histogram.lines()]
+        if (one := self.balance) is not None and one.processes > 1:
+            lines.append(
+                f"balance, modelled for {one.processes} processes and the first steps: the busiest computes "
+                f"{one.before:.2f} times as long as the mean if documents are packed by their tokens, {one.after:.2f} "
+                "times as they are dealt"
+            )
         lines += self.read.lines("training files")
         if self.validation_read is not None:
             lines += self.validation_read.lines("validation files")

@@ -2,19 +2,23 @@
 
 A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
 is in segments of its own, none longer than the longest document, so that no position is beyond what documents need.
+Under ``balanced`` a row is one document, as long as it is, and a step takes as many of them as its tokens allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tawpipe.data.corpus import Corpus
-from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, Segment, SplitPlan, split_rows
+from tawpipe.data.packing import EpochPlan, FitPlan, FitShape, Int64s, PiecePlan, Pieces, Segment, SplitPlan, split_rows
+from tawpipe.data.settings import Packed
 from tawpipe.data.sources import SourceFile, name_files
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
@@ -29,6 +33,10 @@ class RowSource(Protocol):
         """The sample as a micro-batch of one row."""
         ...
 
+    def step(self, first: int, tokens: int) -> StepDocuments:
+        """The samples from ``first`` on that have so many tokens together at most, or one that has more."""
+        ...
+
     def state_dict(self, number: int) -> dict[str, Any]:
         """State with which another process goes on at sample ``number`` at once. Small, and of plain JSON types."""
         ...
@@ -36,6 +44,31 @@ class RowSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the samples from the state's number on cheap to reach."""
         ...
+
+
+@dataclass(frozen=True)
+class StepDocuments:
+    """The documents of one step under ``balanced``.
+
+    Args:
+        lengths: of the documents, in tokens.
+        read: makes a document, by its number in the step, a micro-batch of one row.
+    """
+
+    lengths: list[int]
+    read: Callable[[int], MicroBatch]
+
+
+def take(lengths: Iterator[int], tokens: int) -> list[int]:
+    """The first lengths that are at most so many tokens together, at least one."""
+    taken = [next(lengths)]
+    total = taken[0]
+    for length in lengths:
+        total += length
+        if total > tokens:
+            break
+        taken.append(length)
+    return taken
 
 
 def cut_row(
@@ -71,10 +104,21 @@ def cut_row(
 
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
     """An error for files of which no token would be learned."""
-    where = f"in the first {sequence_length:,} tokens of any document" if packing == "fit" else "in any row"
-    other = ", or --packing split" if packing == "fit" else ""
-    expected = f"tokens to learn, of which there are none {where}: a larger --sequence-length{other}"
+    places = {"fit": f"in the first {sequence_length:,} tokens of any document", "balanced": "in any document"}
+    setting_of = {"fit": "--sequence-length, or --packing split", "balanced": "--max-document"}
+    where, larger = places.get(packing, "in any row"), setting_of.get(packing, "--sequence-length")
+    expected = f"tokens to learn, of which there are none {where}: a larger {larger}"
     return UserError(setting, name_files(files), expected)
+
+
+def _learnable(corpus: Corpus, documents: Int64s, longest: int) -> tuple[Pieces, int]:
+    """The pieces of documents of which something is learned, and how many tokens are. Nothing predicts the first token
+    of a piece.
+    """
+    pieces = Pieces.of(corpus.lengths[documents], longest)
+    begins = corpus.offsets[documents[pieces.documents]] + pieces.starts
+    learned = corpus.counted(begins + 1, begins + pieces.lengths)
+    return pieces.those(learned > 0), int(learned.sum())
 
 
 class PackedDataset:
@@ -85,6 +129,7 @@ class PackedDataset:
 
     Args:
         documents: [documents] numbers of the corpus's documents that take part.
+        sequence_length: tokens of a row; under ``balanced`` of a document at most.
         packing: how they fill rows, see ``tawpipe.data.packing``.
         pad_id: the token that fills up rows; any will do, as it never counts and nothing sees it.
     """
@@ -96,7 +141,7 @@ class PackedDataset:
         *,
         sequence_length: int,
         seed: int,
-        packing: Literal["split", "fit"],
+        packing: Packed,
         pad_id: int,
     ) -> None:
         assert len(documents), "a dataset has at least one document"
@@ -104,7 +149,12 @@ class PackedDataset:
         self._corpus, self.documents, self._pad_id = corpus, documents, pad_id
         self._lengths = corpus.lengths[documents]
         self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
-        self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
+        self._pieces = _learnable(corpus, documents, sequence_length)[0] if packing == "balanced" else None
+        if self._pieces is not None:
+            self._rows = len(self._pieces.lengths)
+        else:
+            self._rows = split_rows(self._lengths, sequence_length) if self._shape is None else self._shape.rows
+        assert self._rows, "a dataset has at least one row"
         self._plans: dict[int, EpochPlan] = {}
         self.longest = min(int(self._lengths.max()), sequence_length)
         """Tokens that a segment may have at most: of the longest document, or of a row."""
@@ -117,16 +167,19 @@ class PackedDataset:
         sequence_length: int,
         *,
         seed: int,
-        packing: Literal["split", "fit"],
+        packing: Packed,
         pad_id: int,
     ) -> PackedDataset | None:
         """The rows of those documents of which something is learned; None if there is none.
 
         ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned. Under
-        ``split`` all take part, or none.
+        ``balanced`` the pieces of which nothing is learned are left out. Under ``split`` all take part, or none.
         """
-        learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
-        kept = documents[learned > 0] if packing == "fit" or not learned.any() else documents
+        if packing == "balanced":
+            kept = documents[np.unique(_learnable(corpus, documents, sequence_length)[0].documents)]
+        else:
+            learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
+            kept = documents[learned > 0] if packing == "fit" or not learned.any() else documents
         if not len(kept):
             return None
         return cls(corpus, kept, sequence_length=sequence_length, seed=seed, packing=packing, pad_id=pad_id)
@@ -137,12 +190,14 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the documents, also those that ``fit`` cuts off."""
+        """Tokens of the documents, also those that ``fit`` cuts off, and pieces that ``balanced`` leaves out."""
         return int(self._lengths.sum())
 
     @property
     def num_learned(self) -> int:
         """Labels of the first epoch that count; under ``fit`` those of every epoch."""
+        if self._pieces is not None:
+            return _learnable(self._corpus, self.documents, self.sequence_length)[1]
         if self._shape is not None:
             return int(self._corpus.learned(self.documents, self.sequence_length).sum())
         plan = self._plan(0)
@@ -155,7 +210,23 @@ class PackedDataset:
     @property
     def num_truncated(self) -> int:
         """Documents whose end ``fit`` cuts off."""
-        return 0 if self._shape is None else int((self._lengths > self.sequence_length).sum())
+        return 0 if self._shape is None else self._num_longer
+
+    @property
+    def num_cut(self) -> int:
+        """Documents that ``balanced`` cuts into pieces."""
+        return 0 if self._pieces is None else self._num_longer
+
+    @property
+    def _num_longer(self) -> int:
+        return int((self._lengths > self.sequence_length).sum())
+
+    @property
+    def lengths(self) -> Int64s:
+        """[documents] tokens of each, of the part that is shown; under ``balanced`` those of every piece."""
+        if self._pieces is not None:
+            return self._pieces.lengths
+        return self._lengths if self._shape is None else self._shape.lengths
 
     def __len__(self) -> int:
         """Rows of an epoch; the same for all."""
@@ -165,7 +236,21 @@ class PackedDataset:
         """Row ``number % rows`` of epoch ``number // rows``."""
         epoch, row = divmod(number, self._rows)
         segments = self._plan(epoch).segments(row)
-        return cut_row(self._corpus, self.documents, segments, self.sequence_length, self._pad_id, self.longest)
+        length = self.sequence_length if self._pieces is None else segments[0].length
+        return cut_row(self._corpus, self.documents, segments, length, self._pad_id, self.longest)
+
+    def length(self, number: int) -> int:
+        """Tokens of the sample, without reading it."""
+        epoch, row = divmod(number, self._rows)
+        plan = self._plan(epoch)
+        return plan.length(row) if isinstance(plan, PiecePlan) else self.sequence_length
+
+    def step(self, first: int, tokens: int) -> StepDocuments:
+        return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
+
+    def step_lengths(self, first: int, tokens: int) -> list[int]:
+        """Tokens of the documents of a step, without reading them."""
+        return take(map(self.length, count(first)), tokens)
 
     def text(self, document: int, tokens: int, without: Sequence[int]) -> Int64s:
         """So many tokens of the documents end to end, from the beginning of one on, over and over; none where nothing
@@ -188,7 +273,9 @@ class PackedDataset:
     def _plan(self, epoch: int) -> EpochPlan:
         plan = self._plans.get(epoch)
         if plan is None:
-            if self._shape is None:
+            if self._pieces is not None:
+                plan = PiecePlan(self._pieces, seed=self.seed, epoch=epoch)
+            elif self._shape is None:
                 plan = SplitPlan(self._lengths, self.sequence_length, seed=self.seed, epoch=epoch)
             else:
                 plan = FitPlan(self._shape, seed=self.seed, epoch=epoch)

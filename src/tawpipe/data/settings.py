@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tawpipe.errors import UserError
 
-Packing = Literal["auto", "split", "fit"]
+Packed = Literal["split", "fit", "balanced"]
+Packing = Literal["auto", "split", "fit", "balanced"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-text token
@@ -45,8 +46,10 @@ class DataSettings:
 
     packing: Packing = "auto"
     """Documents in rows. split: end to end, a document may go on in another row as a document of its own. fit:
-    whole documents, best fit, the rest of the row is padding, a document longer than a row is cut off. auto: fit where
-    there are chat or instruction rows, else split."""
+    whole documents, best fit, the rest of the row is padding, a document longer than a row is cut off. balanced: whole
+    documents in rows of any length, dealt so that all processes compute for equally long; a document longer than
+    max_document is cut into pieces. auto: balanced where there are chat or instruction rows, or where a model with
+    weights meets documents of such uneven lengths that it is faster; else split."""
 
     streaming: bool = False
     """Read and tokenise during training instead of beforehand, for corpora too large to go through first. Every rank
@@ -70,7 +73,7 @@ class DataSettings:
             raise UserError("--vocab-size", self.vocab_size, f"at least {SMALLEST_VOCABULARY}")
         if self.stream_window < 1:
             raise UserError("--stream-window", self.stream_window, "at least 1 document")
-        if self.packing not in ("auto", "split", "fit"):
-            raise UserError("--packing", self.packing, "one of auto, split, fit")
+        if self.packing not in (known := get_args(Packing)):
+            raise UserError("--packing", self.packing, f"one of {', '.join(known)}")
         if self.rows not in ("auto", "text", "chat", "instruction"):
             raise UserError("--rows", self.rows, "one of auto, text, chat, instruction")

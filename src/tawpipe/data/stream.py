@@ -14,14 +14,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.render import Document
 from tawpipe.data.report import ReadCounts, Skipped
-from tawpipe.data.rows import PackedDataset, nothing_learned
+from tawpipe.data.rows import PackedDataset, StepDocuments, nothing_learned, take
+from tawpipe.data.settings import Packed
 from tawpipe.data.sources import RawRow, RowReader, SourceFile
 from tawpipe.data.tokenised import TokenisedText
 from tawpipe.errors import UserError
@@ -76,13 +77,13 @@ class StreamedDataset:
         *,
         sequence_length: int,
         seed: int,
-        packing: Literal["split", "fit"],
+        packing: Packed,
         window: int,
         held_out_fraction: float,
         tell: bool,
     ) -> None:
         self.sequence_length, self.seed = sequence_length, seed
-        self.packing: Literal["split", "fit"] = packing
+        self.packing: Packed = packing
         self.counts = ReadCounts(files=len(files))
         """Documents so far, and what was left out, those read again after going back included."""
         self._files, self._text = files, text
@@ -108,6 +109,17 @@ class StreamedDataset:
             assert self._dataset is not None
             # The window's number takes the place of the epoch: it gives every window an order of its own.
             return self._dataset.sample(self._window * self._rows + number - self._first)
+
+    def step(self, first: int, tokens: int) -> StepDocuments:
+        """All of them are read here, in their order: going back to a window costs reading it again."""
+        samples: list[MicroBatch] = []
+
+        def lengths() -> Iterator[int]:
+            while True:
+                samples.append(self.sample(first + len(samples)))
+                yield samples[-1].lengths[0]
+
+        return StepDocuments(take(lengths(), tokens), samples.__getitem__)
 
     def state_dict(self, number: int) -> dict[str, Any]:
         with self._lock:

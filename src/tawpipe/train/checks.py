@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
@@ -56,11 +57,13 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         if not config.evaluation.every:
             expected = "none while --evaluation.every is 0: nothing is evaluated"
             raise UserError("--evaluation.retrieval-lengths", lengths, expected)
-        if max(lengths) > config.sequence_length:
-            expected = f"at most --sequence-length, which is {config.sequence_length}"
+        if max(lengths) > config.document_tokens:
+            setting = "max-document" if config.max_document else "sequence-length"
+            expected = f"at most --{setting}, which is {config.document_tokens}"
             raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
+    _check_packing(config)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     if config.log.trace_step > config.steps:
@@ -68,6 +71,59 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
+
+
+def _check_packing(config: TrainConfig) -> None:
+    """What makes sense for documents of uneven lengths alone is not set for others, and goes together."""
+    if not (asked := config.asks_for_balance) and config.packing != "balanced":
+        return
+    if config.packing not in ("auto", "balanced"):
+        expected = f"balanced, to which {asked} belongs; or leave that out: rows have --sequence-length tokens"
+        raise UserError("--packing", config.packing, expected)
+    if config.micro_batch > 1:
+        expected = "1 under --packing balanced: one row of any length, with as many documents as --bin-tokens allows"
+        raise UserError("--micro-batch", config.micro_batch, expected)
+    if (tokens := config.step_tokens) < (longest := config.document_tokens):
+        if config.max_document is not None and config.tokens_per_step is None:
+            expected = f"at most {tokens}, the tokens of a step; or --tokens-per-step {longest} or more"
+            raise UserError("--max-document", longest, expected)
+        setting = "--sequence-length" if config.max_document is None else "--max-document"
+        expected = f"at least {longest}, the tokens of a document ({setting}); or --max-document {tokens}"
+        raise UserError("--tokens-per-step", tokens, expected)
+
+
+def check_longest_fits(config: TrainConfig, longest: int, where: str) -> None:
+    """The longest document has room in a bin.
+
+    Args:
+        config: with bins.
+        where: it stands; empty where that is not known.
+
+    Raises:
+        UserError: it has none.
+    """
+    ranks, cap = config.schedule.sequence_ranks, config.bin_tokens
+    if cap is None or longest <= cap * ranks:
+        return
+    piece = "a piece of a document" if longest == config.document_tokens else "a document"
+    over = f" over {ranks} processes" if ranks > 1 else ""
+    raise UserError(
+        "--bin-tokens",
+        cap,
+        f"at least {-(-longest // ranks)}{over}, as {piece} has {longest} tokens ({where or 'in the stream'}); or "
+        f"--max-document {cap * ranks}, or a larger --schedule.sequence-ranks",
+    )
+
+
+@contextmanager
+def naming_documents(config: TrainConfig) -> Iterator[None]:
+    """Under ``balanced`` a document that is longer than it may be is a matter of ``--max-document``, not of rows."""
+    try:
+        yield
+    except UserError as error:
+        if config.packing != "balanced" or error.setting != "--sequence-length":
+            raise
+        raise UserError("--max-document", error.value, error.expected) from error
 
 
 def _check_faults(config: TrainConfig) -> None:

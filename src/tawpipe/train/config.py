@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +54,8 @@ class EvaluationConfig:
     every: int = bounded(30, minimum=0)
     """Evaluate each time after this many steps, and after the last one. 0 for never."""
     batches: int = bounded(4, minimum=1)
-    """Global batches in one evaluation, always the same ones."""
+    """Global batches in one evaluation, always the same ones; under --packing balanced so many times the tokens of a
+    step."""
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
@@ -158,11 +160,21 @@ class TrainConfig(DataSettings):
     virtual_nodes: bool = False
     """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(512, minimum=2)
-    """Tokens in a row. Documents are packed into rows and see only themselves."""
+    """Tokens in a row. Documents are packed into rows and see only themselves. Under --packing balanced of no effect
+    where --tokens-per-step and --max-document are set."""
     global_batch: int = bounded(8, minimum=1)
     """Sequences in a step, over all processes. The same for any number of nodes and processes."""
     micro_batch: int = bounded(1, minimum=1)
     """Sequences that a process computes at one time."""
+    tokens_per_step: int | None = bounded(None, minimum=2)
+    """Under --packing balanced, the tokens of a step: as many documents as stay within them, over all processes. null
+    means --global-batch x --sequence-length."""
+    max_document: int | None = bounded(None, minimum=2)
+    """Under --packing balanced, the tokens of a document at most: a longer one is cut into pieces of so many, each of
+    which is a document of its own. null means --sequence-length."""
+    bin_tokens: int | None = bounded(None, minimum=2)
+    """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
+    follows. null means 3/2 of --max-document, or less if that does for one round."""
     steps: int = bounded(60, minimum=0)
     """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
     and nothing exported."""
@@ -219,6 +231,44 @@ class TrainConfig(DataSettings):
     @property
     def output_path(self) -> Path:
         return Path(self.output)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.tokens_per_step or self.global_batch * self.sequence_length
+
+    @property
+    def document_tokens(self) -> int:
+        """Tokens that a document, or a piece of one, may have."""
+        return self.max_document or self.sequence_length
+
+    @property
+    def asks_for_balance(self) -> str:
+        """The settings that make sense under ``balanced`` alone and are set, in words."""
+        values = {"tokens-per-step": self.tokens_per_step, "max-document": self.max_document}
+        return ", ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
+
+
+ROOM = 1.1
+"""Of the tokens of a step over all processes, for what bins of one round have room by default."""
+
+
+def in_bins(config: TrainConfig, world_size: int) -> TrainConfig:
+    """The settings under ``balanced`` on so many processes, with rows for all that knows nothing else: a row is a full
+    bin, and there are as many as bins in a step.
+    """
+    ranks, tokens, longest = config.schedule.sequence_ranks, config.step_tokens, config.document_tokens
+    cap = config.bin_tokens or max(min(longest * 3 // 2, ceil(tokens * ROOM / world_size)), ceil(longest / ranks))
+    rounds = ceil(tokens / (cap * world_size))
+    return replace(
+        config,
+        packing="balanced",
+        tokens_per_step=tokens,
+        max_document=longest,
+        bin_tokens=cap,
+        sequence_length=cap * ranks,
+        global_batch=max(1, rounds * world_size // ranks),
+    )
 
 
 @cache

@@ -9,7 +9,6 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -20,14 +19,13 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.save import Saving
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console, duration
+from tawpipe.data.lengths import mean_seconds, seconds_of_rank
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
-from tawpipe.data.rows import PackedDataset, RowSource
+from tawpipe.data.rows import PackedDataset
 from tawpipe.errors import RunError
-from tawpipe.model.build import check_longest
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
-from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
@@ -36,6 +34,7 @@ from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers
+from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.retrieval import Retrieval, RetrievalCheck
@@ -52,7 +51,7 @@ class _Pending:
     step: int
     result: StepResult
     rate: float
-    lengths: list[int]
+    given: Given
 
 
 class Training:
@@ -102,7 +101,8 @@ class Training:
         self._evaluates = config.evaluation.every > 0 and (data.validation is not None or check is not None)
         self._pending: deque[_Pending] = deque()
         self._saved_step = self._left_out = 0
-        self._computed_s = 0.0
+        self._batches = Batches(config, pipeline, data)
+        self._computed_s = self._own_work = 0.0
         self._last = time.perf_counter()
         self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
         self._writer: MetricsWriter | None = None
@@ -121,7 +121,7 @@ class Training:
         self._follow_limit()
         try:
             with StopRequest(self.world) as stop:
-                with Prefetcher(self._batches(self.first, config.steps)) as batches:
+                with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
                     for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                         self._step(step, batch)
                         self.last = step + 1
@@ -145,11 +145,12 @@ class Training:
                 if self._writer is not None and not self.last:
                     self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
         finally:
+            self._batches.close()
             if self._writer is not None:
                 self._writer.close()
         return time.perf_counter() - begin
 
-    def _step(self, step: int, batch: LocalBatch) -> None:
+    def _step(self, step: int, given: Given) -> None:
         config, pipeline = self.config, self.pipeline
         settings = config.optimizer
         factor = learning_rate_factor(
@@ -159,14 +160,13 @@ class Training:
         if recording is not None:
             pipeline.drain()  # so that the picture shows one step and nothing else
             self._report(keep=0, evaluate=False)  # whose time ends here
-        result = pipeline.step(batch, rate=factor, recording=recording)
+        result = pipeline.step(given.batch, rate=factor, recording=recording)
         if recording is not None:
             pipeline.drain()
             folder = config.output_path / TRACES / f"step-{step + 1:08}"
             recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
-        self.samples += config.global_batch
-        lengths = [length for one in batch.micro_batches for length in one.lengths]
-        self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, lengths))
+        self.samples += given.samples
+        self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, given))
         last = step + 1 == config.steps
         evaluate = self._evaluates and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
@@ -277,7 +277,7 @@ class Training:
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
             # Counts all tokens of the batch: masked ones are computed too.
-            per_second = self.config.global_batch * self.config.sequence_length / seconds
+            per_second = done.given.tokens / seconds
             values: dict[str, Value] = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
@@ -289,6 +289,15 @@ class Training:
             }
             if self._peak is not None:
                 values["mfu"] = self._mfu(done, seconds)
+            bins, own = done.given.batch.bins, len(done.given.batch.micro_batches)
+            if bins is not None:
+                values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
+                values["imbalance"] = bins.seconds / mean_seconds(bins)
+            self._own_work += own if bins is None else seconds_of_rank(bins, self.world.rank)
+            if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
+                imbalance = self._look_for_stragglers(done.step)
+                if bins is not None:
+                    values["compute_imbalance"] = imbalance
             extra = ""
             if evaluate and not self._pending:
                 values |= self._evaluate()
@@ -299,8 +308,6 @@ class Training:
                 self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
             if said := self._spikes.look(result.loss):
                 self.console.notice(f"step {done.step}: {said}")
-            if self.config.log.straggler and done.step % self.config.log.every == 0:
-                self._look_for_stragglers(done.step)
             if extra or done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps):
                 self.console.progress(
                     done.step,
@@ -311,15 +318,20 @@ class Training:
                     extra=extra,
                 )
 
-    def _look_for_stragglers(self, step: int) -> None:
-        """Compare how long the ranks have computed since the last look; on all ranks."""
+    def _look_for_stragglers(self, step: int) -> float | None:
+        """Compare how long the ranks have computed since the last look, beside what they had to; on all ranks.
+
+        Returns:
+            the longest time of a rank over their mean; None if none has computed.
+        """
         now = self.pipeline.executor.compute_s
-        own = max(1, len(self.pipeline.shares(self.config.global_batch)))  # shares may differ by one
-        everyone = self.world.gather_numbers((now - self._computed_s) / own)
-        self._computed_s = now
+        spent, own = now - self._computed_s, max(self._own_work, 1e-9)
+        seconds, everyone = (self.world.gather_numbers(one) for one in (spent, spent / own))
+        self._computed_s, self._own_work = now, 0.0
         for rank, times in self._stragglers.look(everyone)[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
+        return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else None
 
     def _evaluate(self) -> dict[str, Value]:
         """Measure the model on what is held out, and say it as metrics.jsonl does."""
@@ -339,34 +351,18 @@ class Training:
         return values
 
     def _validate(self, source: PackedDataset) -> float:
-        """Mean loss per token over the first batches of the held-out rows, always the same ones."""
-        rows, settings = min(self.config.global_batch, len(source)), self.config.evaluation
+        """Mean loss per token over the first batches of the held-out documents, always the same ones."""
         by_position = None
-        if settings.by_position:
-            edges = position_edges(settings.by_position, self.config.sequence_length)
+        if buckets := self.config.evaluation.by_position:
+            edges = position_edges(buckets, self.config.document_tokens)
             by_position = LossByPosition(edges, self.world.device)
         total, tokens = 0.0, 0
-        for number in range(max(1, min(settings.batches, len(source) // rows))):
-            result = self.pipeline.evaluate(self._batch(source, number * rows, rows), measure=by_position)
+        for batch in self._batches.validation(source):
+            result = self.pipeline.evaluate(batch, measure=by_position)
             total, tokens = total + result.loss * result.tokens, tokens + result.tokens
         if by_position is not None:
             self.validation_by_position = by_position.means(self.world)
         return total / max(1, tokens)
-
-    def _batches(self, first: int, last: int) -> Iterator[LocalBatch]:
-        samples = self.samples
-        for _ in range(first, last):
-            yield self._batch(self.data.train, samples, self.config.global_batch)
-            samples += self.config.global_batch
-
-    def _batch(self, source: RowSource, begin: int, rows: int) -> LocalBatch:
-        """This rank's part of the ``rows`` samples from ``begin`` on."""
-        length = self.config.sequence_length
-        batch = self.pipeline.part_of(rows, length, lambda row: source.sample(begin + row))
-        if self.data.report.streamed:  # what else there is was looked at before the run
-            longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
-            check_longest(self.config.model, self.pipeline.chain.config, length, longest)
-        return batch
 
     def _state(self, step: int) -> RunState:
         return RunState(
@@ -383,11 +379,16 @@ class Training:
         )
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
-        """The MFU of this rank, or of those that compute its rows together, whose documents stand for those of all;
-        None for models whose FLOPs are not known.
+        """The MFU of all ranks where every one knows all documents; else of this rank, or of those that compute its
+        rows together, whose documents stand for those of all. None for models whose FLOPs are not known.
         """
-        flops = chain_flops(self.pipeline.chain, done.lengths) if done.lengths else None
-        ranks = self.pipeline.settings.sequence_ranks
+        batch = done.given.batch
+        if batch.bins is not None:
+            lengths, ranks = list(batch.bins.lengths), self.world.size
+        else:
+            lengths = [length for one in batch.micro_batches for length in one.lengths]
+            ranks = self.pipeline.settings.sequence_ranks
+        flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from tawpipe.data.report import DataReport
 from tawpipe.report.bars import executed_bars, predicted_bars, recordings
 from tawpipe.report.figures import heat_map, lines
 from tawpipe.report.page import Section, Table, timeline_section, write_page
@@ -20,6 +21,11 @@ CURVES = (
     ("Loss", ("loss", "validation_loss"), "loss per token"),
     ("Gradient norm", ("grad_norm",), "norm"),
     ("Speed", ("tokens_per_second",), "tokens per second"),
+    (
+        "Imbalance",
+        ("imbalance", "compute_imbalance"),
+        "time of the busiest process over the mean, modelled and measured",
+    ),
     ("Memory", ("peak_memory_gib",), "GiB at the highest, rank 0"),
 )
 """Title, names in metrics.jsonl, unit."""
@@ -31,12 +37,14 @@ def write_run_page(
     before: Sequence[tuple[str, str]],
     after: Sequence[tuple[str, str]],
     retrieval: Retrieval | None = None,
+    data: DataReport | None = None,
 ) -> None:
     """Write the page of a run: what was planned, what came out, and how it went step by step.
 
     Args:
         before, after: what the console said before the first step and after the last one.
         retrieval: what the last check found.
+        data: what was read.
     """
     folder = config.output_path
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
@@ -47,6 +55,7 @@ def write_run_page(
     sections = [
         Section("Result", table=Table(("", ""), [list(row) for row in after])),
         Section("Setting", table=Table(("", ""), [list(row) for row in before])),
+        *_lengths(data),
         *_plan(folder, rows),
         *_curves(rows),
         *_by_position(rows),
@@ -54,6 +63,26 @@ def write_run_page(
         *_recorded(folder),
     ]
     write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
+
+
+def _lengths(data: DataReport | None) -> Iterator[Section]:
+    """Documents by length, and how evenly they are dealt."""
+    if data is None or (found := data.histogram) is None:
+        return
+    shares = {"documents": found.documents, "tokens": found.tokens}
+    names = [f"up to {edge:,}" for edge in found.edges]
+    figure = lines(
+        names,
+        {name: [100 * one for one in values] for name, values in shares.items()},
+        x_title="tokens of a document",
+        y_title="percent of all",
+        log=False,
+    )
+    table = None
+    if (balance := data.balance) is not None:
+        cells = [["packed by their tokens", f"{balance.before:.3f}"], ["dealt by their time", f"{balance.after:.3f}"]]
+        table = Table(("documents of the first steps", "busiest process over the mean, modelled"), cells)
+    yield Section("Lengths of documents", table=table, figures=[figure])
 
 
 def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:

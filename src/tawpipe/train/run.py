@@ -10,6 +10,8 @@ import shutil
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,13 +19,18 @@ import torch
 from tawpipe.checkpoint.resume import Start, choose
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
+from tawpipe.data.lengths import Dealing
 from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
+from tawpipe.data.rows import take
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.flops import work_of
+from tawpipe.model.pretrained import has_weights
 from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
@@ -31,8 +38,10 @@ from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
+from tawpipe.schedule.balance import Bins, Work
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.train.config import TrainConfig, config_text
+from tawpipe.train.checks import check_longest_fits, naming_documents
+from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory
 from tawpipe.train.metrics import last_step, peak_memory_bytes
@@ -56,7 +65,12 @@ def run(config: TrainConfig) -> int:
     )
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
-    data = _prepare_data(config, world, console)
+    given, data = config, _prepare_data(config, world, console)
+    if data.report.packing == "balanced":
+        config = in_bins(config, world.size)
+        check_longest_fits(config, data.longest, data.report.longest[1])
+    else:
+        config = replace(config, packing=data.report.packing)
     # Agents of torchrun count by themselves: a node that joins later has seen no restart.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
     faults = parse_faults(config.inject)
@@ -67,7 +81,6 @@ def run(config: TrainConfig) -> int:
     start = _choose_start(config, console, disk, memory, injector, restarts)
     earlier = start.state
     vocab_size = vocabulary_size(data.tokenizer)
-    given = config
     dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
     config = replace(config, dtype=dtype)
     activate_flash(world.device)
@@ -77,7 +90,7 @@ def run(config: TrainConfig) -> int:
         earlier,
         vocab_size=vocab_size,
         dtype=DTYPES[config.dtype],
-        lengths=lambda: _typical_lengths(data, config.sequence_length),
+        lengths=lambda: _typical_lengths(data, config),
         tell=console.line,
     )
     config, plan = followed.config, followed.text
@@ -88,18 +101,19 @@ def run(config: TrainConfig) -> int:
         world,
         vocab_size=vocab_size,
         dtype=DTYPES[config.dtype],
-        lengths=_typical_lengths(data, config.sequence_length),
+        lengths=_typical_lengths(data, config),
         request=followed.request,
         tell=console.notice,
     )
-    built = build_model(
-        config.model,
-        vocab_size=vocab_size,
-        max_positions=config.sequence_length,
-        longest=data.longest,
-        rope=config.rope,
-        trust_remote_code=config.trust_remote_code,
-    )
+    with naming_documents(config):
+        built = build_model(
+            config.model,
+            vocab_size=vocab_size,
+            max_positions=config.document_tokens,
+            longest=data.longest,
+            rope=config.rope,
+            trust_remote_code=config.trust_remote_code,
+        )
     retrieval = retrieval_check(config, data, built.model.config)
     if not config.steps and data.validation is None and retrieval is None:
         raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
@@ -123,7 +137,7 @@ def run(config: TrainConfig) -> int:
     computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
     if config.rope.changes:
         computing.append(("rotary positions", rope_words(text)))
-    before = _plan_rows(config, pipeline, needs, computing)
+    before = _plan_rows(config, pipeline, data, earlier.samples if earlier else 0, needs, computing)
     console.plan(before)
 
     training = Training(
@@ -158,7 +172,7 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, training.retrieval)
+        write_run_page(Path(config.report), config, before, results, training.retrieval, data.report)
         results.append(("page", config.report))
     console.summary(results)
     if stopped:
@@ -230,11 +244,13 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     world.require_same(repr(config), "settings", "the same on every machine")
     folder = resolve_model(config.model)
     if config.rope.changes:  # refused before documents are tokenised, whose lengths are not known yet
-        config_of(config.model, folder, None, config.sequence_length, 1, config.rope, config.trust_remote_code)
+        config_of(config.model, folder, None, config.document_tokens, 1, config.rope, config.trust_remote_code)
     data = prepare_data(
         config,
         sequence_length=config.sequence_length,
         seed=config.seed,
+        max_document=config.max_document,
+        dealing=_dealing(config, world, folder),
         model=None if folder is None else str(folder),
         leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
         barrier=world.wait_patiently,
@@ -245,9 +261,53 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     return data
 
 
-def _typical_lengths(data: PreparedData, sequence_length: int) -> list[int]:
+def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
+    """The steps of the run, should its documents be dealt."""
+
+    @cache
+    def work() -> Work:
+        spec, longest = config.model, config.document_tokens
+        return work_of(
+            Chain(
+                build_model(
+                    spec,
+                    max_positions=longest,
+                    longest=1,
+                    rope=config.rope,
+                    trust_remote_code=config.trust_remote_code,
+                ).model
+            )
+        )
+
+    against = ""
+    if config.micro_batch > 1:
+        against = "--micro-batch is above 1, and documents that are dealt come in rows of their own"
+    elif config.compile:
+        against = "--compile would compile rows of every length"
+    elif config.plan not in ("none", "auto"):
+        against = "--plan names a plan, which is for rows of one length"
+    bins = in_bins(config, world.size)
+    assert bins.bin_tokens is not None
+    return Dealing(
+        config.step_tokens,
+        world.size,
+        bins.bin_tokens,
+        work,
+        ranks=config.schedule.sequence_ranks,
+        pretrained=folder is not None and has_weights(folder),
+        asked=config.asks_for_balance,
+        against="" if config.asks_for_balance else against,
+    )
+
+
+def _typical_lengths(data: PreparedData, config: TrainConfig) -> list[int]:
     """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work."""
-    rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
+    sequence_length = config.sequence_length
+    if config.packing == "balanced":
+        lengths = iter(data.train.step(0, max(config.step_tokens, sequence_length)).lengths)
+        rows = [take(chain([first], lengths), sequence_length) for first in lengths][:ROWS_LOOKED_AT]
+    else:
+        rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
     rows = [[*row, sequence_length - sum(row)] if sum(row) < sequence_length else row for row in rows]
     return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
 
@@ -272,6 +332,7 @@ def _make_pipeline(
             eps=settings.eps,
         ),
         micro_batch=config.micro_batch,
+        bin_tokens=config.bin_tokens or 0,
         schedule=config.schedule,
         dtype=DTYPES[config.dtype],
         clip_norm=settings.clip_norm or None,
@@ -287,7 +348,8 @@ def _make_pipeline(
     pipeline.limit.predicted_s = predicted_s
     pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
     pipeline.record_hangs(config.output_path / "flight")
-    pipeline.schedule(config.global_batch)
+    if config.packing != "balanced":
+        pipeline.schedule(config.global_batch)
     return pipeline
 
 
@@ -316,21 +378,44 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
     ]
 
 
+def _batch_words(config: TrainConfig, data: PreparedData, bins: Bins | None) -> str:
+    if bins is None:
+        return (
+            f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}"
+        )
+    shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
+    modelled = f"; modelled imbalance of the first steps {found.after:.2f}" if (found := data.report.balance) else ""
+    rounds = f"{sum(bins.shape)} round{'s' if sum(bins.shape) > 1 else ''}"
+    return (
+        f"documents of up to {config.document_tokens:,} tokens, {config.step_tokens:,} tokens a step; the next has "
+        f"{len(bins.lengths):,} documents in {rounds}{shared}, bins of at most {config.bin_tokens:,} "
+        f"tokens for each process{modelled}"
+    )
+
+
 def _plan_rows(
-    config: TrainConfig, pipeline: Pipeline, needs: Needs | None, computing: list[tuple[str, str]]
+    config: TrainConfig,
+    pipeline: Pipeline,
+    data: PreparedData,
+    samples: int,
+    needs: Needs | None,
+    computing: list[tuple[str, str]],
 ) -> list[tuple[str, str]]:
     """Rows that say what is about to happen and what it costs, before the first step.
 
     Args:
+        samples: consumed so far.
         computing: rows that say what it computes in and with.
     """
-    said = pipeline.costs(config.global_batch, config.sequence_length)
+    bins = None
+    if config.packing == "balanced":
+        bins = pipeline.deal(data.train.step(samples, config.step_tokens).lengths)
+        said = pipeline.costs_of_bins(bins)
+    else:
+        said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
         ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
-        (
-            "batch",
-            f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}",
-        ),
+        ("batch", _batch_words(config, data, bins)),
         *computing,
         ("strategy", said.strategy),
         ("schedule", said.schedule),

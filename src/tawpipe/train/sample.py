@@ -66,7 +66,7 @@ def sample(config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> str:
         pipeline,
         prompt,
         tokens=config.sample.tokens,
-        window=min(config.sequence_length, longest_allowed(pipeline.chain.config)),
+        window=min(config.document_tokens, longest_allowed(pipeline.chain.config)),
         seed=config.seed,
         stop=stop if isinstance(stop, int) else None,
     )

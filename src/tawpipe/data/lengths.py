@@ -1,0 +1,164 @@
+"""Lengths of documents: their histogram, and how evenly steps of them are dealt, by the model of time.
+
+What ``auto`` decides by it must not depend on how many processes there are: a run that goes on with others has to see
+the same documents. So the gain is that on a fixed number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tawpipe.data.packing import Int64s, best_fit
+from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, Work, deal
+
+DEVICES = 8
+"""Devices for which ``auto`` looks at the gain."""
+STEPS, DOCUMENTS = 4, 2000
+"""First steps that are looked at: so many, or as many as have so many documents."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Shares of documents and of tokens by the length of a document.
+
+    Args:
+        edges: powers of two; a document counts at the first that it does not exceed.
+        documents: share of all documents, for every edge.
+        tokens: share of all tokens.
+    """
+
+    edges: tuple[int, ...]
+    documents: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+    @classmethod
+    def of(cls, lengths: Int64s) -> Histogram:
+        """The histogram of some documents, of at least a token each.
+
+        >>> Histogram.of(np.array([3, 4, 5, 20]))
+        Histogram(edges=(4, 8, 16, 32), documents=(0.5, 0.25, 0.0, 0.25), tokens=(0.21875, 0.15625, 0.0, 0.625))
+        """
+        powers = np.array([(int(length) - 1).bit_length() for length in np.unique(lengths)])
+        first, last = int(powers.min()), int(powers.max())
+        edges = 2 ** np.arange(first, last + 1)
+        at = np.searchsorted(edges, lengths)
+        documents = np.bincount(at, minlength=len(edges)) / len(lengths)
+        tokens = np.bincount(at, lengths, len(edges)) / lengths.sum()
+        return cls(tuple(map(int, edges)), tuple(map(float, documents)), tuple(map(float, tokens)))
+
+    def lines(self) -> list[str]:
+        """A line for every edge."""
+        width = len(f"{self.edges[-1]:,}")
+        return [
+            f"  up to {edge:>{width},} tokens: {documents:6.1%} of documents, {tokens:6.1%} of tokens"
+            for edge, documents, tokens in zip(self.edges, self.documents, self.tokens, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What is known of steps before there is data: for the report, and for ``auto`` to choose.
+
+    Args:
+        tokens: of a step.
+        world_size, cap, ranks: as in ``deal``.
+        work: makes the time of documents, which takes a look at the model.
+        pretrained: the model has weights.
+        asked: a setting that makes sense under ``balanced`` only, which ``auto`` therefore takes.
+        against: why ``auto`` cannot take ``balanced``.
+    """
+
+    tokens: int
+    world_size: int
+    cap: int
+    work: Callable[[], Work]
+    ranks: int = 1
+    pretrained: bool = False
+    asked: str = ""
+    against: str = ""
+
+    def on_devices(self, number: int, longest: int) -> Dealing:
+        """The same steps on so many devices that compute no document together."""
+        return replace(self, world_size=number, cap=longest * 3 // 2, ranks=1)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Time of the busiest rank over the mean of all, by the model of time, over the first steps; 1 is even.
+
+    Args:
+        before: documents are packed into rows by their tokens, and these dealt in turn.
+        after: they are dealt by their time.
+        steps, processes: looked at.
+    """
+
+    before: float
+    after: float
+    steps: int
+    processes: int
+
+    @property
+    def gain(self) -> float:
+        return self.before / self.after
+
+    @classmethod
+    def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int) -> Balance:
+        """The balance of the first steps.
+
+        Args:
+            step: gives the lengths of the documents of a step from the number of its first one and its tokens.
+            longest: tokens of a document.
+        """
+        first, steps, work = 0, 0, dealing.work()
+        sums = np.zeros(4)
+        while steps < STEPS and first < DOCUMENTS:
+            lengths = step(first, dealing.tokens)
+            rows = in_turn(lengths, world_size=dealing.world_size, row=longest, work=work)
+            bins = deal(lengths, world_size=dealing.world_size, cap=dealing.cap, work=work, ranks=dealing.ranks)
+            sums += *_times(rows), bins.seconds, mean_seconds(bins)
+            first, steps = first + len(lengths), steps + 1
+        return cls(float(sums[0] / sums[1]), float(sums[2] / sums[3]), steps, dealing.world_size)
+
+
+def mean_seconds(bins: Bins) -> float:
+    """Time of a step if all ranks computed equally much, nothing of it twice."""
+    world = len(bins.single[0]) if bins.single else len(bins.shared[0]) * bins.ranks
+    return sum(map(bins.work.of, bins.lengths)) / world
+
+
+def seconds_of_rank(bins: Bins, rank: int) -> float:
+    """Time for which a rank computes in a step."""
+    return sum(
+        (1 + SHARED_COST if one.ranks > 1 else 1)
+        / one.ranks
+        * sum(bins.work.of(bins.lengths[n]) for n in one.documents)
+        for one in bins.of(rank)
+    )
+
+
+def in_turn(lengths: Sequence[int], *, world_size: int, row: int, work: Work) -> Bins:
+    """Documents packed into rows by their tokens alone, best fit, and the rows dealt to ranks in turn: what
+    ``balanced`` is compared with.
+    """
+    order = np.argsort(-np.array(lengths), kind="stable")
+    row_of, count = best_fit(np.array(lengths)[order], row)
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for number, at in zip(order.tolist(), row_of.tolist(), strict=True):
+        rows[at].append(number)
+    packed = [Bin(tuple(documents)) for documents in sorted(rows, key=min)]  # in the order of a shuffled corpus
+    packed += [Bin(())] * (-count % world_size)
+    rounds = tuple(tuple(packed[at : at + world_size]) for at in range(0, len(packed), world_size))
+    return Bins((), rounds, 1, tuple(lengths), work)
+
+
+def _times(rows: Bins) -> tuple[float, float]:
+    """Time of the busiest rank, and the mean; of rounds in which every rank has a row, where there are any."""
+    rounds = [one for one in rows.single if all(row.documents for row in one)] or rows.single[:1]
+    busiest = mean = 0.0
+    for one in rounds:
+        times = [sum(rows.work.of(rows.lengths[number]) for number in row.documents) for row in one]
+        busiest, mean = busiest + max(times), mean + sum(times) / len(times)
+    return busiest, mean

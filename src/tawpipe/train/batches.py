@@ -1,0 +1,108 @@
+"""The batches of a run: rows of one length, or documents of uneven ones that are dealt by their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tawpipe.data.prepare import PreparedData
+from tawpipe.data.rows import PackedDataset, RowSource
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.build import check_longest
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.schedule.balance import Bins
+from tawpipe.train.checks import check_longest_fits, naming_documents
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.dealer import Dealer
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step is given.
+
+    Args:
+        batch: this rank's part.
+        samples: of the data, over all ranks.
+        tokens: that all ranks compute, padding included.
+    """
+
+    batch: LocalBatch
+    samples: int
+    tokens: int
+
+
+class Batches:
+    """Batches by where they begin in the data; made by a thread, ahead of the steps.
+
+    Args:
+        config: under ``balanced`` with bins.
+    """
+
+    def __init__(self, config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> None:
+        self.config, self.pipeline, self.data = config, pipeline, data
+        self._dealer = Dealer() if config.packing == "balanced" else None
+        self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Bins]] = []
+
+    def train(self, samples: int, steps: int) -> Iterator[Given]:
+        """The next steps, when so many samples have been consumed."""
+        for _ in range(steps):
+            if self.config.packing == "balanced":
+                step = self.data.train.step(samples, self.config.step_tokens)
+                given = self._of_documents(step.lengths, step.read, self._dealt(step.lengths))
+            else:
+                given = self._of_rows(self.data.train, samples, self.config.global_batch)
+            if self.data.report.streamed:  # what else there is was looked at before the run
+                self._check_longest(given.batch)
+            yield given
+            samples += given.samples
+
+    def validation(self, source: PackedDataset) -> Iterator[LocalBatch]:
+        """The first batches of the held-out documents, always the same ones, none of them twice."""
+        batches = self.config.evaluation.batches
+        if self.config.packing != "balanced":
+            rows = min(self.config.global_batch, len(source))
+            for number in range(max(1, min(batches, len(source) // rows))):
+                yield self._of_rows(source, number * rows, rows).batch
+            return
+        if not self._validation:
+            first = 0
+            while first < len(source) and len(self._validation) < batches:
+                step = source.step(first, self.config.step_tokens)
+                lengths = step.lengths[: len(source) - first]
+                self._validation.append((lengths, step.read, self._dealt(lengths)))
+                first += len(lengths)
+        for one in self._validation:
+            yield self._of_documents(*one).batch
+
+    def close(self) -> None:
+        """End the worker that deals, if there is one."""
+        if self._dealer is not None:
+            self._dealer.close()
+
+    def _of_rows(self, source: RowSource, first: int, rows: int) -> Given:
+        length = self.config.sequence_length
+        batch = self.pipeline.part_of(rows, length, lambda row: source.sample(first + row))
+        return Given(batch, rows, rows * length)
+
+    def _of_documents(self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins) -> Given:
+        return Given(self.pipeline.part_of_documents(lengths, read, bins), len(lengths), sum(lengths))
+
+    def _dealt(self, lengths: Sequence[int]) -> Bins:
+        assert self._dealer is not None
+        pipeline = self.pipeline
+        where = self.data.report.longest[1]
+        check_longest_fits(self.config, max(lengths), where)
+        return self._dealer(
+            lengths,
+            world_size=pipeline.world.size,
+            cap=pipeline.bin_tokens,
+            work=pipeline.work,
+            ranks=pipeline.settings.sequence_ranks,
+        )
+
+    def _check_longest(self, batch: LocalBatch) -> None:
+        """Refuse documents for which the model has no positions."""
+        longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
+        with naming_documents(self.config):
+            check_longest(self.config.model, self.pipeline.chain.config, self.config.document_tokens, longest)

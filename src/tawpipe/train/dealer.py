@@ -1,0 +1,88 @@
+"""Dealing documents in a process of its own.
+
+A thousand of them take some tenths of a second of Python, for which the thread that issues actions would wait. So every
+process of a run has a worker, which knows nothing but numbers and ends with it. What is dealt is the same everywhere;
+where the worker cannot start or is gone, it is dealt here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.balance import Bins, Work, deal
+
+
+class Dealer:
+    """``deal`` in a worker. Several threads may call it, one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: subprocess.Popen[bytes] | None = None
+        try:
+            command = [sys.executable, "-m", __name__]
+            self._worker = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            pass
+
+    def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
+        given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
+        return self._asked((list(lengths), given)) or deal(lengths, **given)
+
+    def _asked(self, question: tuple[list[int], dict[str, Any]]) -> Bins | None:
+        """The worker's answer; None if it has none."""
+        with self._lock:
+            if self._worker is None:
+                return None
+            assert self._worker.stdin is not None and self._worker.stdout is not None
+            try:
+                pickle.dump(question, self._worker.stdin)
+                self._worker.stdin.flush()
+                return pickle.load(self._worker.stdout)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                self._end()
+                return None
+
+    @property
+    def has_worker(self) -> bool:
+        """True while it deals in another process."""
+        return self._worker is not None
+
+    def close(self) -> None:
+        """End the worker. May be called more than once."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+            self._worker = None
+
+
+def serve() -> None:
+    """Answer until nobody can ask any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself knows what to do about it
+    while True:
+        try:
+            lengths, given = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = deal(lengths, **given)
+        except UserError:
+            answer = None  # whoever asks finds the same, and can name it
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve()

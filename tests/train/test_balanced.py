@@ -1,0 +1,93 @@
+"""Documents of uneven lengths from end to end: the same steps on any number of processes, before and after a resume."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from runs import command, rows, run
+from small import make_small
+from tawpipe.cli import main
+from tawpipe.errors import UserError
+from tawpipe.schedule.balance import LayerKind, Work, deal
+from tawpipe.train.config import TrainConfig, in_bins
+from tawpipe.train.dealer import Dealer
+
+BALANCED = (
+    *("--packing", "balanced", "--max-document", "200", "--tokens-per-step", "600", "--device", "cpu"),
+    *("--dtype", "float64", "--log.tensorboard", "false", "--sample.tokens", "0", "--export.enabled", "false"),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("balanced")
+    make_small(folder, files=60, layers=2, positions=256)
+    (folder / "corpus" / "long.txt").write_text("weights travel and activations stay " * 100)
+    return folder
+
+
+def alone(home: Path, output: str, *words: str) -> int:
+    return main([*command(home, output, *BALANCED, "--nproc", "1", *words)[2:]])
+
+
+def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, capsys):
+    assert alone(home, "one") == 0
+    said = capsys.readouterr().out
+    assert "long.txt" in said and "documents in" in said
+    two = run(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1", "--report", str(home / "two.html"))
+    assert two.returncode == 0, two.stderr
+    assert "Lengths of documents" in (home / "two.html").read_text()
+    assert alone(home, "again", "--resume", str(home / "two" / "checkpoints" / "step-00000002")) == 0
+    capsys.readouterr()
+    one = rows(home, "one")
+    assert all(row["documents"] > 1 and row["imbalance"] == 1 for row in one)
+    assert len({row["tokens"] for row in one}) > 1
+    for other, steps in (("two", one), ("again", one[2:])):
+        for mine, theirs in zip(steps, rows(home, other), strict=True):
+            assert [mine[name] for name in ("step", "tokens", "documents")] == [
+                theirs[name] for name in ("step", "tokens", "documents")
+            ]
+            for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-6)  # the model's norms are in float32
+    assert all(1 <= row["imbalance"] < 2 and row["compute_imbalance"] >= 1 for row in rows(home, "two"))
+
+
+def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home, capsys):
+    assert alone(home, "small", "--bin-tokens", "50") == 2
+    said = capsys.readouterr().err
+    assert "--bin-tokens: got 50; at least 200" in said and "long.txt" in said
+    assert "--max-document 50" in said and "--schedule.sequence-ranks" in said
+    assert alone(home, "far", "--max-document", "300") == 2
+    assert "--max-document: got 300; at most 256" in capsys.readouterr().err
+
+
+def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
+    draw, dealer = random.Random(0), Dealer()
+    given = {"world_size": 4, "cap": 800, "work": Work((LayerKind(2, 50.0, 1.0, window=64),)), "ranks": 2}
+    lengths = [draw.randint(1, 1000) for _ in range(50)]
+    assert dealer(lengths, **given) == deal(lengths, **given) and dealer.has_worker
+    with pytest.raises(UserError, match="1601"):
+        dealer([1601], **given)
+    assert dealer(lengths, **given) == deal(lengths, **given) and dealer.has_worker
+    assert dealer._worker is not None
+    dealer._worker.kill()
+    assert dealer(lengths, **given) == deal(lengths, **given) and not dealer.has_worker
+    dealer.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 7, 64])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tokens", [600, 5000])
+def test_bins_have_room_for_any_document_and_rows_for_the_tokens_of_a_step(world_size, ranks, tokens):
+    config = TrainConfig(tokens_per_step=tokens, max_document=600)
+    config = in_bins(
+        TrainConfig(tokens_per_step=tokens, max_document=600, schedule=type(config.schedule)(sequence_ranks=ranks)),
+        world_size,
+    )
+    assert config.bin_tokens and config.bin_tokens * ranks >= 600 and config.bin_tokens <= 900
+    assert config.global_batch * config.sequence_length >= tokens or world_size % ranks
+    assert (config.step_tokens, config.document_tokens) == (tokens, 600)
+    assert in_bins(config, world_size) == config
