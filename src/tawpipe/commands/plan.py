@@ -89,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
         settings=ScheduleSettings(
             early_updates=arguments.early_updates,
             sequence_chunk=arguments.sequence_chunk,
+            sequence_ranks=arguments.sequence_ranks,
             offload_dir=arguments.offload_dir,
         ),
         rope=rope,
@@ -358,6 +359,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="TOKENS",
         help="as in the training run's schedule.sequence_chunk; 0 for whole rows (default: the plan chooses)",
+    )
+    parser.add_argument(
+        "--sequence-ranks",
+        type=int,
+        metavar="DEVICES",
+        help="as in the training run's schedule.sequence_ranks; 1 for rows by one device (default: the plan chooses)",
     )
     parser.add_argument(
         "--offload-dir",

@@ -9,17 +9,20 @@ from __future__ import annotations
 import html
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.report.figures import timeline_figure
+from tawpipe.report.figures import stacked_bars, timeline_figure
+from tawpipe.report.rounds import Share, rounds, waiting
 
 MOST_BARS = 20_000
 """A timeline with more is cut to its first ranks: a browser should stay quick."""
+MOST_RANKS = 48
+"""Ranks in a figure."""
 LONG = 40
 """Characters of a cell, beyond which it is wrapped."""
 STYLE = """
@@ -162,10 +165,24 @@ def timeline_page(
         for name, bars in timelines
         if (own := [rank for rank in ranks if any(bar.rank == rank for bar in bars)])
     ]
+    sections += [one for name, bars in timelines for one in _waiting(name, bars)]
     if compared:
         sections.append(Section("Predicted and executed", lines=compared))
     sections.append(Section("In words", lines=words))
     write_page(path, "Timeline", sections, subtitle=of)
+
+
+def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
+    """What every rank computed and waited, round by round; nothing for one rank alone."""
+    found = rounds(bars)
+    ranks = sorted({rank for one in found for rank in one.shares})
+    if len(ranks) < 2:
+        return
+    own = {rank: [one.shares.get(rank, Share()) for one in found] for rank in ranks[:MOST_RANKS]}
+    parts = {f"round {number}, computed": [own[rank][number].computed for rank in own] for number in range(len(found))}
+    parts["waited"] = [sum(share.waited for share in own[rank]) for rank in own]
+    figure = stacked_bars([f"rank {rank}" for rank in own], parts, unit="s")
+    yield Section(f"Who waits for whom, {name}", next(iter(waiting(bars))), figures=[figure])
 
 
 def timeline_section(

@@ -12,6 +12,7 @@ from typing import Any
 from tawpipe.report.bars import Bar, label
 from tawpipe.report.page import timeline_page
 from tawpipe.report.picture import draw_timeline
+from tawpipe.report.rounds import waiting
 from tawpipe.report.summary import differences, summary
 from tawpipe.schedule.actions import Lane
 
@@ -31,7 +32,7 @@ def write_trace(
     words = []
     for name, bars in timelines:
         known = {bar.rank for bar in bars}
-        words += [f"{name}:", *summary(bars, [rank for rank in ranks if rank in known])]
+        words += [f"{name}:", *summary(bars, [rank for rank in ranks if rank in known]), *waiting(bars)]
     whole = timelines[0][0] in ("predicted", "executed")
     compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 and whole else []
     yield from (*words, *compared)

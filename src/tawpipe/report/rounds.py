@@ -1,0 +1,115 @@
+"""Who waits for whom: what every rank computed and waited in each round of a step.
+
+A round begins where a rank goes through the model from its first block again. What a rank waits before an action counts
+in the round of that action; what it waits for the end of the step, in the last one. In a recording computing is as it
+was; ranks of several machines are compared by how long it took, never by when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from tawpipe.report.bars import Bar
+from tawpipe.schedule.actions import Lane, Op
+
+COMPUTING = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+MOST_ROUNDS = 12
+"""Rounds that are told one by one; of more, those in which ranks wait longest."""
+MOST_RANKS = 16
+"""Ranks whose seconds are listed in a line."""
+
+
+@dataclass
+class Share:
+    """A rank's part of a round, in seconds."""
+
+    computed: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a step.
+
+    Args:
+        number: from 0.
+        shares: by rank; of ranks that computed in it.
+    """
+
+    number: int
+    shares: dict[int, Share]
+
+    @property
+    def longest(self) -> int:
+        """The rank that computed longest, for which the others wait."""
+        return max(self.shares, key=lambda rank: self.shares[rank].computed)
+
+    @property
+    def imbalance(self) -> float:
+        """The longest beside the mean; 1 if all compute equally long."""
+        average = mean(share.computed for share in self.shares.values())
+        return self.shares[self.longest].computed / average if average else 1.0
+
+
+def rounds(bars: Sequence[Bar]) -> list[Round]:
+    """The rounds of a step, of all its ranks."""
+    found: list[dict[int, Share]] = []
+    begin = min((bar.begin for bar in bars), default=0.0)
+    for rank in sorted({bar.rank for bar in bars}):
+        own = sorted((b for b in bars if b.rank == rank and b.action.lane is Lane.COMPUTE), key=lambda bar: bar.begin)
+        first = min((bar.action.block for bar in own if bar.action.op is Op.FORWARD), default=-1)
+        shares: list[Share] = []
+        free, before, late = begin, None, 0.0
+        for bar in own:
+            place = bar.action.op, bar.action.block
+            if bar.action.op in COMPUTING:
+                if place == (Op.FORWARD, first) != before or not shares:
+                    shares.append(Share(waited=late))
+                    late = 0.0
+                shares[-1].computed += bar.end - bar.begin
+                before = place
+            waited = max(0.0, bar.begin - free)
+            if shares:
+                shares[-1].waited += waited
+            else:
+                late += waited
+            free = max(free, bar.end)
+        for number, share in enumerate(shares):
+            if number == len(found):
+                found.append({})
+            found[number][rank] = share
+    return [Round(number, shares) for number, shares in enumerate(found)]
+
+
+def waiting(bars: Sequence[Bar]) -> Iterator[str]:
+    """Lines for a terminal: of every round the rank that computes longest, and what the others wait."""
+    all_of_them = [one for one in rounds(bars) if len(one.shares) > 1]
+    if not all_of_them:
+        return
+    total = {rank: Share() for one in all_of_them for rank in one.shares}
+    for one in all_of_them:
+        for rank, share in one.shares.items():
+            total[rank].computed += share.computed
+            total[rank].waited += share.waited
+    step = Round(-1, total)
+    yield f"who waits for whom: {_of(step)}"
+    shown = sorted(all_of_them, key=lambda one: -sum(share.waited for share in one.shares.values()))[:MOST_ROUNDS]
+    for one in sorted(shown, key=lambda one: one.number):
+        yield f"  round {one.number}: {_of(one)}"
+        if len(one.shares) <= MOST_RANKS:
+            each = (f"{rank} {share.computed:.3f} + {share.waited:.3f}" for rank, share in one.shares.items())
+            yield f"    seconds computed + waited by rank: {', '.join(each)}"
+    if left := len(all_of_them) - len(shown):
+        yield f"  {left} rounds with less waiting are left out"
+
+
+def _of(one: Round) -> str:
+    longest = one.shares[one.longest]
+    most = max(one.shares, key=lambda rank: one.shares[rank].waited)
+    waited = mean(share.waited for share in one.shares.values())
+    return (
+        f"rank {one.longest} computes longest, {longest.computed:.3f} s, {one.imbalance:.2f} of the mean; "
+        f"ranks wait {waited:.3f} s on the average, rank {most} most, {one.shares[most].waited:.3f} s"
+    )
