@@ -27,6 +27,7 @@ from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import planned_settings
 from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import Work
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
@@ -64,6 +65,20 @@ class Followed:
     line: str = ""
     step_s: float = 0.0
     request: PlanRequest | None = field(default=None, compare=False)
+
+    @property
+    def work(self) -> Work | None:
+        """Seconds of a document by the profile that the plan was made from, alike on all ranks and in a resumed run;
+        None without a plan, or where rows were too short for attention to show in it.
+        """
+        clock = yaml.safe_load(self.text).get("clock") if self.text else None
+        if not clock:
+            return None
+        from tawpipe.plan.plan_file import request_from
+
+        profile = request_from(clock, where=PLAN).profile
+        seen = all(block.forward.per_pair and block.forward.per_token for block in profile.blocks[1:-1])
+        return profile.work if seen else None
 
 
 def follow_plan(

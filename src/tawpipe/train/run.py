@@ -45,7 +45,7 @@ from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory
 from tawpipe.train.metrics import last_step, peak_memory_bytes
-from tawpipe.train.planned import PLAN, check_model, follow_plan
+from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan
 from tawpipe.train.retrieval import retrieval_check
 from tawpipe.train.sample import sample
 
@@ -117,7 +117,7 @@ def run(config: TrainConfig) -> int:
     retrieval = retrieval_check(config, data, built.model.config)
     if not config.steps and data.validation is None and retrieval is None:
         raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
-    pipeline = _make_pipeline(config, world, data, built, injector, followed.step_s)
+    pipeline = _make_pipeline(config, world, data, built, injector, followed)
     if pipeline.checked:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
@@ -318,7 +318,7 @@ def _make_pipeline(
     data: PreparedData,
     built: BuiltModel,
     injector: Injector | None,
-    predicted_s: float,
+    followed: Followed,
 ) -> Pipeline:
     check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
     settings = config.optimizer
@@ -333,6 +333,7 @@ def _make_pipeline(
         ),
         micro_batch=config.micro_batch,
         bin_tokens=config.bin_tokens or 0,
+        work=followed.work if config.packing == "balanced" else None,
         schedule=config.schedule,
         dtype=DTYPES[config.dtype],
         clip_norm=settings.clip_norm or None,
@@ -345,7 +346,7 @@ def _make_pipeline(
         skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
         injector=injector,
     )
-    pipeline.limit.predicted_s = predicted_s
+    pipeline.limit.predicted_s = followed.step_s
     pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
     pipeline.record_hangs(config.output_path / "flight")
     if config.packing != "balanced":
