@@ -311,9 +311,9 @@ def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_rea
     assert good.chunks == CHUNKS and not said
     monkeypatch.setattr(Bench, "why_whole", lambda _: "its layers look back")
     bad = request_of(str(tmp_path), machine, **given, tell=said.append)
-    assert bad.chunks == () and said == ["no rows in chunks: its layers look back"]
+    assert bad.chunks == () and said == ["rows stay whole: its layers look back"]
     assert "its layers look back" in plan_of(bad).reason
     with pytest.raises(UserError, match=r"schedule.sequence_chunk: got 4096; 0, for whole rows: its"):
         request_of(str(tmp_path), machine, **given, settings=replace(DEFAULT, sequence_chunk=4096))
     compiled = request_of(str(tmp_path), machine, **given, why_whole="layers are compiled", tell=said.append)
-    assert compiled.chunks == () and said[-1] == "no rows in chunks: layers are compiled"
+    assert compiled.chunks == () and said[-1] == "rows stay whole: layers are compiled"

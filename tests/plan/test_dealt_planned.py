@@ -22,8 +22,7 @@ from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import Followed
+from tawpipe.train.planned import work_of_plan
 
 FREE = LinkModel(1e12, shared=False)
 
@@ -157,12 +156,12 @@ def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
     asked = request(450)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
     found = [Candidate("tawpipe-spread", step, predict(asked, step), True, True)]
-    work = Followed(TrainConfig(), Plan.of(asked, found).text()).work
+    work = work_of_plan(Plan.of(asked, found).text())
     assert work is not None
     for length in (1, 50, 1000):
         assert work.of(length) == pytest.approx(LAYERS * 4 * (1e-3 * length + 1e-5 * length**2))
     short = replace(asked, profile=request(450, per_pair=0.0).profile)
-    assert Followed(TrainConfig(), Plan.of(short, found).text()).work is None and Followed(TrainConfig()).work is None
+    assert work_of_plan(Plan.of(short, found).text()) is None and work_of_plan("") is None
 
 
 @pytest.mark.parametrize(

@@ -298,12 +298,12 @@ class Numbers:
     # on one rank
 
     def _place(self, rank: int) -> int:
-        return rank % self.schedule.step.settings.sequence_ranks
+        return rank % self.schedule.step.sequence_ranks
 
     def _keys(self, head: Issued) -> None:
         held, b, m = self.held[head.rank], head.action.block, self._own(head)
         x = self._input(head)
-        place, ranks = self._place(head.rank), self.schedule.step.settings.sequence_ranks
+        place, ranks = self._place(head.rank), self.schedule.step.sequence_ranks
         own = self.model.keys(b, held[f"ctx.{m}"], place, x, self._weights(head))
         held[head.action.writes[0]] = [own if i == place else 99 for i in range(ranks)]
         self._free(head)

@@ -236,7 +236,7 @@ def test_the_console_says_where_weights_come_from(home, capsys):
 def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, capsys):
     chat = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
     (home / "cut.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    assert alone(home, "cut", "--data", str(home / "cut.jsonl")) == 2
+    assert alone(home, "cut", "--data", str(home / "cut.jsonl"), "--packing", "fit") == 2
     said = capsys.readouterr()
     assert "--data" in said.err and "--sequence-length" in said.err and "step" not in said.out
     assert not (home / "cut" / "model").exists()

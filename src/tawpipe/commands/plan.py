@@ -87,6 +87,7 @@ def run(argv: Sequence[str]) -> int:
         settings=ScheduleSettings(
             early_updates=arguments.early_updates,
             sequence_chunk=arguments.sequence_chunk,
+            sequence_ranks=arguments.sequence_ranks,
             offload_dir=arguments.offload_dir,
         ),
         rope=rope,
@@ -177,6 +178,7 @@ def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | N
     if not _of_corpus(arguments):
         return None, arguments.sequence_length, _lengths(arguments.lengths)
     from tawpipe.plan.lengths import LOGNORMAL, Lengths, lengths_of
+    from tawpipe.schedule.settings import ScheduleSettings
     from tawpipe.train.config import TrainConfig, in_bins
 
     own = arguments.lengths == CORPUS
@@ -192,8 +194,9 @@ def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | N
         raise UserError(
             "--tokens-per-step", "nothing" if step is None else step, f"at least {most}, the longest document's"
         )
-    bins = TrainConfig(tokens_per_step=step, max_document=most, bin_tokens=arguments.bin_tokens)
-    row = in_bins(bins, world_size).sequence_length
+    asked = {"tokens_per_step": step, "max_document": most, "bin_tokens": arguments.bin_tokens}
+    schedule = ScheduleSettings(sequence_ranks=arguments.sequence_ranks)
+    row = in_bins(TrainConfig(schedule=schedule, **asked), world_size).bin_tokens or most
     documents = lengths.step(row, -1)[:MOST_IN_BIN]
     documents[0] = min(documents[0], row)
     while (left := row - sum(documents)) > 0:
@@ -358,6 +361,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="TOKENS",
         help="as in the training run's schedule.sequence_chunk; 0 for whole rows (default: the plan chooses)",
+    )
+    parser.add_argument(
+        "--sequence-ranks",
+        type=int,
+        metavar="DEVICES",
+        help="as in the training run's schedule.sequence_ranks; 1 for rows by one device (default: the plan chooses)",
     )
     parser.add_argument(
         "--offload-dir",

@@ -115,9 +115,7 @@ class SetSize:
             said = f"{self.documents:,} documents (balanced), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
             said += "of them learned"
             if self.cut:
-                said += (
-                    f", {self.cut:,} documents longer than {sequence_length:,} tokens cut, {self.rows:,} with pieces"
-                )
+                said += f", {self.cut:,} longer than {sequence_length:,} tokens cut, which makes {self.rows:,} of them"
             return said + (f", {self.left_out:,} left out as nothing of them is learned" if self.left_out else "")
         share = self.learned / (self.rows * sequence_length)
         rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {share:.1%} of them learned"

@@ -117,7 +117,7 @@ def schedule_bytes(
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
-    total, costs = 0.0, costs.in_sets(schedule.step.settings.sequence_ranks)
+    total, costs = 0.0, costs.in_sets(schedule.step.sequence_ranks)
     for action in schedule.programs[rank]:
         if action.op is Op.FORWARD:
             total += costs.forward_s(rank, action.block, action.micro_batch)

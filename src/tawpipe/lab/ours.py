@@ -125,7 +125,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     chosen = settings.schedule
     if isinstance(workload, TimedWorkload) and workload.keys_bytes and "sequence_ranks" not in knobs:
         chosen = replace(chosen, sequence_ranks=topology.local_size)
-    elif isinstance(workload, TimedWorkload) and chosen.sequence_ranks != 1 and not workload.keys_bytes:
+    elif isinstance(workload, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not workload.keys_bytes:
         raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
     step = step_of(model, topology, chosen, share_in_sets(workload.micro_batches, topology, chosen))
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))

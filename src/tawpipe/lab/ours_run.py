@@ -138,7 +138,7 @@ class _SleepingCompute:
     """
 
     def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
-        ranks = schedule.step.settings.sequence_ranks
+        ranks = schedule.step.sequence_ranks
         self._workload, self._model, self._step = workload.faster(ranks), schedule.model, schedule.step
         self._sleep = sleeper.compute
         self._boundaries: dict[tuple[int, int], Tensor] = {}

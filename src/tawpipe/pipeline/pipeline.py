@@ -51,7 +51,7 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, LayerKind, Work, deal
+from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
 from tawpipe.schedule.sets import share_in_sets
@@ -139,6 +139,7 @@ class Pipeline:
         self._watched = False
         self.dtype = dtype
         self.settings = strategy_of(schedule)[1]
+        self.sequence_ranks = self.settings.sequence_ranks or 1
         wide = torch.promote_types(dtype, torch.float32)
         self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
         if clip_norm is not None and self.settings.early_updates:
@@ -146,7 +147,7 @@ class Pipeline:
         if compile_layers and self.settings.sequence_chunk:
             expected = "false with schedule.sequence_chunk: every chunk would be compiled anew"
             raise UserError("compile_layers", True, expected)
-        if compile_layers and self.settings.sequence_ranks > 1:
+        if compile_layers and self.sequence_ranks > 1:
             expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
             raise UserError("compile_layers", True, expected)
         _ = share_in_sets(0, self.world.topology, self.settings)
@@ -159,7 +160,7 @@ class Pipeline:
             self.chain.positions,
             self.chain.config.get_text_config().vocab_size,
             own_loss=loss is not None,
-            ranks=self.settings.sequence_ranks,
+            ranks=self.sequence_ranks,
         )
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
@@ -169,7 +170,7 @@ class Pipeline:
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         # Which the tests of all families do not know.
-        in_chunks = bool(self.settings.sequence_chunk) or self.settings.sequence_ranks > 1
+        in_chunks = bool(self.settings.sequence_chunk) or self.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.spec = self.chain.spec
@@ -215,7 +216,7 @@ class Pipeline:
             self.spec,
             chunk_tokens=chunk_tokens,
             sequence_chunk=self.settings.sequence_chunk or 0,
-            sequence_ranks=self.settings.sequence_ranks,
+            sequence_ranks=self.sequence_ranks,
             compiled=compile_layers,
             offload_dir=self.settings.offload_dir,
         )
@@ -276,7 +277,7 @@ class Pipeline:
             world_size=self.world.size,
             cap=self.bin_tokens,
             work=self.work,
-            ranks=self.settings.sequence_ranks,
+            ranks=self.sequence_ranks,
         )
 
     def part_of_documents(
@@ -330,7 +331,7 @@ class Pipeline:
         Args:
             measure: looks at the head of this rank's micro-batches, and says what their loss is.
         """
-        if isinstance(measure, AnswersByRow) and self.micro_batch > 1 and self.settings.sequence_ranks > 1:
+        if isinstance(measure, AnswersByRow) and self.micro_batch > 1 and self.sequence_ranks > 1:
             expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
             raise UserError("micro_batch", self.micro_batch, expected)
         self.drain()
@@ -394,7 +395,7 @@ class Pipeline:
 
     def _estimate(self, local: LocalBatch) -> None:
         """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
-        device, shares, ranks = self.world.device, self._deal.count(local.rows), self.settings.sequence_ranks
+        device, shares, ranks = self.world.device, self._deal.count(local.rows), self.sequence_ranks
         if (bins := local.bins) is None:
             rows = min(local.rows, self.micro_batch * ceil(shares * ranks / self.world.size))
             said = self.costs(local.rows, local.sequence_length)
@@ -473,35 +474,26 @@ class Pipeline:
             step=self.step_number,
             digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
             measure=measure,
-            place=self.world.topology.local_of(self.world.rank) % self.settings.sequence_ranks,
+            place=self.world.topology.local_of(self.world.rank) % self.sequence_ranks,
             shared=schedule.step.shared,
             kept={m: self._layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
         )
         if schedule.step.settings.offloaded_layers:
-            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype)
+            tokens = self.bin_tokens if bins else 0
+            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype, tokens)
         rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
         return self.executor.play(schedule, given, rule, recording=recording)
 
     def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
-        """The blocks of which ``keep_mib`` holds what a micro-batch would compute again: those that take longest, and
-        of these the last, whose backward pass comes first. As all layers keep equally much for a token, no others
-        would save more.
-        """
+        """The layers of which ``keep_mib`` holds what a micro-batch would compute again."""
         settings = schedule.step.settings
         if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
             return frozenset()
-        boundary = self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
-        each = max(1, self._kept_per_token["graph"] - boundary) * batch.input_ids.numel()
-        each *= settings.micro_batches_per_visit
-        seen = windows(self.chain.config.get_text_config())
-        pairs = {one: LayerKind(1, 0.0, 1.0, one).of for one in set(seen)}
+        config = self.chain.config.get_text_config()
+        each = max(1, self._kept_per_token["graph"] - config.hidden_size * self.dtype.itemsize)
+        tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
         first = max(settings.offloaded_layers + 1, self.spec.first_backward)
-        layers = sorted(
-            range(first, self.spec.num_layers + 1),
-            key=lambda block: (sum(map(pairs[seen[block - 1]], batch.lengths)), block),
-            reverse=True,
-        )
-        return frozenset(layers[: settings.keep_mib * 2**20 // each])
+        return layers_that_keep(batch.lengths, windows(config), settings.keep_mib * 2**20 // (each * tokens), first)
 
     # state
 
@@ -620,10 +612,10 @@ class Pipeline:
             optimizer_states=self.optimizers.states_per_element,
         )
         hidden = self.chain.config.get_text_config().hidden_size
-        own = -(-tokens // self.settings.sequence_ranks)
+        own = -(-tokens // self.sequence_ranks)
         boundary = own * hidden * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
-        if self.settings.sequence_ranks > 1:
+        if self.sequence_ranks > 1:
             keys = key_elements(self.chain.config.get_text_config()) * tokens
             sizes[Kind.KEYS] = keys * self.dtype.itemsize
             sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize

@@ -59,8 +59,9 @@ class Schedules:
     def of_bins(self, shape: tuple[int, int]) -> StepSpec:
         """A step of documents that were dealt, by ``Bins.shape``."""
         topology, settings = self._world.topology, self.settings
-        shares = share_bins(*shape, topology.world_size, settings.sequence_ranks)
-        shared = shape[0] * topology.world_size // settings.sequence_ranks
+        ranks = settings.sequence_ranks or 1
+        shares = share_bins(*shape, topology.world_size, ranks)
+        shared = shape[0] * topology.world_size // ranks
         return step_of(self._model, topology, settings, shares, strategy=self._strategy, shared=shared)
 
     def of(self, count: int | tuple[int, int], *, training: bool) -> tuple[Schedule, bool]:

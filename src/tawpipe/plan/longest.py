@@ -17,7 +17,7 @@ from typing import Any
 from tawpipe.console import columns
 from tawpipe.errors import UserError
 from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
-from tawpipe.plan.plan import held
+from tawpipe.plan.plan import held, of_ranks
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
@@ -81,6 +81,7 @@ class LongestRow:
             "tokens": self.tokens,
             "sequence_length": self.tokens,
             "sequence_chunk": self.step.settings.sequence_chunk if self.step else None,
+            "sequence_ranks": self.step.sequence_ranks if self.step else None,
             "offloaded_layers": self.step.settings.offloaded_layers if self.step else None,
             "binds": self.binds,
             "knobs": settings_of(self.step) if self.step else {},
@@ -102,6 +103,7 @@ class LongestRow:
         numbers = (
             f"{self.tokens:,}",
             f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
+            str(self.step.sequence_ranks),
             f"{own.offloaded_layers} of {self.step.model.num_layers}",
             f"{made.step_seconds:.3f}",
             f"{self.tokens_per_second:,.0f}",
@@ -116,6 +118,7 @@ HEAD = (
     "strategy",
     "longest row",
     "chunk",
+    "devices a row",
     "layers offloaded",
     "s/step",
     "tokens/s/device",
@@ -183,6 +186,8 @@ class Longest:
             words += f"; within {NEAR:.0%} of that length nothing is faster than its {seconds}"
         else:
             words += f"; within {NEAR:.0%} of that length {fastest.strategy} is the fastest, {seconds}"
+        if best.step is not None and best.step.sequence_ranks > 1:
+            words += f"; a row is computed by {of_ranks(self.request, best.step.sequence_ranks)}"
         return words + ("" if self.request.memory_bytes else "; nobody has said how much memory a device has: --memory")
 
     @cached_property
@@ -194,15 +199,18 @@ class Longest:
         fastest = self.fastest
         if fastest is None or self.request.topology.num_nodes == 1:
             return {}
-        ways = [_Lean(self.request, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
+        ranks = fastest.step.sequence_ranks if fastest.step else 1
+        asked = self.request.with_ranks(ranks)
+        ways = [_Lean(asked, find(fastest.strategy), buffers) for buffers in (USUAL, LEAN)]
 
         def played(tokens: int) -> Prediction:
             fitting = ((one, chunk) for one in ways for chunk in one.chunks if one.fits(tokens, chunk))
             way, chunk = next(fitting, (ways[-1], ways[-1].chunks[-1]))
-            return predict(self.request.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
+            return predict(asked.with_length(tokens), way.step(way.fewest(tokens, chunk)[0], chunk))
 
         return {
             "strategy": fastest.strategy,
+            "sequence_ranks": ranks,
             "tokens": hides_from(played, min(HIDING_LEAST, fastest.tokens - 1), fastest.tokens, HIDING_PRECISION),
             "document_in_a_node": weights_hide_from(self.request),
             "context_parallelism": keys_hide_from(self.request),
@@ -216,7 +224,8 @@ class Longest:
             return ""
         tokens, node, everywhere = (found[name] for name in ("tokens", "document_in_a_node", "context_parallelism"))
         words = f"what passes between nodes hides under {found['strategy']} "
-        words += f"from rows of {tokens:,} tokens a device on" if tokens else "at no length that fits"
+        devices = "a device" if found["sequence_ranks"] == 1 else f"over {found['sequence_ranks']} devices"
+        words += f"from rows of {tokens:,} tokens {devices} on" if tokens else "at no length that fits"
         words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
         words += f"; by formula, weights hide behind one document over the {topology.local_size} devices of a node "
         words += f"from {node:,.0f} tokens on"
@@ -257,6 +266,16 @@ def longest_that(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The longest row: by one device, or if that makes it longer by all devices of a node."""
+    alone = _by_ranks(request, strategy, ends)
+    if not request.sets or "sequence_ranks" in strategy.refusals or alone.binds == ends:
+        return alone
+    shared = _by_ranks(request.with_ranks(request.sets[-1]), strategy, ends)
+    return shared if alone.tokens < shared.tokens * (1 - NEAR) else alone
+
+
+def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
+    """The same with as many ranks to a row as the request says."""
     try:
         lean = _Lean(request, strategy)
         if why := unplayed(request, lean.step(0)):

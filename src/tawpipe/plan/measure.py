@@ -23,6 +23,7 @@ from tawpipe.plan.profile import Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
 from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.simulate import LinkModel
 
@@ -98,7 +99,7 @@ def request_of(
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``PlanRequest``.
         rope: rotary positions instead of the model's own.
-        why_whole: the reason why rows may not run in chunks, if they may not.
+        why_whole: the reason why rows may not be cut, if they may not.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -115,6 +116,7 @@ def request_of(
             raise UserError(name, value, "a larger number")
     if micro_batch > global_batch:
         raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
+    _ = share_in_sets(0, machine.topology.evened(), settings)
     documents = tuple(lengths or (row,))
     if sum(documents) != row or min(documents) < 1:
         raise UserError("--lengths", sum(documents), f"documents that fill a row of {row} tokens")
@@ -138,6 +140,7 @@ def request_of(
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
+    ranks = settings.sequence_ranks or 1
 
     def asked(found: Profile) -> PlanRequest:
         if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -166,10 +169,14 @@ def request_of(
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 
-    def chunks(whole: Profile) -> Sequence[int]:
-        request = asked(replace(whole, in_chunks=whole.blocks))
-        needed = not why_whole and (settings.sequence_chunk or not whole_rows_fit(request))
-        return request.chunks if needed else ()
+    def chunks(whole: Profile) -> Sequence[int] | None:
+        if why_whole:
+            return None
+        request = asked(replace(whole, in_chunks=whole.blocks, cuts=True))
+        small = not whole_rows_fit(request)
+        sizes = request.chunks if settings.sequence_chunk or small else ()
+        shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
+        return sizes if sizes or shared else None
 
     measuring = {
         "dtype": dtype,
@@ -187,8 +194,10 @@ def request_of(
     if why := why_whole or found.why_whole:
         if settings.sequence_chunk:
             raise UserError("schedule.sequence_chunk", settings.sequence_chunk, f"0, for whole rows: {why}")
-        found = replace(found, in_chunks=(), why_whole=why)
-        tell(f"no rows in chunks: {why}")
+        if ranks > 1:
+            raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
+        found = replace(found, in_chunks=(), cuts=False, why_whole=why)
+        tell(f"rows stay whole: {why}")
     return asked(found)
 
 
@@ -246,6 +255,7 @@ def _profile(
         raise UserError("--device-name", machine.device.name, expected)
     dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
     found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk)
-    if not measuring["chunks"](found):
+    if (sizes := measuring["chunks"](found)) is None:
         return replace(found, in_chunks=())
-    return replace(found, why_whole=Bench(chain, torch.device("meta"), dtype, chunk).why_whole())
+    why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()
+    return replace(found, in_chunks=found.in_chunks if sizes else (), cuts=not why, why_whole=why)

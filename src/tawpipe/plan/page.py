@@ -100,7 +100,7 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield timeline_section(f"A step of {chosen.strategy}", predicted_bars(timeline), words)
     rank = timeline.schedule.played[0]
     fixed = sum(size for name, size in chosen.prediction.memory.items() if name not in ("activations",))
-    sizes = request.activations_of(timeline.schedule.step.settings.sequence_ranks)
+    sizes = request.activations_of(timeline.schedule.step.sequence_ranks)
     figure = memory_figure(chosen.strategy, timeline, rank, sizes, fixed)
     yield Section("Memory in the course of the step", figures=[figure])
 

@@ -68,6 +68,8 @@ class Plan:
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
         if chunk := self.chosen.step.settings.sequence_chunk:
             words += f", rows in {of_chunks(self.request, chunk)}"
+        if (ranks := self.chosen.step.sequence_ranks) > 1:
+            words += f", every row over {of_ranks(self.request, ranks)}"
         if self.request.topology.num_nodes > 1:
             busy = self.link_share(self.chosen)
             words += f" and keeps the busiest link {busy:.0%} busy"
@@ -92,7 +94,7 @@ class Plan:
             return "no strategy can run this model on these machines"
         lacks = shortage(self.request, least.prediction.needs)
         why = self.request.profile.why_whole
-        whole = f"; rows in chunks are not offered: {why}" if why else ""
+        whole = f"; rows stay whole: {why}" if why else ""
         return f"nothing fits: {least.strategy} needs least, and that is {lacks}{whole}"
 
     @property
@@ -212,6 +214,11 @@ class Plan:
 def of_chunks(request: PlanRequest, size: int) -> str:
     """Chunks of a size in words, with what they change."""
     return f"chunks of {size:,} tokens" + (" (another size is another draw of dropout)" if request.drops else "")
+
+
+def of_ranks(request: PlanRequest, ranks: int) -> str:
+    """So many devices for a row in words, with what they change."""
+    return f"{ranks} devices of a node" + (" (another draw of dropout than one device's)" if request.drops else "")
 
 
 def held(request: PlanRequest, needs: Needs) -> str:

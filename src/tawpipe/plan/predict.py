@@ -84,7 +84,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     said: Costs = costs(
         schedule,
         request.widths,
-        activation_bytes=request.activations_of(schedule.step.settings.sequence_ranks),
+        activation_bytes=request.activations_of(schedule.step.sequence_ranks),
         working=lambda action: memory.working_of(schedule, action, tokens),
     )
     parts = {

@@ -50,7 +50,8 @@ class Profile:
         source: in words, for the reader.
         in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
             not looked at.
-        why_whole: the reason why rows cannot run in chunks, if they cannot.
+        cuts: rows can be cut, into chunks or into shares for several ranks; False where that was not looked at.
+        why_whole: the reason why they cannot, if they cannot.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -58,6 +59,7 @@ class Profile:
     memory: BlockMemory
     source: str
     in_chunks: tuple[BlockCost, ...] = ()
+    cuts: bool = False
     why_whole: str = ""
 
     @property
@@ -115,7 +117,7 @@ def measure(
     packed: bool = False,
     timed: bool = True,
     row: int = 0,
-    chunks: Callable[[Profile], Sequence[int]] = lambda _: (),
+    chunks: Callable[[Profile], Sequence[int] | None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> Profile:
@@ -127,7 +129,7 @@ def measure(
         timed: False for memory alone, which takes less time; all seconds are 0.
         row: tokens of the rows that are asked about.
         chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
-            ascending.
+            ascending; none where only shares of rows are asked about, None where rows stay whole.
         tell: is given what is measured, before it is and while it takes time.
         now: seconds; those of the process alone where others use its processors.
     """
@@ -155,18 +157,21 @@ def measure(
 
 
 def _with_chunks(
-    whole: Profile, clock: Clock, chunks: Callable[[Profile], Sequence[int]], tokens: int, row: int
+    whole: Profile, clock: Clock, chunks: Callable[[Profile], Sequence[int] | None], tokens: int, row: int
 ) -> Profile:
-    """The profile with what rows in chunks cost, as far as ``measure`` is asked for that.
+    """The profile with whether rows can be cut and what chunks cost, as far as ``measure`` is asked for that.
 
     Args:
         tokens: as of ``measure``; 0 for memory alone.
     """
     bench, sizes = clock.bench, chunks(whole)
-    if not sizes:
+    if sizes is None:
         return whole
     if why := bench.why_whole():
         return replace(whole, why_whole=why)
+    whole = replace(whole, cuts=True)
+    if not sizes:
+        return whole
     blocks = clock.in_chunks(whole, tokens, row, sizes[0]) if tokens else whole.blocks
     memory = replace(whole.memory, in_chunks=measure_chunks(bench, sizes[0]))
     return replace(whole, memory=memory, in_chunks=blocks)

@@ -83,6 +83,22 @@ class PlanRequest:
         sizes = CHUNKS if given is None else (given,)
         return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
 
+    @property
+    def sets(self) -> tuple[int, ...]:
+        """Numbers of ranks that a plan may let compute a row together, ascending, besides 1; none if it may not."""
+        local = self.topology.local_size
+        open_ = self.settings.sequence_ranks is None and self.profile.cuts
+        return tuple(size for size in range(2, local + 1) if local % size == 0) if open_ else ()
+
+    @property
+    def leaves_idle(self) -> bool:
+        """True if there are devices without a micro-batch where each computes its own."""
+        return self.micro_batches < self.topology.world_size
+
+    def with_ranks(self, ranks: int) -> PlanRequest:
+        """The same where so many ranks compute a row together."""
+        return replace(self, settings=replace(self.settings, sequence_ranks=ranks))
+
     def of(self, step: StepSpec) -> PlanRequest:
         """The request as a step computes it: layers on whole rows or in chunks."""
         size, profile = step.settings.sequence_chunk or 0, self.profile
@@ -153,7 +169,7 @@ class PlanRequest:
 
     def compute_s(self, step: StepSpec) -> float:
         """Seconds in which a device computes its share of one micro-batch, forward and backward."""
-        costs, seconds = self.of(step).costs.in_sets(step.settings.sequence_ranks), 0.0
+        costs, seconds = self.of(step).costs.in_sets(step.sequence_ranks), 0.0
         for b, block in enumerate(self.model.blocks):
             seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward

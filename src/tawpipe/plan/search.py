@@ -3,7 +3,8 @@
 The search is small and says what it does: every strategy is tried with few and many micro-batches per visit; those that
 do not fit are dropped, those whose bound (computing, links) is behind the best prediction so far are not played; then
 the best settings of each strategy that is not far behind are improved one by one as long as that gains something, and
-homes are found for it where units or links are uneven (place.py).
+homes are found for it where units or links are uneven (place.py). Where whole rows do not fit on a device, or devices
+have none, several devices are tried for every row (``sequence_ranks``).
 """
 
 from __future__ import annotations
@@ -85,10 +86,16 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         tell: is given a line for every strategy.
     """
     candidates: list[Candidate] = []
-    for strategy in strategies(runs=True).values():
-        if strategy.candidate:
-            candidates.append(_best(request, strategy))
-            tell(describe(request, candidates[-1]))
+    # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
+    # alone no row is taken apart.
+    for asked in [request.with_ranks(1), request] if request.drops and request.sets else [request]:
+        if any(one.fits for one in candidates):
+            break
+        candidates = []
+        for strategy in strategies(runs=True).values():
+            if strategy.candidate:
+                candidates.append(_best(asked, strategy))
+                tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     for i, one in enumerate(candidates):
         ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
@@ -160,6 +167,35 @@ def gib(size: float) -> str:
 
 
 def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
+    """The settings that suit a strategy, as long as nothing is improved one by one."""
+    best = _best_of(request, strategy)
+    if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
+        return best
+    for ranks in request.sets:
+        other = _best_of(request.with_ranks(ranks), strategy)
+        if other.fits != best.fits:
+            better = other.fits
+        elif other.fits:
+            better = other.seconds < best.seconds * (1 - GAIN)
+        else:
+            better = _peak(other) < _peak(best)
+        best = other if better else best
+    return best
+
+
+def _on_device(candidate: Candidate) -> bool:
+    """True if it fits with whole rows, and everything on the device."""
+    if not candidate.fits or candidate.step is None:
+        return False
+    return not candidate.step.settings.sequence_chunk and not candidate.step.settings.offloaded_layers
+
+
+def _peak(candidate: Candidate) -> float:
+    return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
+
+
+def _best_of(request: PlanRequest, strategy: Strategy) -> Candidate:
+    """The same with as many ranks to a row as the request says."""
     refused = Candidate(strategy.name, None, None, True, False)
     base = replace(request.settings, strategy=strategy.name)
     try:
@@ -285,7 +321,7 @@ def _best_elsewhere(request: PlanRequest, strategy: Strategy) -> Candidate:
 
 def _per_visit(request: PlanRequest) -> list[int]:
     """1, 2, 4, ... up to all micro-batches of a device."""
-    most = -(-request.micro_batches * request.settings.sequence_ranks // request.topology.world_size)
+    most = -(-request.micro_batches * (request.settings.sequence_ranks or 1) // request.topology.world_size)
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [*powers, most]
 

@@ -461,13 +461,16 @@ class Compute:
             self._places[key] = Room(dtype, "cpu" if to_host else self.chain.device, pinned=pinned)
         return self._places[key]
 
-    def make_places(self, program: Iterable[Action], given: StepInput, dtype: torch.dtype) -> None:
+    def make_places(self, program: Iterable[Action], given: StepInput, dtype: torch.dtype, tokens: int = 0) -> None:
         """Allocate the places of inputs that wait in the host's memory, before a step: to pin memory halts the thread
         that issues all lanes, until what it has issued is over. A model whose hidden states are not [rows, S, hidden
         size] in ``dtype`` gets its places when they are first needed.
+
+        Args:
+            tokens: of a micro-batch at most, where steps are not alike; 0 where they are.
         """
         width = self.chain.config.get_text_config().hidden_size
-        shapes = {m: (*self._shape(given, m), width) for m in given.micro_batches}
+        shapes = {m: (1, tokens, width) if tokens else (*self._shape(given, m), width) for m in given.micro_batches}
         for action in program:
             if action.op in (Op.OFFLOAD, Op.RELOAD):
                 room = self._room(action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)

@@ -52,6 +52,23 @@ def pairs_within(length: int, window: int | None = None) -> int:
     return seen * (2 * length - seen)
 
 
+def layers_that_keep(
+    lengths: Sequence[int], windows: Sequence[int | None], most: int, first: int = 1
+) -> frozenset[int]:
+    """The layers, counted from 1, that keep what their backward pass would compute again: those that take longest on
+    these documents, and of equal ones the last, whose backward pass comes first. Where all keep equally much, no others
+    would save more.
+
+    Args:
+        windows: of every layer.
+        most: so many at most.
+        first: layers below it keep nothing.
+    """
+    pairs = {window: sum(pairs_within(length, window) for length in lengths) for window in set(windows)}
+    layers = sorted(range(first, len(windows) + 1), key=lambda layer: (pairs[windows[layer - 1]], layer))
+    return frozenset(layers[max(0, len(layers) - most) :])
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """Time that layers of one kind take for a document, in any unit: ``per_token`` and, for every pair of tokens, the

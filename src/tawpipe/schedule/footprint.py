@@ -117,11 +117,11 @@ class BlockMemory:
         of_kind = self.working.get(block, {})
         forward, settings = action.op in (Op.FORWARD, Op.KEYS), schedule.step.settings
         fixed, per_token = of_kind.get(f"{'forward' if forward else 'backward'} {recompute}", (0, 0))
-        if settings.sequence_ranks > 1:
+        if schedule.step.sequence_ranks > 1:
             together = schedule.step.ranks_of(action.micro_batch) > 1
             if block == "layer" and settings.sequence_chunk and together:  # what it says of the row are keys and values
                 per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
-            tokens = -(-tokens // settings.sequence_ranks)
+            tokens = -(-tokens // schedule.step.sequence_ranks)
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
         if Kind.OFFLOADED not in kinds:
             return computing

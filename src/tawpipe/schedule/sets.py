@@ -33,7 +33,7 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
     Raises:
         UserError: sets of this size cannot be on these nodes.
     """
-    ranks, local = settings.sequence_ranks, topology.local_size
+    ranks, local = 1 if settings.sequence_ranks is None else settings.sequence_ranks, topology.local_size
     if not isinstance(ranks, int) or ranks < 1 or local % ranks:
         good = [str(size) for size in range(1, local + 1) if local % size == 0]
         words = " or ".join([*([", ".join(good[:-1])] if good[1:] else []), good[-1]])
@@ -45,7 +45,7 @@ def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) ->
 
 def in_sets(schedule: Schedule) -> Schedule:
     """The same schedule for sets of as many ranks as its settings say, which compute some or all micro-batches."""
-    ranks, blocks = schedule.step.settings.sequence_ranks, schedule.model.blocks
+    ranks, blocks = schedule.step.sequence_ranks, schedule.model.blocks
     if ranks == 1 or schedule.step.shared == 0:
         return schedule
     group, programs = set_group(ranks), []

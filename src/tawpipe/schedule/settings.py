@@ -48,8 +48,8 @@ class ScheduleSettings:
     are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
     backwards: none:4,selective:8,full."""
     keep_mib: int | None = bounded(None, minimum=0)
-    """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers keep
-    it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
+    """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers
+    keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
     default a run with uneven documents (packing balanced) and a plan takes what is left; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
     """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
@@ -79,10 +79,11 @@ class ScheduleSettings:
     """Run a layer on so many tokens of a row at a time, all of them in one visit, so that rows may be much longer: what
     a layer needs besides its input then exists for one chunk, and keys and values for one layer. 0 runs it on whole
     rows. By default a plan chooses, which takes whole rows where they fit; without a plan 0."""
-    sequence_ranks: int = bounded(1, minimum=1)
+    sequence_ranks: int | None = bounded(None, minimum=1)
     """So many processes of a node compute the rows of a micro-batch together, each a share of the tokens of every
     document; they gather keys and values layer by layer. For rows that one device cannot hold, or computes for too
-    long. It must divide the processes of every node."""
+    long. It must divide the processes of every node. By default a plan chooses, which leaves every row to one process
+    where that fits, is as fast and leaves none without rows; without a plan 1."""
 
 
 DEFAULT = ScheduleSettings()
@@ -101,14 +102,13 @@ UNPLANNED = (
     "reuse",
     "reduce_dtype",
     "loss_chunk_tokens",
-    "sequence_ranks",
     "offload_dir",
     "keep_mib",
 )
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""
-KEPT_BY_PLANS = ("sequence_chunk",)
+KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks")
 """Of those, the ones that a plan takes as given where the user has chosen, and chooses the others."""
 
 

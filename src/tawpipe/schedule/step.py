@@ -30,7 +30,13 @@ from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, 
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
-NEUTRAL: dict[str, Any] = {"step_cache": 0, "gradients_scope": "visit", "sequence_chunk": 0, "keep_mib": 0}
+NEUTRAL: dict[str, Any] = {
+    "step_cache": 0,
+    "gradients_scope": "visit",
+    "sequence_chunk": 0,
+    "sequence_ranks": 1,
+    "keep_mib": 0,
+}
 """What the settings that may be left open are for strategies that have no word on them."""
 
 
@@ -72,7 +78,7 @@ class StepSpec:
 
     def ranks_of(self, micro_batch: int) -> int:
         """How many ranks compute a micro-batch together."""
-        return self.settings.sequence_ranks if self.shared is None or micro_batch < self.shared else 1
+        return self.sequence_ranks if self.shared is None or micro_batch < self.shared else 1
 
     def offloads(self, block: int) -> bool:
         """True if the input of a block waits in the host's memory. Layers are the blocks from 1 on."""
@@ -91,6 +97,11 @@ class StepSpec:
         """Units whose copies are kept beyond what look-ahead needs."""
         cached = self.settings.step_cache
         return len(self.model.units) if cached == "all" else cached or 0
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that compute a micro-batch together."""
+        return self.settings.sequence_ranks or 1
 
     @cached_property
     def rounds(self) -> int:

@@ -442,7 +442,7 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
-    if settings.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
+    if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)
     if settings.keep_mib and (settings.sequence_chunk or any(map(step.saves, range(layers + 1)))):

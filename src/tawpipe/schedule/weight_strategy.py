@@ -118,7 +118,7 @@ class WeightStrategy(Strategy):
             return step, step, 0.0
 
         def cut(to: int) -> StepSpec:
-            each, together = len(shares[0]) - k * (step.rounds - to), step.settings.sequence_ranks
+            each, together = len(shares[0]) - k * (step.rounds - to), step.sequence_ranks
             count = each * len(shares) // together
             return replace(step, micro_batches=share_micro_batches(count, len(shares), together))
 

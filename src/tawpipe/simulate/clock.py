@@ -110,7 +110,7 @@ class Player:
     """
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, steps: int, physical: Topology | None = None) -> None:
-        cost_model = cost_model.in_sets(schedule.step.settings.sequence_ranks, schedule.step.shared)
+        cost_model = cost_model.in_sets(schedule.step.sequence_ranks, schedule.step.shared)
         self.schedule, self.cost_model, self.steps = schedule, cost_model, steps
         self.physical = physical or schedule.topology
         assert self.physical.world_size == schedule.topology.world_size

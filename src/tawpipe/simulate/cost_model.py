@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,6 +138,7 @@ class CostModel:
         key_elements: of a layer's keys and values, for every token.
         ranks: that compute a micro-batch together, see ``in_sets``.
         shared: only those below this number; None for all.
+        kept: by micro-batch, blocks that compute nothing again because they keep it.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -159,6 +160,7 @@ class CostModel:
     key_elements: int = 0
     ranks: int = 1
     shared: int | None = None
+    kept: Mapping[int, Collection[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "gradient_bytes"):
@@ -237,6 +239,7 @@ class CostModel:
         """Seconds of a backward pass that computes again what ``recompute`` says."""
         cost = self._block(block)
         size = self._size(micro_batch, cost.window)
+        recompute = "none" if block in self.kept.get(micro_batch, ()) else recompute
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
 

@@ -98,7 +98,7 @@ class Batches:
             world_size=pipeline.world.size,
             cap=pipeline.bin_tokens,
             work=pipeline.work,
-            ranks=pipeline.settings.sequence_ranks,
+            ranks=pipeline.sequence_ranks,
         )
 
     def _check_longest(self, batch: LocalBatch) -> None:

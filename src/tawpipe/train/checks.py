@@ -102,7 +102,7 @@ def check_longest_fits(config: TrainConfig, longest: int, where: str) -> None:
     Raises:
         UserError: it has none.
     """
-    ranks, cap = config.schedule.sequence_ranks, config.bin_tokens
+    ranks, cap = config.schedule.sequence_ranks or 1, config.bin_tokens
     if cap is None or longest <= cap * ranks:
         return
     piece = "a piece of a document" if longest == config.document_tokens else "a document"

@@ -257,7 +257,7 @@ def in_bins(config: TrainConfig, world_size: int) -> TrainConfig:
     """The settings under ``balanced`` on so many processes, with rows for all that knows nothing else: a row is a full
     bin, and there are as many as bins in a step.
     """
-    ranks, tokens, longest = config.schedule.sequence_ranks, config.step_tokens, config.document_tokens
+    ranks, tokens, longest = config.schedule.sequence_ranks or 1, config.step_tokens, config.document_tokens
     cap = config.bin_tokens or max(min(longest * 3 // 2, ceil(tokens * ROOM / world_size)), ceil(longest / ranks))
     rounds = ceil(tokens / (cap * world_size))
     return replace(

@@ -18,13 +18,20 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bins, Work, deal
 
+FEW = 32
+"""Documents that take no longer here than the way to a worker."""
+
 
 class Dealer:
-    """``deal`` in a worker. Several threads may call it, one after the other."""
+    """``deal`` in a worker, which starts with the first step of many documents. Several threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: subprocess.Popen[bytes] | None = None
+        self._starts = True
+
+    def _start(self) -> None:
+        self._starts = False
         try:
             command = [sys.executable, "-m", __name__]
             self._worker = subprocess.Popen(
@@ -35,11 +42,14 @@ class Dealer:
 
     def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
         given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
-        return self._asked((list(lengths), given)) or deal(lengths, **given)
+        found = self._asked((list(lengths), given)) if len(lengths) > FEW else None
+        return found or deal(lengths, **given)
 
     def _asked(self, question: tuple[list[int], dict[str, Any]]) -> Bins | None:
         """The worker's answer; None if it has none."""
         with self._lock:
+            if self._starts:
+                self._start()
             if self._worker is None:
                 return None
             assert self._worker.stdin is not None and self._worker.stdout is not None
@@ -62,6 +72,7 @@ class Dealer:
             self._end()
 
     def _end(self) -> None:
+        self._starts = False
         if self._worker is not None:
             self._worker.kill()
             self._worker.communicate()

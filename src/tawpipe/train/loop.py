@@ -387,7 +387,7 @@ class Training:
             lengths, ranks = list(batch.bins.lengths), self.world.size
         else:
             lengths = [length for one in batch.micro_batches for length in one.lengths]
-            ranks = self.pipeline.settings.sequence_ranks
+            ranks = self.pipeline.sequence_ranks
         flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
 

@@ -14,8 +14,9 @@ from tawpipe.plan.probe import machine_unprobed, probe, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
+from tawpipe.schedule.strategies import find
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import ask
+from tawpipe.train.planned import MEMORY, ask
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
@@ -65,6 +66,24 @@ def check_memory(
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(config, machine, measured))
     return needs
+
+
+def with_room_to_keep(config: TrainConfig, world: World, needs: Needs | None) -> tuple[TrainConfig, Needs | None]:
+    """For documents of uneven lengths, ``keep_mib`` where it was left open: what memory has left, on all ranks. Steps
+    differ, so that settings which fit every step leave much of it unused in most.
+    """
+    settings = config.schedule
+    open_ = settings.keep_mib is None and config.packing == "balanced" and config.plan != "none"
+    lasting = settings.recompute == "full" and not settings.sequence_chunk
+    if needs is None or not open_ or not lasting or "keep_mib" in find(settings.strategy).refusals:
+        return config, needs
+    limit = machine_unprobed(world).device.memory_bytes * MEMORY[world.device.type]
+    left = min(world.gather_numbers(float(limit - needs.device)))
+    if left < 2**20:
+        return config, needs
+    mib = int(left / 2**20)
+    config = replace(config, schedule=replace(settings, keep_mib=mib))
+    return config, replace(needs, parts={**needs.parts, "kept": mib * 2**20})
 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:

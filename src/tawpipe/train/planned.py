@@ -27,7 +27,6 @@ from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import planned_settings
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Work
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
@@ -36,6 +35,7 @@ from tawpipe.train.config import TrainConfig
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
     from tawpipe.plan.request import PlanRequest
+    from tawpipe.schedule.balance import Work
 
 logger = logging.getLogger(__name__)
 PLAN = "plan.yaml"
@@ -65,20 +65,6 @@ class Followed:
     line: str = ""
     step_s: float = 0.0
     request: PlanRequest | None = field(default=None, compare=False)
-
-    @property
-    def work(self) -> Work | None:
-        """Seconds of a document by the profile that the plan was made from, alike on all ranks and in a resumed run;
-        None without a plan, or where rows were too short for attention to show in it.
-        """
-        clock = yaml.safe_load(self.text).get("clock") if self.text else None
-        if not clock:
-            return None
-        from tawpipe.plan.plan_file import request_from
-
-        profile = request_from(clock, where=PLAN).profile
-        seen = all(block.forward.per_pair and block.forward.per_token for block in profile.blocks[1:-1])
-        return profile.work if seen else None
 
 
 def follow_plan(
@@ -137,6 +123,19 @@ def follow_plan(
     predicted = plan.get("step_seconds")
     step_s = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else 0.0
     return Followed(config, text, f"{line}: {plan['reason']}", step_s, request)
+
+
+def work_of_plan(text: str) -> Work | None:
+    """The time of documents as it was measured for a plan; the same on all ranks, and in a resumed run. None without
+    one, or where rows were too short for attention to show in what was measured.
+    """
+    if not isinstance(clock := yaml.safe_load(text or "{}").get("clock"), dict):
+        return None
+    from tawpipe.plan.plan_file import request_from
+
+    profile = request_from(clock, where=PLAN).profile
+    seen = all(block.forward.per_pair and block.forward.per_token for block in profile.blocks[1:-1])
+    return profile.work if seen else None
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
@@ -252,7 +251,10 @@ def ask(
     """
     from tawpipe.plan.measure import request_of
 
-    request, problem = None, ""
+    request, problem, settings = None, "", config.schedule
+    by_row = config.micro_batch > 1 and config.evaluation.retrieval_lengths  # answers are told apart by row
+    if settings.sequence_ranks is None and (by_row or config.packing == "balanced"):  # bins are of so many ranks
+        settings = replace(settings, sequence_ranks=1)
     world.barrier()
     try:
         request = request_of(
@@ -267,10 +269,10 @@ def ask(
             timed=timed,
             vocab_size=vocab_size,
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
-            settings=config.schedule,
+            settings=settings,
             rope=config.rope,
             trust_remote_code=config.trust_remote_code,
-            why_whole="--compile would compile every chunk anew" if config.compile else "",
+            why_whole="--compile compiles layers on whole rows" if config.compile else "",
             here=world.device,
             tell=tell,
         )

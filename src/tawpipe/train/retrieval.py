@@ -99,7 +99,7 @@ def retrieval_check(config: TrainConfig, data: PreparedData, model_config: Any) 
     settings = config.evaluation
     if not settings.retrieval_lengths:
         return None
-    if config.micro_batch > 1 and config.schedule.sequence_ranks > 1:
+    if config.micro_batch > 1 and (config.schedule.sequence_ranks or 1) > 1:
         expected = "1 with --schedule.sequence-ranks, where facts are looked for: answers are told apart by row"
         raise UserError("--micro-batch", config.micro_batch, expected)
     text = data.validation or (data.train if isinstance(data.train, PackedDataset) else data.train.first_window())

@@ -43,9 +43,9 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.checks import check_longest_fits, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_memory
+from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
-from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan
+from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
 from tawpipe.train.retrieval import retrieval_check
 from tawpipe.train.sample import sample
 
@@ -105,6 +105,7 @@ def run(config: TrainConfig) -> int:
         request=followed.request,
         tell=console.notice,
     )
+    config, needs = with_room_to_keep(config, world, needs)
     with naming_documents(config):
         built = build_model(
             config.model,
@@ -293,7 +294,7 @@ def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
         world.size,
         bins.bin_tokens,
         work,
-        ranks=config.schedule.sequence_ranks,
+        ranks=config.schedule.sequence_ranks or 1,
         pretrained=folder is not None and has_weights(folder),
         asked=config.asks_for_balance,
         against="" if config.asks_for_balance else against,
@@ -333,7 +334,7 @@ def _make_pipeline(
         ),
         micro_batch=config.micro_batch,
         bin_tokens=config.bin_tokens or 0,
-        work=followed.work if config.packing == "balanced" else None,
+        work=work_of_plan(followed.text),
         schedule=config.schedule,
         dtype=DTYPES[config.dtype],
         clip_norm=settings.clip_norm or None,
@@ -437,8 +438,10 @@ def _plan_rows(
             ("activations", f"{gib(parts['activations'])} per process: what layers keep for their backward passes"),
             ("working", f"{gib(parts['working'])} per process: what one block needs while it computes"),
             ("system", f"{gib(parts['system'])} per process: what libraries and the driver take"),
-            ("memory", f"{gib(needs.device)} per process at the highest, all of this together"),
         ]
+        if "kept" in parts:
+            rows.append(("kept", f"up to {gib(parts['kept'])} per process: what need not be computed again then"))
+        rows.append(("memory", f"{gib(needs.device)} per process at the highest, all of this together"))
     if said.host_bytes:
         rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
     return rows

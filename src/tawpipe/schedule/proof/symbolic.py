@@ -105,7 +105,7 @@ class Contents:
 
     def _place(self, rank: int) -> int:
         """A rank's place in its set."""
-        return self.schedule.topology.local_of(rank) % self.schedule.step.settings.sequence_ranks
+        return self.schedule.topology.local_of(rank) % self.schedule.step.sequence_ranks
 
     def _read(self, buffer: Buffer, running: Running) -> Content:
         content = self.held[running.rank].get(buffer)
@@ -188,7 +188,7 @@ class Contents:
 
     def _keys_together(self, parts: Sequence[Running]) -> None:
         """Gather keys and values, or sum up their gradients, in a set."""
-        everyone = frozenset(range(self.schedule.step.settings.sequence_ranks))
+        everyone = frozenset(range(self.schedule.step.sequence_ranks))
         gathers = parts[0].action.collective == "all_gather"
         for part in parts:
             (buffer,), here = part.action.reads, self.places[part.rank]
@@ -265,7 +265,7 @@ class Contents:
         """
         action, here, unfinished = running.action, self.places[running.rank], self._unfinished[running.rank]
         for buffer in (one for one in action.reads if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):
-            if len(here.get(buffer, ())) != self.schedule.step.settings.sequence_ranks:
+            if len(here.get(buffer, ())) != self.schedule.step.sequence_ranks:
                 raise ScheduleError(f"reads {buffer}, which is not of all ranks: {running}")
             del here[buffer]
         for buffer in (one for one in action.writes if one.kind in (Kind.KEYS, Kind.KEY_GRADIENTS)):

@@ -1,0 +1,186 @@
+"""Rows over several devices of a node, chosen by a plan: where they are, how many, what is said, and who refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+from plan_requests import LAYERS, plan_request, profile, step_of
+from tawpipe.errors import UserError
+from tawpipe.plan import measure as measure_module
+from tawpipe.plan import search as search_module
+from tawpipe.plan.bench import Bench
+from tawpipe.plan.longest import Longest, limit_of
+from tawpipe.plan.machine import Device, Machine, uniform
+from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import planned_settings, replay
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.profile import size_of
+from tawpipe.plan.remedy import remedies
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import _best, search
+from tawpipe.schedule.settings import DEFAULT
+from tawpipe.schedule.strategies import find
+from tawpipe.simulate import LinkModel, Seconds
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.planned import ask
+
+ROW = 40_000
+FOUR = uniform(1, 4, between=LinkModel(1e9), inside=LinkModel(1e10))
+
+
+def asked_of(rows: int = 16, memory: int = 0, machine: Machine | None = None, **changes: Any) -> PlanRequest:
+    """Layers that take 0.16 s a row, with 4 bytes of keys and values for every token, whose rows can be cut."""
+    machine = machine or uniform(2, 2, between=LinkModel(1e9), inside=LinkModel(1e9), device=Device())
+    made = profile()
+    layer = replace(made.blocks[1], forward=Seconds(1e-4, 1e-6), backward=Seconds(3e-4, 3e-6))
+    memories = replace(made.memory, keys=4, key_gradients=8)
+    made = replace(made, blocks=(made.blocks[0], *[layer] * LAYERS, made.blocks[-1]), memory=memories, cuts=True)
+    usual: dict[str, Any] = {"profile": made, "sequence_length": ROW, "size": size_of([ROW])}
+    return plan_request(machine, global_batch=rows, memory=memory, **usual | changes)
+
+
+def given(ranks: int | None) -> dict[str, Any]:
+    return {"settings": replace(DEFAULT, sequence_ranks=ranks)}
+
+
+def needed(asked: PlanRequest, ranks: int) -> int:
+    """Bytes of a device under the leanest settings of ``flat``."""
+    return memory_quickly(asked, step_of(asked, "flat", look_ahead=1, gradient_buffers=1, sequence_ranks=ranks)).device
+
+
+def chosen(asked: PlanRequest) -> int | None:
+    """Ranks of a row under ``flat``, None where nothing fits."""
+    one = _best(asked, find("flat"))
+    return one.step.sequence_ranks if one.fits and one.step else None
+
+
+def test_without_a_plan_a_row_is_one_devices():
+    assert DEFAULT.sequence_ranks is None and step_of(asked_of(), "flat").settings.sequence_ranks == 1
+
+
+@pytest.mark.parametrize("machine", [None, FOUR], ids=["2x2", "1x4"])
+def test_devices_that_would_have_no_row_compute_one_together(machine):
+    assert [chosen(asked_of(rows, machine=machine)) for rows in (16, 4)] == [1, 1]
+    assert chosen(asked_of(2, machine=machine)) == 2
+    assert chosen(asked_of(1, machine=machine)) == (4 if machine else 2)
+    slow = replace(asked_of().machine if machine is None else machine, inside=LinkModel(1e5))
+    assert chosen(asked_of(2, machine=slow)) == 1, "not where keys and values take longer than what is saved"
+
+
+def test_rows_that_fit_no_device_are_shared():
+    free = asked_of(machine=FOUR)
+    assert needed(free, 4) < needed(free, 2) < needed(free, 1)
+    for ranks in (1, 2, 4):
+        assert chosen(asked_of(memory=needed(free, ranks), machine=FOUR)) == ranks
+    none = asked_of(memory=needed(free, 4) - 1, machine=FOUR)
+    least = Plan.of(none, [_best(none, find("flat"))]).least
+    assert chosen(none) is None and least is not None and least.step is not None
+    assert least.step.sequence_ranks == 4, "what needs the least memory is said"
+
+
+def test_what_the_user_says_is_kept():
+    assert [chosen(asked_of(2, **given(ranks))) for ranks in (None, 1, 2)] == [2, 1, 2]
+    assert chosen(asked_of(**given(2))) == 2
+    assert chosen(asked_of(memory=needed(asked_of(), 2), **given(1))) is None
+
+
+def test_rows_that_cannot_be_cut_stay_whole():
+    whole = replace(asked_of().profile, cuts=False)
+    assert chosen(asked_of(2, profile=whole)) == 1
+    assert chosen(asked_of(memory=needed(asked_of(), 2), profile=whole)) is None
+
+
+def test_another_draw_of_dropout_is_taken_only_where_nothing_else_fits_and_is_said(monkeypatch):
+    monkeypatch.setattr(search_module, "strategies", lambda *, runs: {"flat": find("flat")} if runs else {})
+
+    def plan(asked: PlanRequest) -> tuple[int, str]:
+        made = Plan.of(asked, search(asked))
+        assert made.chosen is not None and made.chosen.step is not None
+        return made.chosen.step.sequence_ranks, made.reason
+
+    assert plan(asked_of(2, drops=True))[0] == 1
+    ranks, reason = plan(asked_of(2))
+    assert ranks == 2 and "every row over 2 devices of a node" in reason and "dropout" not in reason
+    ranks, reason = plan(asked_of(4, needed(asked_of(4), 2), drops=True))
+    assert ranks == 2 and "another draw of dropout" in reason
+
+
+def test_a_saved_plan_has_its_sets(tmp_path):
+    asked = asked_of(2)
+    plan, path = Plan.of(asked, [_best(asked, find("flat"))]), tmp_path / "plan.yaml"
+    plan.save(path)
+    schedule = yaml.safe_load(path.read_text())["schedule"]
+    assert planned_settings(schedule, DEFAULT).sequence_ranks == schedule["sequence_ranks"] == 2
+    assert plan.chosen is not None
+    assert replay(path)[0].step_seconds == pytest.approx(plan.chosen.seconds, rel=0.02)
+    del schedule["sequence_ranks"]  # as a plan of before, for which the user's value held
+    for ranks in (4, None):
+        assert planned_settings(schedule, replace(DEFAULT, sequence_ranks=ranks)).sequence_ranks == ranks
+
+
+def test_ways_out_have_sets():
+    asked = asked_of(4, needed(asked_of(), 2))
+    ways = list(remedies(asked, step_of(asked, "flat")))
+    assert any("--schedule.sequence-ranks 2" in way for way in ways), ways
+
+
+def test_the_longest_row_is_a_nodes_where_that_is_longer():
+    memory = needed(asked_of(machine=FOUR), 1)
+    rows = {}
+    for ranks in (None, 1, 4):
+        asked = asked_of(4, memory, FOUR, sequence_length=1 << 20, size=size_of([1 << 20]), **given(ranks))
+        found = Longest.of(asked, ends=limit_of(1 << 20))
+        assert found.best is not None
+        rows[ranks] = found.best.tokens, found.best.as_json()["sequence_ranks"], found.reason
+    assert rows[None][:2] == (rows[4][0], 4) and rows[4][0] > 2 * rows[1][0] and rows[1][1] == 1
+    assert "4 devices of a node" in rows[None][2]
+    short = Longest.of(asked_of(4, memory, FOUR, sequence_length=99, size=size_of([99])), ends=limit_of(99)).best
+    assert short is not None and short.as_json()["sequence_ranks"] == 1, "as long by one device"
+
+
+def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, monkeypatch):
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape["num_attention_heads"] = 2
+    LlamaConfig(**shape, num_key_value_heads=2, vocab_size=100).save_pretrained(tmp_path)
+    machine, said = machine_of("2x4@10gbit", device=Device("H100", 2**36)), []
+
+    def asked(rows: int, **settings: Any) -> PlanRequest:
+        made = replace(DEFAULT, **settings)
+        return request_of(
+            str(tmp_path), machine, sequence_length=512, global_batch=rows, settings=made, tell=said.append
+        )
+
+    assert asked(8).sets == () and asked(2, sequence_ranks=1).sets == ()
+    assert asked(2).sets == (2, 4) and not said
+    monkeypatch.setattr(Bench, "why_whole", lambda _: "its layers look back")
+    assert asked(8).sets == () and not said
+    assert asked(2).sets == () and said == ["rows stay whole: its layers look back"]
+    with pytest.raises(UserError, match=r"schedule.sequence_ranks: got 2; 1, for whole rows: its layers look back"):
+        asked(2, sequence_ranks=2)
+    with pytest.raises(UserError, match=r"schedule.sequence_ranks: got 3; 1, 2 or 4"):
+        asked(2, sequence_ranks=3)
+
+
+@pytest.mark.parametrize(("micro_batch", "given", "planned"), [(1, None, None), (2, None, 1), (2, 2, 2)])
+def test_a_run_that_looks_for_facts_in_several_rows_at_a_time_lets_no_plan_share_them(
+    micro_batch, given, planned, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(measure_module, "request_of", lambda *_, **settings: asked.append(settings["settings"]))
+    world = SimpleNamespace(barrier=lambda: None, device=torch.device("cpu"), gather_numbers=lambda number: [number])
+    config = TrainConfig(
+        micro_batch=micro_batch,
+        evaluation=replace(TrainConfig().evaluation, retrieval_lengths=(64,)),
+        schedule=replace(DEFAULT, sequence_ranks=given),
+    )
+    machine = replace(FOUR, device=Device(memory_bytes=1))
+    ask(config, world, machine, vocab_size=500, dtype=torch.float32, lengths=())  # type: ignore[arg-type]
+    assert [one.sequence_ranks for one in asked] == [planned]
