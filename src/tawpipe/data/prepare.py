@@ -220,7 +220,7 @@ class _Preparation:
         if dealing is not None and dealing.against:
             self.why = dealing.against
         elif dealing is not None and dealing.asked:
-            chosen, self.why = "balanced", f"{dealing.asked} is set"
+            chosen, self.why = "balanced", f"of {dealing.asked}"
         elif counts.masked:
             chosen, self.why = "balanced", "there are chat or instruction rows, which stay whole and are uneven"
         elif dealing is not None and not dealing.pretrained:

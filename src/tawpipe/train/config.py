@@ -246,7 +246,7 @@ class TrainConfig(DataSettings):
     def asks_for_balance(self) -> str:
         """The settings that make sense under ``balanced`` alone and are set, in words."""
         values = {"tokens-per-step": self.tokens_per_step, "max-document": self.max_document}
-        return ", ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
+        return " and ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
 
 
 ROOM = 1.1
