@@ -40,7 +40,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--measured", type=int, default=1024, help="tokens of the longest row of the profile")
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest document")
-    parser.add_argument("--bins", type=int, default=8, help="drawn from lognormal:6.35,2.33, besides those made up")
+    parser.add_argument("--bins", type=int, default=3, help="drawn from lognormal:6.35,2.33, besides those made up")
+    parser.add_argument("--passes", type=int, default=3, help="of which the medians count")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -68,35 +69,39 @@ def bins_of(args: argparse.Namespace) -> list[list[int]]:
     most = args.longest
     made = [[most], [most // 2], [most // 2] * 2, [most // 4], [most // 8] * 8, [most // 32] * 32, [most // 64] * 16]
     made += [[most // 2, *[most // 64] * 32], [most // 4, *[most // 128] * 16]]
-    drawn = lengths_of("lognormal:6.35,2.33").cut(most).step(4 * args.bins * most, 0)
+    drawn = lengths_of("lognormal:6.35,2.33").cut(most).step(8 * args.bins * most, 0)
     packed = in_turn(drawn, 1, most, Work(()))
     bins = [[packed.lengths[number] for number in one.documents] for row in packed.single for one in row]
     return made + [one for one in bins if len(one) > 1][: args.bins]
 
 
 def readings(args: argparse.Namespace, window: int | None) -> list[dict[str, Any]]:
-    """Every bin, modelled and measured."""
-    dtype = getattr(torch, args.dtype)
-    profile = measure(chain_of(args, window), dtype=dtype, device=HERE, tokens=args.measured, packed=True, now=NOW)
-    cost = profile.blocks[LAYER]
-    clock, rows = Clock(Bench(chain_of(args, window), HERE, dtype, 1024), now=NOW), []
-    for lengths in bins_of(args):
-        size = size_of(lengths, [window] if window else []).seen(window)
-        modelled = cost.forward.of(size) + cost.backward.of(size)
-        measured = sum(clock.seconds(LAYER, lengths))
-        rows.append(
-            {
-                "window": window,
-                "documents": len(lengths),
-                "longest": max(lengths),
-                "tokens": sum(lengths),
-                "modelled_s": modelled,
-                "measured_s": measured,
-                "error": modelled / measured - 1,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+    """Every bin, modelled and measured; of both the median of a few passes, in which they take turns."""
+    dtype, bins, windows = getattr(torch, args.dtype), bins_of(args), [window] if window else []
+    sizes = [size_of(lengths, windows).seen(window) for lengths in bins]
+    modelled: list[list[float]] = [[] for _ in bins]
+    measured: list[list[float]] = [[] for _ in bins]
+    for _ in range(args.passes):
+        profile = measure(chain_of(args, window), dtype=dtype, device=HERE, tokens=args.measured, packed=True, now=NOW)
+        cost = profile.blocks[LAYER]
+        clock = Clock(Bench(chain_of(args, window), HERE, dtype, 1024), now=NOW)
+        for number, lengths in enumerate(bins):
+            modelled[number].append(cost.forward.of(sizes[number]) + cost.backward.of(sizes[number]))
+            measured[number].append(sum(clock.seconds(LAYER, lengths)))
+            print(window, lengths[:4], modelled[number][-1], measured[number][-1], flush=True)
+    said, took = map(statistics.median, modelled), map(statistics.median, measured)
+    return [
+        {
+            "window": window,
+            "documents": len(lengths),
+            "longest": max(lengths),
+            "tokens": sum(lengths),
+            "modelled_s": one,
+            "measured_s": other,
+            "error": one / other - 1,
+        }
+        for lengths, one, other in zip(bins, said, took, strict=True)
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

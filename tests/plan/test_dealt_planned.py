@@ -16,9 +16,13 @@ from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Dealt, in_rows, in_turn,
 from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.lengths import Lengths, lengths_of
 from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
+from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import Candidate
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
+from tawpipe.train.planned import work_of_plan
 
 FREE = LinkModel(1e12, shared=False)
 
@@ -146,6 +150,18 @@ def test_windows_of_layers_are_in_a_saved_plan() -> None:
     longer = asked.with_length(900)
     assert longer.size == size_of([900], [64]) and asked.with_micro_batch(2).size.within == ((64, 2 * (64 * 836)),)
     assert {(kind.layers, kind.window) for kind in asked.profile.work.kinds} == {(1, 64), (LAYERS - 1, None)}
+
+
+def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
+    asked = request(450)
+    step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
+    found = [Candidate("tawpipe-spread", step, predict(asked, step), True, True)]
+    work = work_of_plan(Plan.of(asked, found).text())
+    assert work is not None
+    for length in (1, 50, 1000):
+        assert work.of(length) == pytest.approx(LAYERS * 4 * (1e-3 * length + 1e-5 * length**2))
+    short = replace(asked, profile=request(450, per_pair=0.0).profile)
+    assert work_of_plan(Plan.of(short, found).text()) is None and work_of_plan("") is None
 
 
 @pytest.mark.parametrize(

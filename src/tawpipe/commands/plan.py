@@ -24,8 +24,6 @@ ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)
 OF_DATA = ("data", "rows", "text_column", "tokenizer", "cache_dir")
 DATA = [leaf for leaf in tree(DataSettings) if isinstance(leaf, Leaf) and leaf.path[-1] in OF_DATA]
 CORPUS = "corpus"
-BIN = 1.5
-"""Tokens of a bin for every token of the longest document, where nobody says it: the short ones need room beside it."""
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -73,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
-    corpus, row, documents = _uneven(arguments)
+    corpus, row, documents = _uneven(arguments, machine.world_size)
     activate_flash(here)  # as the training run does
     request = request_of(
         arguments.model,
@@ -173,13 +171,15 @@ def _dealt(request: PlanRequest, lengths: Lengths, arguments: argparse.Namespace
     return 0 if found.best else 1
 
 
-def _uneven(arguments: argparse.Namespace) -> tuple[Lengths | None, int | None, list[int] | None]:
+def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | None, int | None, list[int] | None]:
     """The lengths of a corpus, tokens of a full bin and documents that fill one; or nothing, and a row's. What was not
     given is filled in.
     """
     if not _of_corpus(arguments):
         return None, arguments.sequence_length, _lengths(arguments.lengths)
     from tawpipe.plan.lengths import LOGNORMAL, Lengths, lengths_of
+    from tawpipe.schedule.settings import ScheduleSettings
+    from tawpipe.train.config import TrainConfig, in_bins
 
     own = arguments.lengths == CORPUS
     lengths = Lengths.of(*_tokenised(arguments)) if own else lengths_of(arguments.lengths)
@@ -194,7 +194,9 @@ def _uneven(arguments: argparse.Namespace) -> tuple[Lengths | None, int | None, 
         raise UserError(
             "--tokens-per-step", "nothing" if step is None else step, f"at least {most}, the longest document's"
         )
-    row = arguments.bin_tokens or max(2, round(BIN * most))
+    asked = {"tokens_per_step": step, "max_document": most, "bin_tokens": arguments.bin_tokens}
+    schedule = ScheduleSettings(sequence_ranks=arguments.sequence_ranks)
+    row = in_bins(TrainConfig(schedule=schedule, **asked), world_size).bin_tokens or most
     documents = lengths.step(row, -1)[:MOST_IN_BIN]
     documents[0] = min(documents[0], row)
     while (left := row - sum(documents)) > 0:
@@ -337,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bin-tokens",
         type=int,
         metavar="TOKENS",
-        help=f"that a device computes at one time at most (default: {BIN} for every token of the longest document)",
+        help="that a device computes at one time at most (default: as in a training run)",
     )
     for leaf in DATA:
         many = "*" if leaf.is_list else None

@@ -109,6 +109,7 @@ class Dealt:
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
         sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or not request.profile.why_whole)]
+        sizes = [given] if (given := request.settings.sequence_ranks) else sizes
         least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
 
         def dealt(documents: Sequence[int], ranks: int) -> Bins:
@@ -129,8 +130,9 @@ class Dealt:
             step = next(one.step for one in good if one.strategy == name)
             assert step is not None
             world, documents = request.topology.world_size, median.lengths
-            others = [(ROWS, in_rows(documents, world, max_document, work))]
-            others.append((IN_TURN, in_turn(documents, world, min(cap, max_document), work)))
+            others = [(ROWS, in_rows(documents, world, min(cap, max_document), work))]
+            if cap >= max_document:
+                others.append((IN_TURN, in_turn(documents, world, max_document, work)))
             others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
             found = [_played(request, fitting, *one) for one in others if (fitting := _fitting(request, step, one[1]))]
             made = [one for one in found if one is not None]
@@ -215,7 +217,7 @@ def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
         UserError: the strategy cannot run sets.
     """
     settings, world = step.settings, bins.world_size
-    if settings.sequence_ranks != bins.ranks:
+    if step.sequence_ranks != bins.ranks:
         settings = replace(settings, sequence_ranks=bins.ranks)
         if not settings.sequence_chunk:
             settings = replace(settings, recompute="full")

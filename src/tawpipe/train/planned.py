@@ -127,13 +127,15 @@ def follow_plan(
 
 def work_of_plan(text: str) -> Work | None:
     """The time of documents as it was measured for a plan; the same on all ranks, and in a resumed run. None without
-    one.
+    one, or where rows were too short for attention to show in what was measured.
     """
     if not isinstance(clock := yaml.safe_load(text or "{}").get("clock"), dict):
         return None
     from tawpipe.plan.plan_file import request_from
 
-    return request_from(clock, where=PLAN).profile.work
+    profile = request_from(clock, where=PLAN).profile
+    seen = all(block.forward.per_pair and block.forward.per_token for block in profile.blocks[1:-1])
+    return profile.work if seen else None
 
 
 def check_model(text: str, spec: ModelSpec) -> None:
