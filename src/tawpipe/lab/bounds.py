@@ -10,7 +10,8 @@ and ends with nothing under way:
   ``simulate.critical`` follows the schedule's own order; for the rivals the few waits that none of their orders avoids
   are counted, which the docstrings name.
 
-Latencies are left out of both.
+Documents of uneven lengths count with the mean over all devices, whatever dealing a strategy has. Latencies are left
+out of both.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
+from tawpipe.lab.lengths import DealtWorkload
 from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
@@ -42,7 +45,7 @@ class Bounds:
     """Bounds of one strategy in one setting.
 
     Args:
-        compute_s: of the device that computes most.
+        compute_s: of the device that computes most; the mean of all where documents of uneven lengths are dealt.
         link_s: of the node's link that is busy longest.
         dependency_s: by dependencies; at least the physical bound.
         sent_bytes, received_bytes: least bytes of every node's link.
@@ -79,6 +82,8 @@ def workload_model(workload: TimedWorkload) -> ModelSpec:
 
 def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
     """The workload as the clock sees it; ``settings`` are other fields of ``CostModel``. Elements are fp32."""
+    if isinstance(workload, DealtWorkload):
+        settings = {"sizes": dict(enumerate(workload.sizes)), "linear": workload.linear, **settings}
     return CostModel.timed(
         layers=workload.layers,
         forward_s=workload.forward_s,
@@ -91,17 +96,24 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
     )
 
 
-def schedule_bounds(schedule: Schedule, costs: CostModel, *, physical: Topology | None = None) -> Bounds:
+def schedule_bounds(
+    schedule: Schedule, costs: CostModel, *, physical: Topology | None = None, dealt: DealtWorkload | None = None
+) -> Bounds:
     """Bounds of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
 
     Reductions count as rings, which send least, whatever the cost model says.
 
     Args:
         physical: the nodes that the ranks really are on, where the schedule was built for others.
+        dealt: the documents of which a schedule is one dealing: devices could share them otherwise, so that the mean of
+            their seconds counts.
     """
     topology = physical or schedule.topology
     sent, received = schedule_bytes(schedule, topology, Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0))
-    compute = max(_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size))
+    if dealt is not None:
+        costs = replace(costs, kept=dealt.kept(schedule.step))
+    each = [_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size)]
+    compute = max(each) if dealt is None else fmean(each)
     pairs = enumerate(zip(sent, received, strict=True))
     links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
     needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
@@ -117,13 +129,14 @@ def schedule_bytes(
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
-    total, costs = 0.0, costs.in_sets(schedule.step.sequence_ranks)
+    total = 0.0
     for action in schedule.programs[rank]:
+        own = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
         if action.op is Op.FORWARD:
-            total += costs.forward_s(rank, action.block, action.micro_batch)
+            total += own.forward_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD:
             again = schedule.step.recomputes(action.block)
-            total += costs.backward_s(rank, action.block, action.micro_batch, again)
+            total += own.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
     return total

@@ -28,9 +28,10 @@ from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload
 from tawpipe.lab.bounds_real import LinkBounds, real_bounds
 from tawpipe.lab.cluster.cluster import Cluster
 from tawpipe.lab.cluster.rates import parse_rates
+from tawpipe.lab.lengths import DealtWorkload, dealt
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
-from tawpipe.lab.workload import RealWorkload, spell_out
+from tawpipe.lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths, costs
@@ -249,16 +250,21 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
         return real_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
     if entry.strategy in ours.rows():
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
-        workload = cell.workload.split(ours.settings_of(entry.strategy, entry.knobs).parts_per_layer)
+        workload = ours.computed(entry.strategy, cell.workload, topology, entry.knobs)
+        assert isinstance(workload, TimedWorkload)
         costs = workload_costs(workload, between=between, inside=INSIDE, reduce_scatter="ring")
-        return schedule_bounds(schedule, costs, physical=topology)
-    return shipped_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
+        return schedule_bounds(
+            schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
+        )
+    whole = cell.workload
+    timed = dealt(whole, "in turn", topology) if isinstance(whole, LengthsWorkload) else whole
+    return shipped_bounds(entry.strategy, timed, topology, between, entry.knobs)
 
 
 def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
     """GiB that the schedule of a timed workload says a rank needs; None for other strategies and workloads."""
     workload = cell.workload
-    if isinstance(workload, RealWorkload) or entry.strategy not in ours.rows():
+    if not isinstance(workload, TimedWorkload) or entry.strategy not in ours.rows():
         return None
     schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.knobs)
     widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
@@ -284,6 +290,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         row["physical_bound_s"], row["dependency_bound_s"] = bounds.physical_s, bounds.dependency_s
         row["link_bytes_predicted"] = [round(number) for number in bounds.sent_bytes]
         row["peak_gib_predicted"] = _predicted_memory(cell, entry) if suite.memory else None
+        row |= _documents(cell, topology, entry)
     except UserError as error:
         reading = reading if reading.get("failed") else {"failed": str(error)}
     if reason := reading.get("failed"):
@@ -309,9 +316,27 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "loss": [loss if math.isfinite(loss) else None for loss in reading["loss"]] or None,
         "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
     }
+    if isinstance(cell.workload, LengthsWorkload):
+        row["tokens_per_second"] = cell.workload.tokens / statistics.median(seconds)
     if busy > BUSIEST:
         row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
     return row
+
+
+def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
+    """Of documents of uneven lengths: seconds that their dealing alone allows, and those that no dealing undercuts."""
+    if not isinstance(cell.workload, LengthsWorkload):
+        return {}
+    is_ours = entry.strategy in ours.rows()
+    name, whole, knobs = entry.strategy, cell.workload, entry.knobs
+    work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, "in turn", topology)
+    assert isinstance(work, DealtWorkload)
+    step = ours.schedule_of(name, whole, topology, knobs).step if is_ours else None
+    return {
+        "modelled_s": work.modelled_s(step),
+        "floor_s": whole.floor_s(topology),
+        "rounds": list(work.bins.shape),
+    }
 
 
 def check_losses(rows: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from tawpipe.errors import UserError
 from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import RealWorkload, Workload
+from tawpipe.lab.workload import Known, RealWorkload, Workload
 from tawpipe.topology import Topology
 
 Settings = TypeVar("Settings")
@@ -90,7 +90,7 @@ def check_clipping(name: str, workload: Workload, knobs: Mapping[str, object]) -
                 raise UserError(f"knob of {name}", knob, "nothing here: the workload has a clip_norm, alike for all")
 
 
-def check_sharding(name: str, workload: Workload, topology: Topology, per_gather: int) -> None:
+def check_sharding(name: str, workload: Known, topology: Topology, per_gather: int) -> None:
     """Refuse a rival that shards where it cannot share out the micro-batches, ``per_gather`` at a time.
 
     Raises:

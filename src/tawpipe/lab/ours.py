@@ -13,8 +13,9 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
+from tawpipe.lab.lengths import DealtWorkload, dealt
 from tawpipe.lab.real_modules import real_model_spec
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
+from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.step import Schedule, StepSpec
@@ -53,7 +54,10 @@ register(NoGrouping())
 register(NoOverlap())
 OWN_NAMES = {"hsdp": "hsdp-ours"}
 """Strategy -> its row, where a rival's row has the strategy's name."""
+BALANCED = {"tawpipe-balanced": "tawpipe-spread", "step-balanced": "tawpipe-step", "hsdp-balanced": "hsdp"}
+"""Row -> strategy, where documents of uneven lengths are dealt by time, long ones over the ranks of a node."""
 MADE_FOR: dict[str, dict[str, Any]] = {
+    **{row: {"packing": "balanced"} for row in BALANCED},
     "tawpipe-whole": {"reuse": False},
     "no-grouping": {"reuse": False},
     "no-overlap": {"reuse": False, "look_ahead": 0},
@@ -70,17 +74,20 @@ class OurSettings:
         parts_per_layer: every layer of the workload is cut into so many; a ring needs a layer per device.
         clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
         strict: check sequence number and action of every message.
+        packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
     """
 
     schedule: ScheduleSettings
     parts_per_layer: int = 1
     clip_norm: float | None = 1.0
     strict: bool = True
+    packing: str | None = None
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
         schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
-        return {name: value for name, value in {**schedule, **vars(self)}.items() if name in KNOBS}
+        own = {name: value for name, value in vars(self).items() if name != "packing" or value}
+        return {name: value for name, value in {**schedule, **own}.items() if name in KNOBS}
 
 
 OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")
@@ -91,7 +98,7 @@ KNOBS = (*OWN_KNOBS, *(one.name for one in fields(ScheduleSettings) if one.name 
 
 def rows() -> dict[str, str]:
     """Row -> strategy."""
-    return {OWN_NAMES.get(name, name): name for name in strategies(runs=True)}
+    return {OWN_NAMES.get(name, name): name for name in strategies(runs=True)} | BALANCED
 
 
 def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
@@ -106,11 +113,29 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
         if knob not in KNOBS:
             expected = f"its name of today: {RENAMED[knob]}" if knob in RENAMED else f"one of {', '.join(KNOBS)}"
             raise UserError(f"knob of {name}", knob, expected)
-    usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3, **MADE_FOR.get(name, {})}
-    wanted = {**usual, **{knob: value for knob, value in knobs.items() if knob not in OWN_KNOBS}}
-    early = knobs.get("clip_norm", 1.0) is None
-    schedule = ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted)
-    return OurSettings(schedule, **{knob: value for knob, value in knobs.items() if knob in OWN_KNOBS})
+    usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
+    wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
+    own = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
+    early = own.get("clip_norm", 1.0) is None
+    return OurSettings(ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted), **own)
+
+
+def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Known:
+    """The workload as a row computes it: layers cut into parts, documents dealt.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    settings = settings_of(name, knobs)
+    work = workload.split(settings.parts_per_layer)
+    if isinstance(work, LengthsWorkload):
+        balanced = settings.packing == "balanced"
+        ranks = knobs.get("sequence_ranks", topology.local_size if balanced else 1)
+        _ = share_in_sets(0, topology, replace(settings.schedule, sequence_ranks=ranks))
+        return dealt(work, settings.packing or "in turn", topology, ranks)
+    if settings.packing:
+        raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
+    return work
 
 
 def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
@@ -119,17 +144,21 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     Raises:
         UserError: the strategy cannot run this workload on this topology.
     """
-    settings = settings_of(name, knobs)
-    work = workload.split(settings.parts_per_layer)
+    chosen, work = settings_of(name, knobs).schedule, computed(name, workload, topology, knobs)
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
-    chosen = settings.schedule
-    if isinstance(workload, TimedWorkload) and workload.keys_bytes and "sequence_ranks" not in knobs:
+    shares, shared = None, None
+    if isinstance(work, DealtWorkload):
+        chosen, shares, shared = replace(chosen, sequence_ranks=work.ranks), work.shares, work.shared
+    elif chosen.keep_mib and isinstance(work, TimedWorkload):
+        raise UserError("keep_mib", chosen.keep_mib, "0, or a workload of the kind lengths: others keep nothing")
+    elif isinstance(work, TimedWorkload) and work.keys_bytes and "sequence_ranks" not in knobs:
         chosen = replace(chosen, sequence_ranks=topology.local_size)
-    elif isinstance(workload, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not workload.keys_bytes:
+    elif isinstance(work, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not work.keys_bytes:
         raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
-    step = step_of(model, topology, chosen, share_in_sets(workload.micro_batches, topology, chosen))
+    shares = shares or share_in_sets(work.micro_batches, topology, chosen)
+    step = step_of(model, topology, chosen, shares, shared=shared)
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))
-    if selective and isinstance(workload, TimedWorkload):
+    if selective and isinstance(work, TimedWorkload):
         expected = "full or none: a timed layer has no attention of its own"
-        raise UserError("recompute", settings.schedule.recompute, expected)
+        raise UserError("recompute", chosen.recompute, expected)
     return build(step)

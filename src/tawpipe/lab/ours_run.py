@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.lab.contender import check_clipping
-from tawpipe.lab.ours import schedule_of, settings_of
+from tawpipe.lab.lengths import DealtWorkload
+from tawpipe.lab.ours import computed, schedule_of, settings_of
 from tawpipe.lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
 from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import RealWorkload, TimedWorkload
+from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
@@ -79,8 +80,9 @@ class OurContender:
     origin = "ours"
     loss_share: float | None = None
 
-    def __init__(self, name: str, workload: TimedWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
-        settings = settings_of(name, knobs)
+    def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> None:
+        settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
+        assert isinstance(work, TimedWorkload)
         self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
         settings = replace(settings, schedule=self.schedule.step.settings)
         self.name, self.knobs = name, settings.spelled_out()
@@ -101,10 +103,10 @@ class OurContender:
         )
         self._executor = Executor(
             rank,
-            compute=_SleepingCompute(workload.split(settings.parts_per_layer), self.schedule, rank, self.sleeper),
+            compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
-            optimizers=UnitOptimizers(storage, adamw()) if workload.optimizer else _NoOptimizer(),
+            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer else _NoOptimizer(),
             reduce_dtype=torch.float32,
         )
         self._executor.adopt(self.schedule)
@@ -138,49 +140,60 @@ class _SleepingCompute:
     """
 
     def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
-        ranks = schedule.step.sequence_ranks
-        self._workload, self._model, self._step = workload.faster(ranks), schedule.model, schedule.step
-        self._sleep = sleeper.compute
+        self._workload, self._model, self._step = workload, schedule.model, schedule.step
+        self._sleeper = sleeper
+        self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
         self._boundaries: dict[tuple[int, int], Tensor] = {}
         self._keys: dict[Buffer, Tensor] = {}
         """Of all tokens, [ranks, of each]: keys and values, or their gradients."""
-        self._ranks, self._index = ranks, rank % ranks
+        self._rank = rank
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         if self._model.blocks[action.block].kind == "layer":
             self._drop_keys(action)
-            boundary = torch.ones(max(1, self._workload.activation_bytes // 4 // self._ranks))
-            self._boundaries[action.block, action.micro_batch] = boundary
-            self._sleep(self._workload.forward_s)
+            m, ranks = action.micro_batch, self._step.ranks_of(action.micro_batch)
+            elements = int(self._workload.activation_bytes * self._workload.tokens(m)) // 4 // ranks
+            self._boundaries[action.block, m] = torch.ones(max(1, elements))
+            self._sleep(m, self._workload.forward_s)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        m = action.micro_batch
         if self._model.blocks[action.block].kind == "head":
-            self._sleep(self._workload.head_s)
+            self._sleep(m, self._workload.head_s)
         elif self._model.blocks[action.block].kind == "layer":
-            again = self._step.recomputes(action.block)
-            self._sleep(self._workload.backward_input_s - (self._workload.forward_s if again == "none" else 0))
-            self._sleep(self._workload.backward_weight_s)
-            del self._boundaries[action.block, action.micro_batch]
+            kept = self._step.recomputes(action.block) == "none" or action.block in self._kept.get(m, ())
+            self._sleep(m, self._workload.backward_input_s - (self._workload.forward_s if kept else 0))
+            self._sleep(m, self._workload.backward_weight_s)
+            del self._boundaries[action.block, m]
             self._drop_keys(action)
 
+    def _sleep(self, m: int, seconds: float) -> None:
+        """Compute for a rank's share of so many seconds of a usual micro-batch."""
+        self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
+
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
-        self._keys[action.writes[0]] = self._all_keys()
+        m = action.micro_batch
+        self._keys[action.writes[0]] = self._all_keys(m)
+        self._sleeper.compute(self._workload.keys_s(m) / self._step.ranks_of(m))
 
     def keys_together(self, action: Action, transport: Transport) -> None:
-        whole = self._keys.setdefault(action.reads[0], self._all_keys())
-        own, every = whole[self._index], whole.view(-1)
+        whole = self._keys.setdefault(action.reads[0], self._all_keys(action.micro_batch))
+        own, every = whole[self._rank % len(whole)], whole.view(-1)
         gathers = action.collective == "all_gather"
         transport.together(action, [(own, every) if gathers else (every, torch.empty_like(own))])
 
     def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        m = action.micro_batch  # once more, and the gradients of its input and its weights
+        self._sleeper.compute(3 * self._workload.keys_s(m) / self._step.ranks_of(m))
         self._drop_keys(action)
 
     def _drop_keys(self, action: Action) -> None:
         for buffer in action.frees:
             self._keys.pop(buffer, None)
 
-    def _all_keys(self) -> Tensor:
-        return torch.ones(self._ranks, self._workload.keys_bytes // 4 // self._ranks)
+    def _all_keys(self, m: int) -> Tensor:
+        ranks = self._step.ranks_of(m)
+        return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
 
     def offload(self, action: Action) -> None:
         pass

@@ -22,6 +22,14 @@ COLUMNS = (
 )
 LOSS = "loss of the last step"
 """A column more, where a real model was trained."""
+DOCUMENTS = (
+    "tokens/s",
+    "s that the dealing alone takes",
+    "of the floor",
+    "balanced is faster by (modelled)",
+    "of that",
+)
+"""Columns more, where documents of uneven lengths were dealt."""
 
 
 def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -36,7 +44,8 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     """A table per cell, the fastest strategy first."""
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for cell, some in cells_of(rows).items():
-        columns = [*COLUMNS, LOSS] if _is_real(some[0]) else COLUMNS
+        columns = [*COLUMNS, *([LOSS] if _is_real(some[0]) else DOCUMENTS if _is_of_documents(some[0]) else [])]
+        balanced = next((row for row in some if "balanced" in row["strategy"] and "tokens_per_second" in row), None)
         lines += [
             f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
             "",
@@ -45,7 +54,7 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
             "| " + " | ".join(columns) + " |",
             "| --- | --- " + "| ---: " * (len(columns) - 2) + "|",
         ]
-        lines += [_table_row(row, len(columns)) for row in sorted(some, key=order_of)]
+        lines += [_table_row(row, len(columns), balanced) for row in sorted(some, key=order_of)]
         lines += ["", *_disturbance_table(some)]
     path.write_text("\n".join(lines), encoding="utf-8")
 
@@ -54,9 +63,21 @@ def _is_real(row: dict[str, Any]) -> bool:
     return row["cell"]["workload"].get("kind") == "real"
 
 
+def _is_of_documents(row: dict[str, Any]) -> bool:
+    return row["cell"]["workload"].get("kind") == "lengths"
+
+
 def describe(row: dict[str, Any]) -> str:
     """The workload of a row, in words."""
     workload = row["cell"]["workload"]
+    if _is_of_documents(row):
+        floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
+        return (
+            f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each {workload['token_s'] * 1e6:g} "
+            f"us forward for a token, and as long for its attention in a document of {workload['even_at']} tokens; "
+            f"{workload['tokens']} tokens in documents of lognormal({workload['mu']:g}, {workload['sigma']:g}) tokens, "
+            f"at most {workload['max_document']}, in bins of at most {workload['bin_tokens']}.{floor}"
+        )
     if _is_real(row):
         return (
             f"A Llama of {workload['layers']} layers, hidden size {workload['hidden_size']}, intermediate size "
@@ -113,7 +134,21 @@ def _idle(row: dict[str, Any]) -> str:
     return whole if None in edges else f"{whole} ({edges[0]:.2f}, {edges[1]:.2f})"
 
 
-def _table_row(row: dict[str, Any], num_columns: int) -> str:
+def _documents(row: dict[str, Any], balanced: dict[str, Any] | None) -> list[str]:
+    """The columns of documents of uneven lengths.
+
+    Args:
+        balanced: the row with which others are compared: the first one that deals documents by time.
+    """
+    seconds, dealt_s = order_of(row), row["modelled_s"]
+    columns = [f"{row['tokens_per_second']:.0f}", f"{dealt_s:.2f}", f"{row['floor_s'] / seconds:.3f}"]
+    if balanced is None:
+        return [*columns, "-", "-"]
+    gain, modelled = seconds / order_of(balanced), dealt_s / balanced["modelled_s"]
+    return [*columns, f"{gain:.2f} ({modelled:.2f})", f"{gain / modelled:.3f}"]
+
+
+def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] | None) -> str:
     if "seconds_per_step" not in row:
         empty = "| " * (num_columns - 3)
         return f"| {row['label']} | {row['origin']} | {row['status']}: {row['reason']} {empty}|"
@@ -136,6 +171,8 @@ def _table_row(row: dict[str, Any], num_columns: int) -> str:
     ]
     if _is_real(row):
         columns.append(_number(row["loss"][-1], 5))
+    elif _is_of_documents(row):
+        columns += _documents(row, balanced)
     return "| " + " | ".join(columns) + " |"
 
 

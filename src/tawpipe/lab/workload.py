@@ -2,16 +2,21 @@
 
 * timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
   measured then, and many ranks run on few cores.
+* lengths: the same for documents of uneven lengths, whose seconds and bytes follow from their tokens.
 * real: a small model with its optimizer. It shows that all strategies train the same thing: their losses agree.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.balance import LayerKind, Work
+from tawpipe.topology import Topology
 
 
 def check_whole(settings: object, **least: int) -> None:
@@ -99,6 +104,18 @@ class TimedWorkload:
         seconds = ("forward_s", "backward_input_s", "backward_weight_s", "head_s")
         return replace(self, **{name: getattr(self, name) / times for name in seconds})
 
+    def work(self, micro_batch: int) -> float:
+        """The seconds of a micro-batch as a multiple of those above."""
+        return 1.0
+
+    def tokens(self, micro_batch: int) -> float:
+        """The bytes of a micro-batch as a multiple of those above."""
+        return 1.0
+
+    def keys_s(self, micro_batch: int) -> float:
+        """Seconds of a layer's forward pass as far as its keys and values, which documents in sets need besides."""
+        return 0.0
+
     @property
     def layer_elements(self) -> int:
         return self.layer_bytes // 4
@@ -115,6 +132,100 @@ class TimedWorkload:
         before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
         head = TimedPart(self.head_bytes // 4, *[self.head_s / 3] * 3)
         return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
+
+
+PASSES = 4
+"""Forward, forward again, and both gradients, which take as long each."""
+
+
+@dataclass(frozen=True)
+class LengthsWorkload:
+    """A model as sizes and seconds, and a step of documents whose lengths are random (lognormal) numbers.
+
+    Backward passes take twice the seconds of the forward pass, and once more what they recompute.
+
+    Args:
+        layers: decoder layers.
+        layer_bytes: weights of a layer, fp32.
+        token_s: of a layer's forward pass for a token, without its attention.
+        even_at: tokens of a document of which attention takes as long as the rest.
+        mu, sigma: of the logarithm of a document's tokens.
+        max_document: tokens of a document at most; longer ones are cut. As many are in a row of one length.
+        min_document: tokens of a document at least.
+        tokens: of a step.
+        bin_tokens: of the documents that a device computes as one micro-batch, at most.
+        token_bytes: of the boundary between two layers, for a token.
+        keys_bytes: of keys and values of a layer, for a token; processes that compute a document together exchange
+            them.
+        graph_bytes: of what a layer keeps for a token if nothing is recomputed.
+        seed: of the lengths.
+        optimizer: run AdamW on the home stripes, instead of leaving the update out.
+
+    Raises:
+        UserError: a setting that cannot work.
+    """
+
+    layers: int
+    layer_bytes: int
+    token_s: float
+    mu: float
+    sigma: float
+    max_document: int
+    tokens: int
+    bin_tokens: int
+    even_at: int = 53_248
+    min_document: int = 32
+    token_bytes: float = 8
+    keys_bytes: float = 4
+    graph_bytes: float = 168
+    seed: int = 0
+    optimizer: bool = True
+
+    kind: ClassVar[str] = "lengths"
+
+    def __post_init__(self) -> None:
+        check_whole(self, layers=1, layer_bytes=4, even_at=1, min_document=1)
+        for name in ("token_s", "sigma", "token_bytes", "keys_bytes", "graph_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise UserError(name, value, "a number above 0")
+        check_whole(self, max_document=self.min_document, tokens=self.min_document, bin_tokens=self.max_document)
+
+    def split(self, parts: int) -> LengthsWorkload:
+        """The same workload.
+
+        Raises:
+            UserError: there should be more than one part.
+        """
+        if parts != 1:
+            raise UserError("parts_per_layer", parts, "1, with documents of uneven lengths")
+        return self
+
+    def faster(self, times: int) -> LengthsWorkload:
+        """The same bytes with computing that is so many times as fast."""
+        return replace(self, token_s=self.token_s / times)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the documents of a step; the last one is cut where the step is full."""
+        draw, left, lengths = random.Random(self.seed), self.tokens, list[int]()
+        while left:
+            wanted = max(self.min_document, int(draw.lognormvariate(self.mu, self.sigma)))
+            lengths.append(min(left, wanted, self.max_document))
+            left -= lengths[-1]
+        return tuple(lengths)
+
+    @property
+    def work(self) -> Work:
+        """Seconds of a document's forward pass through all layers."""
+        return Work((LayerKind(self.layers, self.token_s, self.token_s / self.even_at),))
+
+    def floor_s(self, topology: Topology) -> float:
+        """Seconds of all passes that no dealing of the documents undercuts: the mean over all devices, or the longest
+        document over those of a node.
+        """
+        times = [self.work.of(length) for length in self.lengths]
+        return PASSES * max(sum(times) / topology.world_size, max(times) / topology.local_size)
 
 
 @dataclass(frozen=True)
@@ -177,8 +288,12 @@ class RealWorkload:
         return 4 * self.sequence_length * self.hidden_size
 
 
-Workload = TimedWorkload | RealWorkload
-KINDS: dict[str, type[TimedWorkload] | type[RealWorkload]] = {cls.kind: cls for cls in (TimedWorkload, RealWorkload)}
+Known = TimedWorkload | RealWorkload
+"""Workloads of which is known which micro-batches there are."""
+Workload = Known | LengthsWorkload
+KINDS: dict[str, type[TimedWorkload] | type[LengthsWorkload] | type[RealWorkload]] = {
+    cls.kind: cls for cls in (TimedWorkload, LengthsWorkload, RealWorkload)
+}
 
 
 def spell_out(workload: Workload) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class CostModel:
         between: LinkModel,
         inside: LinkModel,
         head_s: float = 0.0,
+        linear: float = 0.0,
         **settings: Any,
     ) -> CostModel:
         """The lab's timed workload: ``layers`` equal layers, an embedding that takes no time, and a head.
@@ -190,10 +191,12 @@ class CostModel:
             forward_s: of a layer and micro-batch.
             backward_s: both gradients and the recomputation.
             head_s: of the loss and its gradients.
+            linear: share of a layer's seconds that grows with the tokens; the rest grows with their pairs.
             settings: other fields of the model.
         """
         # By pairs of tokens: ranks that compute a micro-batch together share them, and keys alone cost nothing.
-        layer = BlockCost(Seconds(per_pair=forward_s), Seconds(per_pair=backward_s))
+        forward, backward = (Seconds(0.0, linear * each, (1 - linear) * each) for each in (forward_s, backward_s))
+        layer = BlockCost(forward, backward)
         head = BlockCost(backward=Seconds(per_pair=head_s))
         return cls((BlockCost(), *[layer] * layers, head), between, inside, **settings)
 

@@ -31,7 +31,7 @@ from tawpipe.errors import UserError
 from tawpipe.lab.contender import Contender, check_grid, check_sharding, read_settings
 from tawpipe.lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
 from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, check_whole
+from tawpipe.lab.workload import TimedWorkload, Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("zero3", "zero-hpz")
@@ -71,7 +71,7 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     (``zero_hpz_partition_size`` of the node's size), from which it gathers while it holds.
     """
     settings = read_settings(ZeroSettings, name, knobs)
-    if isinstance(workload, RealWorkload):
+    if not isinstance(workload, TimedWorkload):
         raise UserError("workload", workload.kind, f"timed: {name} is not made for any other")
     check_sharding(name, workload, topology, settings.micro_batches_per_gather)
     if name == "zero-hpz":

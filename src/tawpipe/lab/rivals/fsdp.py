@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
 from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
+from tawpipe.lab.lengths import dealt
 from tawpipe.lab.rivals.context_parallel import KeysOfAll
 from tawpipe.lab.rivals.fsdp_collectives import (
     BackgroundReduction,
@@ -35,7 +36,7 @@ from tawpipe.lab.rivals.fsdp_collectives import (
 )
 from tawpipe.lab.rivals.task import task_of
 from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, check_whole
+from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload, check_whole
 from tawpipe.topology import Topology
 
 CONTEXT_PARALLEL = "fsdp2-cp"
@@ -85,11 +86,15 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     forward to the backward pass (integer ``reshard_after_forward``); ``hsdp`` shards inside the node and replicates
     across nodes, with the all-reduce in the last round only; ``fsdp2-hierarchical`` is fsdp2 with gathers and
     reductions of ours, in the background; ``fsdp2-cp`` has every document computed by all ranks
-    (`tawpipe.lab.rivals.context_parallel`).
+    (`tawpipe.lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn.
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
     check_clipping(name, workload, knobs)
+    if isinstance(workload, LengthsWorkload):
+        if name == CONTEXT_PARALLEL:
+            raise UserError("workload", workload.kind, f"timed: {name} has documents of one length")
+        workload = dealt(workload, "in turn", topology)
     settings = read_settings(ShardedSettings, name, knobs)
     if settings.keep_weights:
         settings = replace(settings, reshard_after_forward=False)
@@ -104,7 +109,7 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
     return _Sharded(name, workload, topology, rank, settings)
 
 
-def _shared_by_all(workload: Workload, topology: Topology, per_gather: int) -> TimedWorkload:
+def _shared_by_all(workload: Known, topology: Topology, per_gather: int) -> TimedWorkload:
     """The work of one rank where all compute every micro-batch."""
     if isinstance(workload, RealWorkload) or not workload.keys_bytes:
         raise UserError("strategy", CONTEXT_PARALLEL, "a timed workload with keys_bytes")
@@ -118,7 +123,14 @@ def _shared_by_all(workload: Workload, topology: Topology, per_gather: int) -> T
 class _Sharded:
     origin = "shipped"
 
-    def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, settings: ShardedSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        workload: Known,
+        topology: Topology,
+        rank: int,
+        settings: ShardedSettings,
+    ) -> None:
         self.name, self.settings = name, settings
         self.knobs: dict[str, object] = asdict(settings)
         shared = name == CONTEXT_PARALLEL

@@ -23,7 +23,7 @@ from tawpipe.lab.contender import Contender, check_clipping, read_settings
 from tawpipe.lab.rivals.task import task_of
 from tawpipe.lab.rivals.traffic import ranks_of_stages, stages_per_rank
 from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import Workload, check_whole
+from tawpipe.lab.workload import Known, LengthsWorkload, Workload, check_whole
 from tawpipe.topology import Topology
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
@@ -50,12 +50,14 @@ class PipelineSettings:
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
     """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
     check_clipping(name, workload, knobs)
+    if isinstance(workload, LengthsWorkload):
+        raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")
     settings = read_settings(PipelineSettings, name, {"stages_per_rank": stages_per_rank(name, {}), **knobs})
     _check(name, settings, workload, topology.world_size)
     return _Pipeline(name, workload, topology, rank, settings)
 
 
-def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int) -> None:
+def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -> None:
     if name == "zbv" and torch.__version__ < ZBV_NEEDS:
         raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
     each = settings.stages_per_rank
@@ -83,9 +85,7 @@ def _check(name: str, settings: PipelineSettings, workload: Workload, ranks: int
 class _Pipeline:
     origin = "shipped"
 
-    def __init__(
-        self, name: str, workload: Workload, topology: Topology, rank: int, settings: PipelineSettings
-    ) -> None:
+    def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: PipelineSettings) -> None:
         self.name = name
         self.knobs: dict[str, object] = asdict(settings)
         self._clip = settings.clip

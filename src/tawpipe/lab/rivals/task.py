@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import RealWorkload, Workload
+from tawpipe.lab.workload import Known, RealWorkload
 
 
 class Task(Protocol):
@@ -59,7 +59,7 @@ class Task(Protocol):
         ...
 
 
-def task_of(workload: Workload, busy: BusyTime) -> Task:
+def task_of(workload: Known, busy: BusyTime) -> Task:
     """The workload for one contender on one rank."""
     if isinstance(workload, RealWorkload):
         from tawpipe.lab.real_modules import RealTask

@@ -15,6 +15,8 @@ a layer's input is there, relies on that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -64,19 +66,30 @@ class _Join(torch.autograd.Function):
         return gradients[0], gradients[0][:, :1].sum(0)  # one column stands for all
 
 
+@dataclass
+class CurrentSize:
+    """The mean work and tokens of the micro-batches that go forward now, as multiples of the workload's."""
+
+    work: float = 1.0
+    tokens: float = 1.0
+
+
 class TimedLayer(nn.Module):
     """A part of the model, most of which are layers: a flat fp32 weight and sleeps.
 
     An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
+
+    Args:
+        size: of the micro-batches that go forward now.
     """
 
-    def __init__(self, part: TimedPart, sleeper: Sleeper) -> None:
+    def __init__(self, part: TimedPart, sleeper: Sleeper, size: CurrentSize | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((max(1, part.elements),), INITIAL_WEIGHT))
-        self.part, self.sleeper = part, sleeper
+        self.part, self.sleeper, self.size = part, sleeper, size or CurrentSize()
 
     def forward(self, x: Tensor) -> Tensor:
-        count = x.shape[0]
+        count = x.shape[0] * self.size.work
         self.sleeper.compute(self.part.forward_s * count)
         # In this order: the weight part must be the younger node.
         hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count)
@@ -93,15 +106,19 @@ class TimedChain(nn.Module):
             costs what the others do.
     """
 
-    def __init__(self, layers: list[TimedLayer], workload: TimedWorkload, *, embeds: bool) -> None:
+    def __init__(
+        self, layers: list[TimedLayer], workload: TimedWorkload, size: CurrentSize | None = None, *, embeds: bool
+    ) -> None:
         super().__init__()
+        self.size = size or CurrentSize()
         self.layers = nn.ModuleList(layers)
         self.embeds = embeds
-        self.activation_elements = max(1, workload.activation_bytes // 4)
+        self.activation_bytes = workload.activation_bytes
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embeds:
-            x = torch.zeros(x.shape[0], self.activation_elements, requires_grad=torch.is_grad_enabled())
+            elements = max(1, int(self.activation_bytes * self.size.tokens) // 4)
+            x = torch.zeros(x.shape[0], elements, requires_grad=torch.is_grad_enabled())
         for layer in self.layers:
             x = layer(x)
         return x
@@ -128,12 +145,13 @@ class TimedTask:
         if workload.tied:
             raise UserError("tied", True, "false, with rivals: a weight of two parts is not theirs to shard")
         self.workload, self.num_parts, self.sleeper = workload, len(workload.parts), Sleeper(busy)
+        self._size = CurrentSize()
 
     def parts(self) -> Iterator[nn.Module]:
-        return (TimedLayer(part, self.sleeper) for part in self.workload.parts)
+        return (TimedLayer(part, self.sleeper, self._size) for part in self.workload.parts)
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
-        return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, embeds=True)
+        return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, self._size, embeds=True)
 
     def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
         cut = self.workload.split(parts_per_layer)
@@ -144,6 +162,8 @@ class TimedTask:
         return TimedChain(layers, self.workload, embeds=index == 0)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self._size.work = fmean(map(self.workload.work, micro_batches))
+        self._size.tokens = fmean(map(self.workload.tokens, micro_batches))
         rows = torch.zeros(len(micro_batches), 1)
         return rows, rows
 
