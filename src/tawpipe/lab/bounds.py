@@ -110,18 +110,13 @@ def schedule_bounds(
     """
     topology = physical or schedule.topology
     sent, received = schedule_bytes(schedule, topology, Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0))
+    if dealt is not None:
+        costs = replace(costs, kept=dealt.kept(schedule.step))
     each = [_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size)]
     compute = max(each) if dealt is None else fmean(each)
     pairs = enumerate(zip(sent, received, strict=True))
     links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
-    chain = dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology)
-    if dealt is not None:  # what memory holds is not computed again; the clock knows no such layers
-        saved = [
-            [dealt.kept_layers(m, schedule.step) * dealt.forward_s * dealt.work(m) for m in own] for own in dealt.shares
-        ]
-        compute -= sum(map(sum, saved)) / topology.world_size
-        chain -= sum(map(max, zip(*saved, strict=True)))
-    needed = max(compute, *links, chain)
+    needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
     return Bounds(compute, max(links), needed, sent, received)
 
 

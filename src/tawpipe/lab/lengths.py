@@ -55,12 +55,12 @@ class DealtWorkload(TimedWorkload):
     def keys_s(self, micro_batch: int) -> float:
         return KEYS_SHARE * self.linear * self.forward_s * self.tokens(micro_batch)
 
-    def kept_layers(self, micro_batch: int, step: StepSpec | None) -> int:
-        """Of how many layers, the last ones, ``keep_mib`` holds what would be recomputed for a micro-batch."""
-        if step is None or not step.settings.keep_mib or micro_batch < self.shared:
-            return 0
-        each = self.graph_bytes * self.tokens(micro_batch) * step.settings.micro_batches_per_visit
-        return min(self.layers, int(step.settings.keep_mib * 2**20 / max(1.0, each)))
+    def kept(self, step: StepSpec) -> dict[int, range]:
+        """By micro-batch the layers, the last ones, of which ``keep_mib`` holds what would be computed again."""
+        room = (step.settings.keep_mib or 0) * 2**20 / step.settings.micro_batches_per_visit
+        numbers = range(self.shared, self.micro_batches)
+        layers = {m: int(room / max(1.0, self.graph_bytes * self.tokens(m))) for m in numbers}
+        return {m: range(max(1, self.layers - many + 1), self.layers + 1) for m, many in layers.items()}
 
     def rounds_s(self, step: StepSpec | None) -> list[list[float]]:
         """[rounds][ranks] seconds of all passes.
@@ -69,9 +69,11 @@ class DealtWorkload(TimedWorkload):
             step: of a schedule of ours; without one everything is recomputed.
         """
 
+        never = sum(step.recomputes(block) == "none" for block in range(1, self.layers + 1)) if step else 0
+        kept = self.kept(step) if step else {}
+
         def seconds(m: int) -> float:
-            never = sum(step.recomputes(block) == "none" for block in range(1, self.layers + 1)) if step else 0
-            passes = PASSES * self.layers - never - self.kept_layers(m, step)
+            passes = PASSES * self.layers - never - len(kept.get(m, ()))
             return passes * self.forward_s * self.work(m) * ((1 + SHARED_COST) / self.ranks if m < self.shared else 1)
 
         return [[*map(seconds, row)] for row in zip(*self.shares, strict=True)]
@@ -116,9 +118,9 @@ def _dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: i
         backward_input_s=2 * forward_s,
         backward_weight_s=forward_s,
         micro_batches=count,
-        activation_bytes=workload.token_bytes * total // count,
+        activation_bytes=int(workload.token_bytes * total / count),
         optimizer=workload.optimizer,
-        keys_bytes=4 * (workload.keys_bytes * total // count // 4),
+        keys_bytes=int(workload.keys_bytes * total / count),
         bins=bins,
         sizes=tuple(MicroBatchSize(t * count / total, p * count / squares) for t, p in zip(tokens, pairs, strict=True)),
         shares=share_bins(*bins.shape, topology.world_size, ranks),

@@ -142,6 +142,7 @@ class _SleepingCompute:
     def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
         self._workload, self._model, self._step = workload, schedule.model, schedule.step
         self._sleeper = sleeper
+        self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
         self._boundaries: dict[tuple[int, int], Tensor] = {}
         self._keys: dict[Buffer, Tensor] = {}
         """Of all tokens, [ranks, of each]: keys and values, or their gradients."""
@@ -160,7 +161,7 @@ class _SleepingCompute:
         if self._model.blocks[action.block].kind == "head":
             self._sleep(m, self._workload.head_s)
         elif self._model.blocks[action.block].kind == "layer":
-            kept = self._step.recomputes(action.block) == "none" or self._keeps(m, action.block)
+            kept = self._step.recomputes(action.block) == "none" or action.block in self._kept.get(m, ())
             self._sleep(m, self._workload.backward_input_s - (self._workload.forward_s if kept else 0))
             self._sleep(m, self._workload.backward_weight_s)
             del self._boundaries[action.block, m]
@@ -169,13 +170,6 @@ class _SleepingCompute:
     def _sleep(self, m: int, seconds: float) -> None:
         """Compute for a rank's share of so many seconds of a usual micro-batch."""
         self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
-
-    def _keeps(self, m: int, block: int) -> bool:
-        """True if a layer that would compute all again keeps it for this micro-batch: one of the last ones, as the
-        runtime has it.
-        """
-        work = self._workload
-        return isinstance(work, DealtWorkload) and block > work.layers - work.kept_layers(m, self._step)
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         m = action.micro_batch

@@ -175,19 +175,17 @@ class LengthsWorkload:
     bin_tokens: int
     even_at: int = 53_248
     min_document: int = 32
-    token_bytes: int = 8
-    keys_bytes: int = 4
-    graph_bytes: int = 168
+    token_bytes: float = 8
+    keys_bytes: float = 4
+    graph_bytes: float = 168
     seed: int = 0
     optimizer: bool = True
 
     kind: ClassVar[str] = "lengths"
 
     def __post_init__(self) -> None:
-        check_whole(
-            self, layers=1, layer_bytes=4, even_at=1, min_document=1, token_bytes=0, keys_bytes=0, graph_bytes=1
-        )
-        for name in ("token_s", "sigma"):
+        check_whole(self, layers=1, layer_bytes=4, even_at=1, min_document=1)
+        for name in ("token_s", "sigma", "token_bytes", "keys_bytes", "graph_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
                 raise UserError(name, value, "a number above 0")
