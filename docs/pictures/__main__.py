@@ -2,8 +2,8 @@
 
     python docs/pictures [FOLDER]
 
-writes SVG files, beside this one if no folder is given: traffic.svg, chunks.svg and packing.svg are drawn by hand, measured.svg from
-results of the lab, house.svg from the imports of the code. Needs nothing but Python. A test holds the files to what
+writes SVG files, beside this one if no folder is given: traffic.svg, chunks.svg and packing.svg are drawn by hand,
+measured.svg from results of the lab, house.svg from the imports of the code. Needs nothing but Python. A test holds the files to what
 this writes.
 """
 
