@@ -180,3 +180,14 @@ def test_what_cannot_be_dealt_is_refused_by_its_option(
 ) -> None:
     assert main(["plan", "--model", "tiny", "--topology", "2x2@1gbit", "--device-name", "H100", *words]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_lengths_of_a_corpus_are_those_of_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.dumps({"text": "x y " * (1 + number % 40)}) for number in range(80)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "1x1", "--device-name", "H100", "--json"]
+    words += ["--lengths", "corpus", "--data", str(tmp_path / "rows.jsonl"), "--cache-dir", str(tmp_path / "cache")]
+    assert main([*words, "--tokens-per-step", "500"]) == 0
+    said = json.loads(capsys.readouterr().out)["lengths"]
+    assert "80 documents" in said["source"] and 300 < said["tokens"] <= 500 and said["chosen"]
+    assert said["max_document"] <= 500 and said["bin_tokens"] >= said["max_document"]
