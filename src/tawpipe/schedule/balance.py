@@ -32,6 +32,10 @@ ROOM = 1.03
 """Multiple of the tokens of a step for which there is room at least: a full bin leaves no choice."""
 LONG = 0.125
 """A document of this share of the mean time of a rank may be shared."""
+SHARE_GAIN = 0.05
+"""Of the time of a step, what it must gain to share documents that one rank could hold: ranks of a set wait for each
+other in every layer, which is more than the cost above wherever they are disturbed.
+"""
 ROUND_COST = 0.01
 """Of the time of a step, what a round costs besides: the weights travel once more."""
 RISE = 1 / 1024
@@ -208,13 +212,15 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks
         raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, what a bin holds{together}")
     times = [work.of(length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    found = []
+    found: list[tuple[float, Bins]] = []
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
         filled = _Filling(lengths, times, cap, world_size, ranks)
         filled.share(order[:count])
         filled.place(order[count:])
-        found.append(filled.bins(work))
-    return min(found, key=lambda one: one.seconds * (1 + ROUND_COST * sum(one.shape)))
+        bins = filled.bins(work)
+        dearer = SHARE_GAIN if found else 0.0  # the first shares what it must
+        found.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def _numbers_shared(
