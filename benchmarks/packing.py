@@ -3,10 +3,10 @@
     python benchmarks/packing.py --out benchmarks/results/DATE-packing
     python benchmarks/packing.py --data 'texts/*.jsonl' --max-document 8192 --steps 8 --out DIR
 
-Every packing is a `tawpipe train` of its own, one after the other, over and over, so that drift of the machine hits all
-of them. Tokens are those that are learned: padding is none, and what a packing cuts off is not learned. The first step of
-every run, which checks the model and allocates, does not count. The documents are by default the files of Python's
-standard library, whose lengths are skewed. Writes ``packing.json`` and ``table.md``.
+Every packing is a `tawpipe train` of its own, one after the other, over and over, so that drift of the machine hits
+all of them. Tokens are those that are learned: padding is none, and what a packing cuts off is not learned. The first
+step of every run, which checks the model and allocates, does not count. The documents are by default the files of
+Python's standard library, whose lengths are skewed. Writes ``packing.json`` and ``table.md``.
 """
 
 from __future__ import annotations
