@@ -14,10 +14,10 @@ from pathlib import Path
 
 from house import house
 from measured import measured
-from packing import packing
 from traffic import traffic
 
 from chunks import chunks
+from packing import packing
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
