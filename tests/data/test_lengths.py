@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tawpipe.data.lengths import Histogram, in_turn, mean_seconds
+from tawpipe.data.lengths import Histogram
 from tawpipe.schedule.balance import LayerKind, Work, deal
+from tawpipe.schedule.unbalanced import in_turn
 
 WORK = Work((LayerKind(layers=4, per_token=1000.0, per_pair=1.0),))
 
@@ -26,18 +27,18 @@ def test_a_histogram_counts_every_document_and_token_once(lengths):
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 5))
 def test_rows_in_turn_hold_every_document_once_and_no_more_than_a_row(lengths, world_size):
-    rows = in_turn(lengths, world_size=world_size, row=100, work=WORK)
+    rows = in_turn(lengths, world_size, 100, WORK)
     held = [number for one in rows.single for row in one for number in row.documents]
     assert sorted(held) == list(range(len(lengths)))
     assert all(rows.tokens(row) <= 100 for one in rows.single for row in one)
     assert all(len(one) == world_size for one in rows.single)
-    assert rows.seconds >= mean_seconds(rows) * (1 - 1e-9)
+    assert rows.seconds >= rows.mean_seconds * (1 - 1e-9)
 
 
 def test_dealing_by_time_beats_packing_by_tokens_where_documents_are_uneven():
     draw = random.Random(0)
     lengths = [min(4096, max(8, int(draw.lognormvariate(4.5, 2.0)))) for _ in range(400)]
-    before = in_turn(lengths, world_size=4, row=4096, work=WORK)
+    before = in_turn(lengths, 4, 4096, WORK)
     after = deal(lengths, world_size=4, cap=6144, work=WORK)
-    assert mean_seconds(before) == mean_seconds(after)
+    assert before.mean_seconds == after.mean_seconds
     assert after.seconds < 0.9 * before.seconds

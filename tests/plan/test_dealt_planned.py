@@ -12,7 +12,7 @@ import pytest
 from plan_requests import LAYERS, plan_request, profile
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Dealt, in_rows, in_turn, times_of
+from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Dealt
 from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.lengths import Lengths, lengths_of
 from tawpipe.plan.machine import Device, uniform
@@ -21,6 +21,7 @@ from tawpipe.plan.plan_file import record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
+from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
 from tawpipe.train.planned import work_of_plan
 
@@ -102,8 +103,8 @@ def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_
     assert sum(rows.bins.lengths) == sum(best.bins.lengths)
     for one in dealt.deals:
         # Links cost nothing here. Ranks may be ahead of each other by a visit, of several rounds perhaps.
-        busiest = max(map(sum, zip(*times_of(one.bins), strict=True)))
-        assert busiest * 0.7 < one.seconds < sum(map(max, times_of(one.bins))) * 1.1
+        busiest = max(map(sum, zip(*one.bins.times, strict=True)))
+        assert busiest * 0.7 < one.seconds < sum(map(max, one.bins.times)) * 1.1
         assert one.over_mean >= 1 and one.timeline is not None
     assert {one.bins.ranks for one in dealt.deals} == {1, 2}
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tawpipe.data.packing import Int64s, best_fit
-from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, Work, deal
+from tawpipe.data.packing import Int64s
+from tawpipe.schedule.balance import Bins, Work, deal
+from tawpipe.schedule.unbalanced import in_turn
 
 DEVICES = 8
 """Devices for which ``auto`` looks at the gain."""
@@ -116,42 +117,11 @@ class Balance:
         sums = np.zeros(4)
         while steps < STEPS and first < DOCUMENTS:
             lengths = step(first, dealing.tokens)
-            rows = in_turn(lengths, world_size=dealing.world_size, row=longest, work=work)
+            rows = in_turn(lengths, dealing.world_size, longest, work)
             bins = deal(lengths, world_size=dealing.world_size, cap=dealing.cap, work=work, ranks=dealing.ranks)
-            sums += *_times(rows), bins.seconds, mean_seconds(bins)
+            sums += *_times(rows), bins.seconds, bins.mean_seconds
             first, steps = first + len(lengths), steps + 1
         return cls(float(sums[0] / sums[1]), float(sums[2] / sums[3]), steps, dealing.world_size)
-
-
-def mean_seconds(bins: Bins) -> float:
-    """Time of a step if all ranks computed equally much, nothing of it twice."""
-    world = len(bins.single[0]) if bins.single else len(bins.shared[0]) * bins.ranks
-    return sum(map(bins.work.of, bins.lengths)) / world
-
-
-def seconds_of_rank(bins: Bins, rank: int) -> float:
-    """Time for which a rank computes in a step."""
-    return sum(
-        (1 + SHARED_COST if one.ranks > 1 else 1)
-        / one.ranks
-        * sum(bins.work.of(bins.lengths[n]) for n in one.documents)
-        for one in bins.of(rank)
-    )
-
-
-def in_turn(lengths: Sequence[int], *, world_size: int, row: int, work: Work) -> Bins:
-    """Documents packed into rows by their tokens alone, best fit, and the rows dealt to ranks in turn: what
-    ``balanced`` is compared with.
-    """
-    order = np.argsort(-np.array(lengths), kind="stable")
-    row_of, count = best_fit(np.array(lengths)[order], row)
-    rows: list[list[int]] = [[] for _ in range(count)]
-    for number, at in zip(order.tolist(), row_of.tolist(), strict=True):
-        rows[at].append(number)
-    packed = [Bin(tuple(documents)) for documents in sorted(rows, key=min)]  # in the order of a shuffled corpus
-    packed += [Bin(())] * (-count % world_size)
-    rounds = tuple(tuple(packed[at : at + world_size]) for at in range(0, len(packed), world_size))
-    return Bins((), rounds, 1, tuple(lengths), work)
 
 
 def _times(rows: Bins) -> tuple[float, float]:
@@ -159,6 +129,6 @@ def _times(rows: Bins) -> tuple[float, float]:
     rounds = [one for one in rows.single if all(row.documents for row in one)] or rows.single[:1]
     busiest = mean = 0.0
     for one in rounds:
-        times = [sum(rows.work.of(rows.lengths[number]) for number in row.documents) for row in one]
+        times = [rows.time(row) for row in one]
         busiest, mean = busiest + max(times), mean + sum(times) / len(times)
     return busiest, mean

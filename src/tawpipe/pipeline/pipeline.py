@@ -176,6 +176,8 @@ class Pipeline:
         self.spec = self.chain.spec
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
+        self._adopted: set[int] = set()
+        """Schedules, which are all kept, whose buffers are there."""
         self._savings: list[Saving] = []
         self.step_number = 0
         self._training: bool | None = None
@@ -243,8 +245,9 @@ class Pipeline:
         return self._schedule(self._deal.count(rows), training=training)
 
     def _schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
-        schedule, is_new = self._schedules.of(count, training=training)
-        if is_new:
+        schedule = self._schedules.of(count, training=training)
+        if id(schedule) not in self._adopted:
+            self._adopted.add(id(schedule))
             if self.injector is not None and training:
                 self.injector.check(schedule, self.world.rank)
             self.executor.adopt(schedule)
@@ -281,16 +284,24 @@ class Pipeline:
         )
 
     def part_of_documents(
-        self, lengths: Sequence[int], document: Callable[[int], MicroBatch], bins: Bins | None = None
+        self,
+        lengths: Sequence[int],
+        document: Callable[[int], MicroBatch],
+        bins: Bins | None = None,
+        *,
+        training: bool = True,
     ) -> LocalBatch:
-        """This rank's part of a step on documents of uneven lengths.
+        """This rank's part of a step on documents of uneven lengths. Where a step of this shape is the first, its
+        schedule is made and proved: a thread that is ahead of the steps can call it.
 
         Args:
             lengths: of all documents of the step, alike on all processes.
             document: makes one by its number, as a micro-batch of one row.
             bins: what ``deal`` made of the lengths, if it was asked before.
+            training: False for an evaluation.
         """
         bins = bins or self.deal(lengths)
+        _ = self._schedules.of(bins.shape, training=training)
         own = bins.of(self.world.rank)
         parts = [MicroBatch.in_a_row([document(number) for number in one.documents] or [NOTHING]) for one in own]
         if self.world.device.type == "cuda":
@@ -402,8 +413,8 @@ class Pipeline:
             flops = (chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0) / ranks
         else:
             said = self._costs(self._schedule(bins.shape), local.sequence_length)
-            mean = sum(map(self.work.of, bins.lengths))
-            flops = (chain_flops(self.chain, bins.lengths, at_most=True) or 0.0) * bins.seconds / mean
+            busiest = bins.seconds / bins.mean_seconds / self.world.size
+            flops = (chain_flops(self.chain, bins.lengths, at_most=True) or 0.0) * busiest
         self.limit.estimated_s = estimate_s(
             flops,
             max(*said.link_sent_bytes, *said.link_received_bytes, 0),
@@ -490,6 +501,8 @@ class Pipeline:
         if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
             return frozenset()
         config = self.chain.config.get_text_config()
+        if "graph" not in self._kept_per_token:
+            return frozenset()
         each = max(1, self._kept_per_token["graph"] - config.hidden_size * self.dtype.itemsize)
         tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
         first = max(settings.offloaded_layers + 1, self.spec.first_backward)

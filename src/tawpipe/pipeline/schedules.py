@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 
@@ -38,6 +39,7 @@ class Schedules:
         self._ready = given if isinstance(given, Schedule) else None
         self._strategy, self.settings = strategy_of(given)
         self._model, self._world = model, world
+        self._lock = threading.Lock()
         self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
         self.smallest = self.step(world.size)
         """A step in which every rank has a micro-batch: all schedules share its homes."""
@@ -64,17 +66,17 @@ class Schedules:
         shared = shape[0] * topology.world_size // ranks
         return step_of(self._model, topology, settings, shares, strategy=self._strategy, shared=shared)
 
-    def of(self, count: int | tuple[int, int], *, training: bool) -> tuple[Schedule, bool]:
-        """The schedule for so many micro-batches, or for the shape of bins, and whether it was made now."""
-        if (count, training) in self._kept:
-            return self._kept[count, training], False
-        schedule = for_one_thread(self._build(count, training=training))
-        if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
-            verify(schedule, steps=2 if training else 1, one_thread=True)
-        elif self._world.rank == 0:
-            logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
-        self._kept[count, training] = schedule
-        return schedule, True
+    def of(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
+        """The schedule for so many micro-batches, or for the shape of bins. Any thread may call it."""
+        with self._lock:
+            if (count, training) not in self._kept:
+                schedule = for_one_thread(self._build(count, training=training))
+                if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
+                    verify(schedule, steps=2 if training else 1, one_thread=True)
+                elif self._world.rank == 0:
+                    logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
+                self._kept[count, training] = schedule
+            return self._kept[count, training]
 
     def _build(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
         if isinstance(count, tuple):
@@ -100,7 +102,13 @@ class Schedules:
             return {
                 "kept": attention_width(config) * dtype.itemsize + config.num_attention_heads * max(4, dtype.itemsize)
             }
-        per_token = kept_per_token(chain)
+        try:
+            per_token = kept_per_token(chain)
+        except UserError as error:
+            if wanted:
+                raise
+            logger.warning("schedule.keep_mib keeps nothing: %s", error.expected)
+            return {}
         if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"
             raise UserError("schedule.recompute", "selective", expected)

@@ -10,7 +10,6 @@ rounds are played, for what one takes beside its modelled time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,10 +21,11 @@ from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import PLAYED_STEPS, foldable, memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, LARGEST_WORK, Candidate, fits, leanest, search
-from tawpipe.schedule.balance import Bin, Bins, Work, deal
+from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import Timeline, play
 
 STEPS = 5
@@ -53,7 +53,7 @@ class Deal:
     @property
     def over_mean(self) -> float:
         """Modelled time beside that of a step in which all ranks compute equally long."""
-        return self.bins.seconds / mean_of(self.bins)
+        return self.bins.seconds / self.bins.mean_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -116,7 +116,7 @@ class Dealt:
             return deal(documents, world_size=request.topology.world_size, cap=cap, work=work, ranks=ranks)
 
         steps = [lengths.step(tokens, number) for number in range(STEPS)]
-        drawn = sorted((dealt(one, least) for one in steps), key=lambda one: one.seconds / mean_of(one))
+        drawn = sorted((dealt(one, least) for one in steps), key=lambda one: one.seconds / one.mean_seconds)
         median = drawn[STEPS // 2]
         strategies: dict[str, Deal] = {}
         for one in good:
@@ -163,51 +163,6 @@ class Dealt:
         """What the schedule of a run would be."""
         step = next(one.step for one in self.candidates if one.strategy == strategy)
         return settings_of(step) if step is not None else {}
-
-
-def mean_of(bins: Bins) -> float:
-    """Modelled time of a step in which all ranks compute equally long, nothing of it twice."""
-    return sum(map(bins.work.of, bins.lengths)) / bins.world_size
-
-
-def times_of(bins: Bins) -> list[list[float]]:
-    """[round][rank] modelled time of the bins."""
-    rows = (*bins.shared, *bins.single)
-    return [[_time(bins, one) for one in row for _ in range(one.ranks)] for row in rows]
-
-
-def in_rows(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
-    """The same documents end to end, cut into rows of ``row`` tokens, which are dealt in turn."""
-    pieces, rows, free = list[int](), list[list[int]](), 0
-    for length in lengths:
-        while length:
-            if not free:
-                rows.append([])
-                free = row
-            part = min(free, length)
-            rows[-1].append(len(pieces))
-            pieces.append(part)
-            free, length = free - part, length - part
-    return _rounds(rows, pieces, world_size, work)
-
-
-def in_turn(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
-    """Whole documents packed into rows of ``row`` tokens by best fit, which are dealt in turn."""
-    rows, free = list[list[int]](), list[tuple[int, int]]()
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        at = bisect_left(free, (lengths[number], -1))
-        left, place = free.pop(at) if at < len(free) else (row, len(rows))
-        if place == len(rows):
-            rows.append([])
-        rows[place].append(number)
-        insort(free, (left - lengths[number], place))
-    return _rounds(sorted(rows, key=min), lengths, world_size, work)
-
-
-def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: Work) -> Bins:
-    bins = [Bin(tuple(one)) for one in rows] + [Bin(())] * (-len(rows) % world_size)
-    rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
-    return Bins((), rounds, 1, tuple(lengths), work)
 
 
 def step_of_bins(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
@@ -269,7 +224,7 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
 
 def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:
     if not whole:
-        longest = [[max(row, key=lambda one: _time(bins, one))] * len(row) for row in (*bins.shared, *bins.single)]
+        longest = [[max(row, key=bins.time)] * len(row) for row in (*bins.shared, *bins.single)]
         rows = tuple(map(tuple, longest))
         bins = replace(bins, shared=rows[: len(bins.shared)], single=rows[len(bins.shared) :])
     made = step_of_bins(request, step, bins)
@@ -285,8 +240,4 @@ def _cut(bins: Bins, rounds: int) -> Bins:
 
 
 def _modelled(bins: Bins) -> float:
-    return sum(map(max, times_of(bins)))
-
-
-def _time(bins: Bins, one: Bin) -> float:
-    return sum(map(bins.work.of, (bins.lengths[number] for number in one.documents))) / one.ranks
+    return sum(map(max, bins.times))

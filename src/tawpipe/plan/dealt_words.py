@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.console import columns
-from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Deal, Dealt, mean_of, times_of
+from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Deal, Dealt
 from tawpipe.plan.search import GAIN
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
@@ -46,9 +46,9 @@ def as_json(dealt: Dealt) -> dict[str, Any]:
         "max_document": dealt.max_document,
         "bin_tokens": dealt.request.sequence_length,
         "rounds": sum(median.shape),
-        "imbalance": median.seconds / mean_of(median),
+        "imbalance": median.seconds / median.mean_seconds,
         "imbalance_over_floor": median.imbalance,
-        "imbalance_of_steps": [one.seconds / mean_of(one) for one in dealt.drawn],
+        "imbalance_of_steps": [one.seconds / one.mean_seconds for one in dealt.drawn],
         "chosen": dealt.chosen,
         "sequence_ranks": best.bins.ranks if best else None,
         "reason": reason(dealt),
@@ -77,7 +77,7 @@ def corpus(dealt: Dealt) -> Iterator[str]:
         [("up to", "documents", "tokens", "")]
         + [(f"{up_to:,}", f"{own:.1%}", f"{tokens:.1%}", "") for up_to, own, tokens in lengths.histogram]
     )
-    spread = [one.seconds / mean_of(one) for one in dealt.drawn]
+    spread = [one.seconds / one.mean_seconds for one in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
     bins = f"bins of up to {dealt.request.sequence_length:,}, {_rounds(median.shape)}"
     yield f"a step: {sum(median.lengths):,} tokens in {documents}; {bins}"
@@ -192,7 +192,7 @@ def _sections(dealt: Dealt) -> Iterator[Section]:
 
 
 def _times(deal: Deal) -> Section:
-    times = [row[:SHOWN_RANKS] for row in times_of(deal.bins)]
+    times = [row[:SHOWN_RANKS] for row in deal.bins.times]
     parts = {f"round {number}": row for number, row in enumerate(times)}
     figure = stacked_bars([f"rank {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")
     words = f"Seconds that every rank computes: {deal.over_mean:.3f} of the mean, round by round."

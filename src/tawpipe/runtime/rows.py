@@ -197,14 +197,18 @@ class InFile:
     def resize(self, shape: tuple[int, ...]) -> None:
         """Be a tensor of this shape from now on; what was there is lost, and the file stays as large as it was."""
         self.shape, self._token = shape, self.dtype.itemsize * math.prod(shape[2:])
-        needed = shape[0] * shape[1] * self._token
-        if needed <= self.bytes:
+        self.reserve(shape)
+
+    def reserve(self, shape: Sequence[int], spans: Sequence[slice] = ()) -> None:
+        """Have the room on the disk before a step, in which the others would wait for a rank whose disk is full."""
+        if (needed := math.prod(shape) * self.dtype.itemsize) <= self.bytes:
             return
         try:
             os.posix_fallocate(self._file.fileno(), 0, needed)
         except OSError as error:
             self.close()
-            expected = f"room for {needed:,} bytes more, which the inputs of one layer take ({error.strerror})"
+            more = f"room for {needed - self.bytes:,} bytes more"
+            expected = f"{more}, which the inputs of one layer take ({error.strerror})"
             raise UserError("schedule.offload_dir", self._folder.path, expected) from error
         self.bytes = needed
 
@@ -299,9 +303,7 @@ class Places:
 
     def reserve(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, spans: Sequence[slice]) -> None:
         """Have the memory for what is written next in these spans; what is there may still be read."""
-        place = self._place(buffer, "", dtype)
-        if isinstance(place, InHost):
-            place.reserve(shape, spans)
+        self._place(buffer, "", dtype).reserve(shape, spans)
 
     def _place(self, buffer: Buffer, part: str, dtype: torch.dtype) -> InHost | InFile:
         key = buffer, part, dtype

@@ -179,6 +179,20 @@ class Bins:
             for kind in self.work.kinds
         )
 
+    @property
+    def mean_seconds(self) -> float:
+        """Time of the step if all ranks computed equally long, nothing of it twice."""
+        return sum(map(self.work.of, self.lengths)) / self.world_size
+
+    @property
+    def times(self) -> list[list[float]]:
+        """[rounds][ranks] time of the bins."""
+        return [[self.time(one) for one in row for _ in range(one.ranks)] for row in (*self.shared, *self.single)]
+
+    def time(self, one: Bin) -> float:
+        """Time that each of its ranks needs for a bin."""
+        return sum(kind.layers * self._time(kind, one) for kind in self.work.kinds)
+
     @cached_property
     def floor(self) -> float:
         """No deal is faster: the mean over all ranks, or the longest document over a set of them."""
@@ -358,4 +372,5 @@ class _Filling:
 
 
 def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:
-    return tuple(tuple(bins[at : at + size]) for at in range(0, len(bins), size))
+    rows = (tuple(bins[at : at + size]) for at in range(0, len(bins), size))
+    return tuple(row for row in rows if any(one.documents for one in row))

@@ -50,7 +50,7 @@ class ScheduleSettings:
     keep_mib: int | None = bounded(None, minimum=0)
     """Memory of a device, in MiB, for what backward passes would compute again: of every micro-batch as many layers
     keep it as that holds, chosen anew in every step, so that a bin of few tokens keeps more of them than a full one. By
-    default a run with uneven documents (packing balanced) and a plan takes what is left; otherwise 0."""
+    default a run with uneven documents (packing balanced) takes what is left, unless --plan is none; otherwise 0."""
     offloaded_layers: int = bounded(0, minimum=0)
     """The inputs of so many first layers wait for their backward pass in the host's memory; under sequence_chunk they
     come and go by chunk, and what selective recomputation keeps of these layers does so as well."""

@@ -73,7 +73,7 @@ class Batches:
                 self._validation.append((lengths, step.read, self._dealt(lengths)))
                 first += len(lengths)
         for one in self._validation:
-            yield self._of_documents(*one).batch
+            yield self._of_documents(*one, training=False).batch
 
     def close(self) -> None:
         """End the worker that deals, if there is one."""
@@ -85,13 +85,16 @@ class Batches:
         batch = self.pipeline.part_of(rows, length, lambda row: source.sample(first + row))
         return Given(batch, rows, rows * length)
 
-    def _of_documents(self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins) -> Given:
-        return Given(self.pipeline.part_of_documents(lengths, read, bins), len(lengths), sum(lengths))
+    def _of_documents(
+        self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins, *, training: bool = True
+    ) -> Given:
+        batch = self.pipeline.part_of_documents(lengths, read, bins, training=training)
+        return Given(batch, len(lengths), sum(lengths))
 
     def _dealt(self, lengths: Sequence[int]) -> Bins:
         assert self._dealer is not None
         pipeline = self.pipeline
-        where = self.data.report.longest[1]
+        where = "" if self.data.report.streamed else self.data.report.longest[1]
         check_longest_fits(self.config, max(lengths), where)
         return self._dealer(
             lengths,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -19,7 +20,6 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.save import Saving
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console, duration
-from tawpipe.data.lengths import mean_seconds, seconds_of_rank
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import PackedDataset
@@ -292,8 +292,8 @@ class Training:
             bins, own = done.given.batch.bins, len(done.given.batch.micro_batches)
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
-                values["imbalance"] = bins.seconds / mean_seconds(bins)
-            self._own_work += own if bins is None else seconds_of_rank(bins, self.world.rank)
+                values["imbalance"] = bins.seconds / bins.mean_seconds
+            self._own_work += own if bins is None else sum(map(bins.time, bins.of(self.world.rank)))
             if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:
@@ -325,9 +325,13 @@ class Training:
             the longest time of a rank over their mean; None if none has computed.
         """
         now = self.pipeline.executor.compute_s
-        spent, own = now - self._computed_s, max(self._own_work, 1e-9)
-        seconds, everyone = (self.world.gather_numbers(one) for one in (spent, spent / own))
+        seconds, work = (self.world.gather_numbers(one) for one in (now - self._computed_s, self._own_work))
         self._computed_s, self._own_work = now, 0.0
+        # A rank that had next to nothing to do spent its time on all else: it counts as the usual one.
+        least = sum(work) / len(work) / 4
+        known = [one / own for one, own in zip(seconds, work, strict=True) if own > least]
+        usual = statistics.median(known) if known else 0.0
+        everyone = [one / own if own > least else usual for one, own in zip(seconds, work, strict=True)]
         for rank, times in self._stragglers.look(everyone)[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")

@@ -39,6 +39,7 @@ from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work
+from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.checks import check_longest_fits, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
@@ -65,6 +66,7 @@ def run(config: TrainConfig) -> int:
     )
     console = Console(world.rank)
     console.topology(f"{world.nodes} on {_device_name(world)}")
+    _ = share_in_sets(0, world.topology, config.schedule)  # before documents are dealt for the report
     given, data = config, _prepare_data(config, world, console)
     if data.report.packing == "balanced":
         config = in_bins(config, world.size)
