@@ -29,7 +29,9 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
         assert max(results) < LIMIT, results
 
 
-@pytest.mark.parametrize(("local", "chunk", "tied"), [(2, 0, True), (2, 3, False), (4, 0, False)])
+@pytest.mark.parametrize(
+    ("local", "chunk", "tied"), [pytest.param(2, 0, True, marks=pytest.mark.slow), (2, 3, False), (4, 0, False)]
+)
 def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
     """Windows, soft caps, sinks, biases, experts, latent attention, one product for queries, keys and values; rows of
     which a rank has no token.

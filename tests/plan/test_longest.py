@@ -165,6 +165,7 @@ def saved(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
     model = saved(tmp_path, max_position_embeddings=MOST_TOKENS)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules import llama, make
+from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.residency import Stay, plan_stays
 
 USES = st.lists(st.lists(st.integers(0, 5), max_size=2, unique=True), max_size=14)
@@ -80,3 +83,10 @@ def test_without_reuse_buffers_take_turns():
     stays = plan_stays(zigzag(4, 1), capacity=3, busy=2, reuse=False)
     assert [next(iter(visit.values())).place for visit in stays] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert not any(stay.held for visit in stays for stay in visit.values())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_carrier_that_computes_from_what_arrives_keeps_it_as_long_as_the_others(training: bool) -> None:
+    """Embedding and head of one size, which share buffers, in several rounds."""
+    schedule = make(llama(3), 2, 2, 7, training=training, strategy="tawpipe-whole", step_cache="all", look_ahead=1)
+    verify(schedule)

@@ -159,7 +159,7 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
 
 def test_a_model_is_evaluated_without_a_step(home, capsys):
     """It says what the run that trained the model said at its end."""
-    words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto")
+    words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto", "--packing", "split")
     assert alone(home, "taught", *LONG, *words, "--dtype", "float64", "--export.dtype", "float64") == 0
     page, model = home / "looked.html", str(home / "taught" / "model")
     words = (*words, "--model", model, "--steps", "0", "--sequence-length", "256", "--global-batch", "4")

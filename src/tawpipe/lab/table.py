@@ -45,7 +45,7 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for cell, some in cells_of(rows).items():
         columns = [*COLUMNS, *([LOSS] if _is_real(some[0]) else DOCUMENTS if _is_of_documents(some[0]) else [])]
-        balanced = next((row for row in some if "balanced" in row["strategy"] and "tokens_per_second" in row), None)
+        balanced = next((row for row in some if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
         lines += [
             f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
             "",

@@ -102,12 +102,15 @@ class Residency:
                     yield unit
 
 
-def plan_residency(step: StepSpec, visits: Sequence[Visit], *, slices_busy: int | None) -> Residency:
+def plan_residency(
+    step: StepSpec, visits: Sequence[Visit], *, slices_busy: int | None, in_place: bool = False
+) -> Residency:
     """Stays for all sizes of units.
 
     Args:
         slices_busy: for how many visits a device's slice of a unit may still be in use after the one that it came for;
             None where units do not come into a node as slices.
+        in_place: a device computes from its slice, which is the whole unit: it is needed as often as the unit is.
     """
     uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
     ahead, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
@@ -121,7 +124,7 @@ def plan_residency(step: StepSpec, visits: Sequence[Visit], *, slices_busy: int 
             continue
         capacity = ahead + 1 + (0 if in_slices else cached)
         whole = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=reuse)
-        missing = [[unit for unit, stay in visit.items() if not stay.held] for visit in whole]
+        missing = mine if in_place else [[unit for unit, stay in one.items() if not stay.held] for one in whole]
         passing = plan_stays(missing, capacity=(ahead + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
         for number in range(len(uses)):
             full[number].update(whole[number])

@@ -118,6 +118,7 @@ class Whole(Striped):
     """TawPipe as in its paper (AAAI 2026): a unit on one device, sent to one device of each other node, broadcast."""
 
     name = "tawpipe-whole"
+    carrier_computes = True
     summary = "every unit on one process, which sends it to one process of every other node, as in the paper"
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
@@ -27,6 +28,9 @@ from tawpipe.topology import Topology
 
 class WeightStrategy(Strategy):
     """A strategy that moves weights to where activations are."""
+
+    carrier_computes: ClassVar[bool] = False
+    """True if a device to which a whole unit is sent computes from where it arrives."""
 
     @abstractmethod
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
@@ -73,7 +77,11 @@ class WeightStrategy(Strategy):
     def tour(self, step: StepSpec, *, training: bool = True) -> Tour:
         """The visits of a step, and what stays in buffers between them."""
         visits = training_visits(step) if training else forward_visits(step)
-        return Tour(step, visits, plan_residency(step, visits, slices_busy=self.slices_busy(step)))
+        return Tour(
+            step,
+            visits,
+            plan_residency(step, visits, slices_busy=self.slices_busy(step), in_place=self.carrier_computes),
+        )
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
         tour = self.tour(step, training=training)
