@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
+import model_families
 from borders import llama, piped
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
@@ -60,12 +63,19 @@ def test_kept_layers_follow_the_tokens_of_a_bin():
         assert all(one == set(range(layers - len(one) + 1, layers + 1)) for one in kept)
 
 
+def test_a_model_that_cannot_be_tried_without_weights_keeps_nothing():
+    """Experts: what a layer keeps cannot be counted before the first step, and the run goes on all the same."""
+    model = model_families.real_model(model_families.family_config("qwen3_moe"))
+    with closing(piped(model, bin_tokens=32, keep_mib=8)) as pipeline:
+        documents = [one_document(tokens) for tokens in (20, 9, 4)]
+        result = pipeline.step(pipeline.part_of_documents([20, 9, 4], documents.__getitem__))
+        assert result.tokens == 19 + 8 + 3
+
+
 def one_document(tokens: int) -> MicroBatch:
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     return MicroBatch.of_documents(ids, ids, [tokens])
 
 
 def piped_pipeline(**knobs):
-    from contextlib import closing
-
     return closing(piped(llama(), **knobs))

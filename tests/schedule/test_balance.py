@@ -35,6 +35,7 @@ def test_every_document_is_in_one_bin_and_no_bin_is_above_the_cap(seed: int) -> 
     lengths = [draw.randint(1, draw.choice([5, cap, cap * ranks])) for _ in range(draw.randint(1, 80))]
     bins = deal(lengths, world_size=world, cap=cap, work=WORK, ranks=ranks)
     assert dealt_numbers(bins) == list(range(len(lengths)))
+    assert all(any(one.documents for one in row) for row in (*bins.shared, *bins.single))
     for row, size, places in [
         *((row, ranks, world // ranks) for row in bins.shared),
         *((r, 1, world) for r in bins.single),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -92,10 +93,22 @@ def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     return replace(request, memory_bytes=machine.device.memory_bytes, machine=there)
 
 
+def _for_bins(way: str, config: TrainConfig) -> str:
+    """Shorter rows are smaller bins under ``balanced``, which hold the longest document."""
+    if config.packing != "balanced":
+        return way
+    longest = config.document_tokens // (config.schedule.sequence_ranks or 1)
+    return re.sub(
+        r"--sequence-length (\d+)",
+        lambda one: f"--bin-tokens {one[1]}" + f" --max-document {one[1]}" * (int(one[1]) < longest),
+        way,
+    )
+
+
 def _refuse(config: TrainConfig, machine: Machine, request: PlanRequest) -> str:
     step, whole = request.step(config.schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
-    ways = list(dict.fromkeys(remedies(request, step)))
+    ways = list(dict.fromkeys(_for_bins(way, config) for way in remedies(request, step)))
     seconds = predict(request, step).step_seconds
     found = "; ".join(ways) or "no setting that was tried does: more devices, or a smaller model"
     raise UserError(
