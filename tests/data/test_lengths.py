@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tawpipe.data.lengths import Histogram
+from tawpipe.report.lengths import Histogram
 from tawpipe.schedule.balance import LayerKind, Work, deal
 from tawpipe.schedule.unbalanced import in_turn
 

@@ -9,6 +9,7 @@ import torch
 
 import model_families
 from borders import llama, piped
+from tawpipe import Pipeline
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
@@ -61,6 +62,34 @@ def test_kept_layers_follow_the_tokens_of_a_bin():
         kept = [pipeline._layers_kept(schedule, 0, one_document(tokens)) for tokens in (16, 512, 4096)]
         assert kept[0] == set(range(1, layers + 1)) > kept[2]
         assert all(one == set(range(layers - len(one) + 1, layers + 1)) for one in kept)
+
+
+@pytest.mark.parametrize("mib", [0, 8])
+def test_kept_layers_do_not_run_again(mib):
+    with closing(piped(llama(), bin_tokens=32, keep_mib=mib)) as pipeline:
+        layers, runs, layer = pipeline.spec.num_layers, [], pipeline.chain.layer
+        pipeline.chain.layer = lambda block, *given, **named: runs.append(block) or layer(block, *given, **named)
+        for _ in range(2):  # in the first step every block runs once more
+            runs.clear()
+            pipeline.step(pipeline.part_of_documents([20], lambda _: one_document(20)))
+            pipeline.drain()
+        assert len(runs) == layers * (1 if mib else 2)
+
+
+def test_documents_of_other_lengths_than_said_are_refused():
+    with piped_pipeline(bin_tokens=32) as pipeline, pytest.raises(UserError, match="5 tokens in documents 0'; 6, as"):
+        pipeline.part_of_documents([6], lambda _: one_document(5))
+    for lengths in ([], [3, 0]):
+        with piped_pipeline(bin_tokens=32) as pipeline, pytest.raises(UserError, match="at least one token"):
+            pipeline.deal(lengths)
+
+
+def test_a_ready_schedule_is_for_rows():
+    with piped_pipeline() as pipeline:
+        ready = pipeline.schedule(1)
+    made = Pipeline(llama()(), schedule=ready, bin_tokens=32, dtype=torch.float64)
+    with closing(made) as pipeline, pytest.raises(UserError, match="a ready one"):
+        pipeline.part_of_documents([6], lambda _: one_document(6))
 
 
 def test_a_model_that_cannot_be_tried_without_weights_keeps_nothing():

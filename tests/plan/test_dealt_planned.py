@@ -54,7 +54,7 @@ def test_a_file_has_a_length_on_every_line_or_a_length_and_a_number(tmp_path: Pa
     steps = [found.step(50, number) for number in range(5)]
     assert steps == [found.step(50, number) for number in range(5)] and len({tuple(one) for one in steps}) > 1
     assert all(43 < sum(one) <= 50 and set(one) <= {3, 7} for one in steps)
-    assert [(up_to, round(documents, 3), round(tokens, 3)) for up_to, documents, tokens in found.histogram] == [
+    assert [(up_to, round(documents, 3), round(tokens, 3)) for up_to, documents, tokens in found.histogram.rows] == [
         (4, 0.286, 0.146),
         (8, 0.714, 0.854),
     ]

@@ -119,10 +119,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.explain:
         for line in explain(plan, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
-    if arguments.report:
-        write_plan_page(plan, Path(arguments.report))
-        if talk:
-            print(f"wrote {arguments.report}")
+    _write_page(arguments, lambda path: write_plan_page(plan, path))
     if arguments.save and plan.chosen:
         plan.save(Path(arguments.save))
         if talk:
@@ -148,11 +145,15 @@ def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable
         print(f"\n{found.reason}")
         for line in filter(None, (found.memory, found.hides)):
             print(line)
+    _write_page(arguments, lambda path: write_longest_page(found, path))
+    return 0 if found.best else 1
+
+
+def _write_page(arguments: argparse.Namespace, write: Callable[[Path], object]) -> None:
     if arguments.report:
-        write_longest_page(found, Path(arguments.report))
+        write(Path(arguments.report))
         if not arguments.json:
             print(f"wrote {arguments.report}")
-    return 0 if found.best else 1
 
 
 def _dealt(request: PlanRequest, lengths: Lengths, arguments: argparse.Namespace, tell: Callable[[str], None]) -> int:
@@ -164,10 +165,7 @@ def _dealt(request: PlanRequest, lengths: Lengths, arguments: argparse.Namespace
     found = Dealt.of(request, lengths, **asked, tell=tell)
     for line in [json_text(found)] if arguments.json else lines(found):
         print(line)
-    if arguments.report:
-        write_dealt_page(found, Path(arguments.report))
-        if not arguments.json:
-            print(f"wrote {arguments.report}")
+    _write_page(arguments, lambda path: write_dealt_page(found, path))
     return 0 if found.best else 1
 
 

@@ -1,4 +1,4 @@
-"""Lengths of documents: their histogram, and how evenly steps of them are dealt, by the model of time.
+"""How evenly steps of documents are dealt, by the model of time.
 
 What ``auto`` decides by it must not depend on how many processes there are: a run that goes on with others has to see
 the same documents. So the gain is that on a fixed number of devices.
@@ -11,52 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tawpipe.data.packing import Int64s
-from tawpipe.schedule.balance import Bins, Work, deal
+from tawpipe.schedule.balance import USUAL_BIN, Bins, Work, deal
 from tawpipe.schedule.unbalanced import in_turn
 
 DEVICES = 8
 """Devices for which ``auto`` looks at the gain."""
 STEPS, DOCUMENTS = 4, 2000
 """First steps that are looked at: so many, or as many as have so many documents."""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Shares of documents and of tokens by the length of a document.
-
-    Args:
-        edges: powers of two; a document counts at the first that it does not exceed.
-        documents: share of all documents, for every edge.
-        tokens: share of all tokens.
-    """
-
-    edges: tuple[int, ...]
-    documents: tuple[float, ...]
-    tokens: tuple[float, ...]
-
-    @classmethod
-    def of(cls, lengths: Int64s) -> Histogram:
-        """The histogram of some documents, of at least a token each.
-
-        >>> Histogram.of(np.array([3, 4, 5, 20]))
-        Histogram(edges=(4, 8, 16, 32), documents=(0.5, 0.25, 0.0, 0.25), tokens=(0.21875, 0.15625, 0.0, 0.625))
-        """
-        powers = np.array([(int(length) - 1).bit_length() for length in np.unique(lengths)])
-        first, last = int(powers.min()), int(powers.max())
-        edges = 2 ** np.arange(first, last + 1)
-        at = np.searchsorted(edges, lengths)
-        documents = np.bincount(at, minlength=len(edges)) / len(lengths)
-        tokens = np.bincount(at, lengths, len(edges)) / lengths.sum()
-        return cls(tuple(map(int, edges)), tuple(map(float, documents)), tuple(map(float, tokens)))
-
-    def lines(self) -> list[str]:
-        """A line for every edge."""
-        width = len(f"{self.edges[-1]:,}")
-        return [
-            f"  up to {edge:>{width},} tokens: {documents:6.1%} of documents, {tokens:6.1%} of tokens"
-            for edge, documents, tokens in zip(self.edges, self.documents, self.tokens, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -83,7 +44,7 @@ class Dealing:
 
     def on_devices(self, number: int, longest: int) -> Dealing:
         """The same steps on so many devices that compute no document together."""
-        return replace(self, world_size=number, cap=longest * 3 // 2, ranks=1)
+        return replace(self, world_size=number, cap=int(longest * USUAL_BIN), ranks=1)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
-from tawpipe.data.lengths import DEVICES, Balance, Dealing, Histogram
+from tawpipe.data.lengths import DEVICES, Balance, Dealing
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
 from tawpipe.data.rows import PackedDataset, nothing_learned
@@ -23,6 +23,7 @@ from tawpipe.data.sources import SourceFile, find_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
 from tawpipe.errors import UserError
+from tawpipe.report.lengths import Histogram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from tawpipe.data.settings import Packed
 
 if TYPE_CHECKING:
-    from tawpipe.data.lengths import Balance, Histogram
+    from tawpipe.data.lengths import Balance
+    from tawpipe.report.lengths import Histogram
 
 MESSAGES_KEPT = 20
 """Skipped files and rows that are kept word by word; all are counted."""

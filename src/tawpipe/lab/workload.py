@@ -31,6 +31,28 @@ def check_whole(settings: object, **least: int) -> None:
             raise UserError(name, value, f"a whole number of at least {number}")
 
 
+def check_positive(settings: object, *names: str) -> None:
+    """Refuse settings that are no numbers above 0.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, int | float) or not value > 0:
+            raise UserError(name, value, "a number above 0")
+
+
+def check_whole_layers(parts: int, reason: str) -> None:
+    """Refuse to cut layers.
+
+    Raises:
+        UserError: there should be more than one part.
+    """
+    if parts != 1:
+        raise UserError("parts_per_layer", parts, f"1, {reason}")
+
+
 class TimedPart(NamedTuple):
     """A part of a timed model: its weights and, for a micro-batch, its seconds."""
 
@@ -185,10 +207,7 @@ class LengthsWorkload:
 
     def __post_init__(self) -> None:
         check_whole(self, layers=1, layer_bytes=4, even_at=1, min_document=1)
-        for name in ("token_s", "sigma", "token_bytes", "keys_bytes", "graph_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise UserError(name, value, "a number above 0")
+        check_positive(self, *("token_s", "sigma", "token_bytes", "keys_bytes", "graph_bytes"))
         check_whole(self, max_document=self.min_document, tokens=self.min_document, bin_tokens=self.max_document)
 
     def split(self, parts: int) -> LengthsWorkload:
@@ -197,8 +216,7 @@ class LengthsWorkload:
         Raises:
             UserError: there should be more than one part.
         """
-        if parts != 1:
-            raise UserError("parts_per_layer", parts, "1, with documents of uneven lengths")
+        check_whole_layers(parts, "with documents of uneven lengths")
         return self
 
     def faster(self, times: int) -> LengthsWorkload:
@@ -260,10 +278,7 @@ class RealWorkload:
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden_size", "intermediate_size", "heads", "vocabulary", "micro_batches")
         check_whole(self, **dict.fromkeys(sizes, 1), sequence_length=2, seed=0)
-        for name in ("learning_rate", "clip_norm"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise UserError(name, value, "a number above 0")
+        check_positive(self, *("learning_rate", "clip_norm"))
         if self.hidden_size % (2 * self.heads):
             raise UserError("hidden_size", self.hidden_size, f"a multiple of twice the heads, which are {self.heads}")
 
@@ -273,8 +288,7 @@ class RealWorkload:
         Raises:
             UserError: there should be more than one part.
         """
-        if parts != 1:
-            raise UserError("parts_per_layer", parts, "1, because the layers of a real model cannot be cut")
+        check_whole_layers(parts, "because the layers of a real model cannot be cut")
         return self
 
     @property

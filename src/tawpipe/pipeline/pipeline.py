@@ -28,13 +28,14 @@ from tawpipe.checkpoint.load import Source, load_state
 from tawpipe.checkpoint.save import Saved, Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError
-from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
+from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
 from tawpipe.pipeline.parameters import Parameters
 from tawpipe.pipeline.schedules import Schedules
@@ -58,9 +59,6 @@ from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies import strategy_of
-
-NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
-"""What an empty bin holds: a token of which nothing is learned."""
 
 
 class Pipeline:
@@ -299,14 +297,16 @@ class Pipeline:
             document: makes one by its number, as a micro-batch of one row.
             bins: what ``deal`` made of the lengths, if it was asked before.
             training: False for an evaluation.
+
+        Raises:
+            UserError: see ``deal``; or a document has another length than was said.
         """
         bins = bins or self.deal(lengths)
         _ = self._schedules.of(bins.shape, training=training)
-        own = bins.of(self.world.rank)
-        parts = [MicroBatch.in_a_row([document(number) for number in one.documents] or [NOTHING]) for one in own]
+        parts = rows_of(bins, self.world.rank, document)
         if self.world.device.type == "cuda":
             parts = [part.pin_memory() for part in parts]
-        digest = zlib.crc32(repr((lengths, bins.shared, bins.single)).encode())
+        digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
         count = sum(map(len, (*bins.shared, *bins.single)))
         return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)
 

@@ -59,7 +59,14 @@ class Schedules:
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
     def of_bins(self, shape: tuple[int, int]) -> StepSpec:
-        """A step of documents that were dealt, by ``Bins.shape``."""
+        """A step of documents that were dealt, by ``Bins.shape``.
+
+        Raises:
+            UserError: a ready schedule was given, which is for batches of rows.
+        """
+        if self._ready is not None:
+            expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
+            raise UserError("schedule", "a ready one", expected)
         topology, settings = self._world.topology, self.settings
         ranks = settings.sequence_ranks or 1
         shares = share_bins(*shape, topology.world_size, ranks)

@@ -59,7 +59,7 @@ def as_json(dealt: Dealt) -> dict[str, Any]:
         "deals": [numbers(dealt, one) for one in dealt.deals],
         "histogram": [
             {"up_to": up_to, "documents": documents, "tokens": tokens}
-            for up_to, documents, tokens in dealt.lengths.histogram
+            for up_to, documents, tokens in dealt.lengths.histogram.rows
         ],
     }
     return {"lengths": found}
@@ -75,7 +75,7 @@ def corpus(dealt: Dealt) -> Iterator[str]:
     yield f"{lengths.source}, cut at {dealt.max_document:,} tokens:"
     yield from columns(
         [("up to", "documents", "tokens", "")]
-        + [(f"{up_to:,}", f"{own:.1%}", f"{tokens:.1%}", "") for up_to, own, tokens in lengths.histogram]
+        + [(f"{up_to:,}", f"{own:.1%}", f"{tokens:.1%}", "") for up_to, own, tokens in lengths.histogram.rows]
     )
     spread = [one.seconds / one.mean_seconds for one in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
@@ -174,10 +174,10 @@ def _sections(dealt: Dealt) -> Iterator[Section]:
     yield Section(dealt.chosen or "Nothing fits", reason(dealt), Table(strategies[0], strategies[1:], marked))
     histogram = dealt.lengths.histogram
     shares = {
-        "share of documents": [documents for _, documents, _ in histogram],
-        "share of tokens": [tokens for _, _, tokens in histogram],
+        "share of documents": list(histogram.documents),
+        "share of tokens": list(histogram.tokens),
     }
-    figure = stacked_bars([f"up to {up_to:,}" for up_to, *_ in histogram], shares, unit="", side_by_side=True)
+    figure = stacked_bars([f"up to {up_to:,}" for up_to in histogram.edges], shares, unit="", side_by_side=True)
     yield Section("Lengths of documents", "; ".join(list(corpus(dealt))[-2:]), figures=[figure])
     if dealt.best is None:
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tawpipe.errors import UserError
+from tawpipe.report.lengths import Histogram
 
 LOGNORMAL = "lognormal:"
 SHORTEST = 32
@@ -64,15 +65,9 @@ class Lengths:
                 total += length
 
     @cached_property
-    def histogram(self) -> list[tuple[int, float, float]]:
-        """(length, share of documents, share of tokens) of documents up to a power of two, and above the one before."""
-        powers = np.ceil(np.log2(np.maximum(1, self.values))).astype(int)
-        tokens = self.values * self.counts
-        return [
-            (2**power, float(self.counts[own].sum() / self.counts.sum()), float(tokens[own].sum() / tokens.sum()))
-            for power in range(powers[0], powers[-1] + 1)
-            for own in [powers == power]
-        ]
+    def histogram(self) -> Histogram:
+        """Shares of documents and tokens."""
+        return Histogram.of(self.values, self.counts)
 
 
 def lengths_of(words: str) -> Lengths:

@@ -26,6 +26,9 @@ from math import ceil
 
 from tawpipe.errors import UserError
 
+USUAL_BIN = 3 / 2
+"""Tokens of a bin, in those of the longest document, where nothing else is asked for: something has to stand beside it.
+"""
 SHARED_COST = 0.05
 """Of the time of a shared document, what its keys cost besides (they are made twice, and gathered)."""
 ROOM = 1.03
@@ -218,9 +221,11 @@ def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks
         ranks: of a set; 1 for no sharing.
 
     Raises:
-        UserError: a document is longer than a bin can be.
+        UserError: a document is longer than a bin can be, or has no token; or there is none.
     """
-    assert lengths and world_size % ranks == 0
+    assert world_size % ranks == 0
+    if not lengths or min(lengths) < 1:
+        raise UserError("documents", min(lengths, default="none"), "at least one document, each of at least one token")
     if (longest := max(lengths)) > cap * ranks:
         together = f" over {ranks} processes" if ranks > 1 else ""
         raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, what a bin holds{together}")

@@ -48,6 +48,23 @@ class Spikes:
         return said
 
 
+def paces(seconds: Sequence[float], work: Sequence[float]) -> list[float]:
+    """How long every rank computes for what it has to. One with next to nothing to do spends its time on all else, and
+    counts as the usual one.
+
+    >>> paces([2.0, 4.0, 0.5], [1.0, 2.0, 0.0])
+    [2.0, 2.0, 2.0]
+
+    Args:
+        seconds: that they computed.
+        work: what they had to compute, in any unit.
+    """
+    least = sum(work) / len(work) / 4
+    known = [one / own for one, own in zip(seconds, work, strict=True) if own > least]
+    usual = statistics.median(known) if known else 0.0
+    return [one / own if own > least else usual for one, own in zip(seconds, work, strict=True)]
+
+
 class Stragglers:
     """Alarm for ranks that compute for longer than most do.
 

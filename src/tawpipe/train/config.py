@@ -17,6 +17,7 @@ from typing import Literal
 from tawpipe.data.settings import DataSettings
 from tawpipe.model.settings import RopeSettings
 from tawpipe.options import Options, bounded
+from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
 
@@ -249,7 +250,7 @@ class TrainConfig(DataSettings):
         return " and ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
 
 
-ROOM = 1.1
+ONE_ROUND = 1.1
 """Of the tokens of a step over all processes, for what bins of one round have room by default."""
 
 
@@ -258,7 +259,8 @@ def in_bins(config: TrainConfig, world_size: int) -> TrainConfig:
     bin, and there are as many as bins in a step.
     """
     ranks, tokens, longest = config.schedule.sequence_ranks or 1, config.step_tokens, config.document_tokens
-    cap = config.bin_tokens or max(min(longest * 3 // 2, ceil(tokens * ROOM / world_size)), ceil(longest / ranks))
+    usual = min(int(longest * USUAL_BIN), ceil(tokens * ONE_ROUND / world_size))
+    cap = config.bin_tokens or max(usual, ceil(longest / ranks))
     rounds = ceil(tokens / (cap * world_size))
     return replace(
         config,

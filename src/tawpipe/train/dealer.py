@@ -7,6 +7,7 @@ where the worker cannot start or is gone, it is dealt here.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import Bins, Work, deal
+
+logger = logging.getLogger(__name__)
 
 FEW = 32
 """Documents that take no longer here than the way to a worker."""
@@ -37,8 +40,8 @@ class Dealer:
             self._worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-        except OSError:
-            pass
+        except OSError as error:
+            logger.warning("documents are dealt in the run's own processes: no worker could be started (%s)", error)
 
     def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
         given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
@@ -58,6 +61,7 @@ class Dealer:
                 self._worker.stdin.flush()
                 return pickle.load(self._worker.stdout)
             except (OSError, EOFError, pickle.UnpicklingError):
+                logger.warning("documents are dealt in the run's own processes from now on: the worker is gone")
                 self._end()
                 return None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from tawpipe.runtime.limits import FACTOR
 from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
-from tawpipe.train.alarms import Spikes, Stragglers
+from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
@@ -327,12 +326,7 @@ class Training:
         now = self.pipeline.executor.compute_s
         seconds, work = (self.world.gather_numbers(one) for one in (now - self._computed_s, self._own_work))
         self._computed_s, self._own_work = now, 0.0
-        # A rank that had next to nothing to do spent its time on all else: it counts as the usual one.
-        least = sum(work) / len(work) / 4
-        known = [one / own for one, own in zip(seconds, work, strict=True) if own > least]
-        usual = statistics.median(known) if known else 0.0
-        everyone = [one / own if own > least else usual for one, own in zip(seconds, work, strict=True)]
-        for rank, times in self._stragglers.look(everyone)[:3]:
+        for rank, times in self._stragglers.look(paces(seconds, work))[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
         return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else None

@@ -1,0 +1,35 @@
+"""The rows that documents of uneven lengths make: one for every bin of a rank (schedule/balance.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.schedule.balance import Bin, Bins
+
+NOTHING = MicroBatch.of_documents(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE), [1])
+"""What an empty bin holds: a token of which nothing is learned."""
+
+
+def rows_of(bins: Bins, rank: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+    """A rank's bins, in the order of its rounds.
+
+    Args:
+        document: makes one by its number, as a micro-batch of one row.
+
+    Raises:
+        UserError: a document has another length than that by which it was dealt.
+    """
+
+    def row(one: Bin) -> MicroBatch:
+        made = MicroBatch.in_a_row([document(number) for number in one.documents] or [NOTHING])
+        said = bins.tokens(one) or 1
+        if (tokens := made.input_ids.numel()) != said:
+            given = f"{tokens} tokens in documents {', '.join(map(str, one.documents[:5]))}"
+            raise UserError("documents", given, f"{said}, as their lengths say")
+        return made
+
+    return [row(one) for one in bins.of(rank)]
