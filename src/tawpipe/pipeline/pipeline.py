@@ -591,11 +591,12 @@ class Pipeline:
         folder: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
+        merge: bool = False,
         max_shard_bytes: int = 4 * 2**30,
         tokenizer: Any = None,
     ) -> Path:
-        """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
-        ranks.
+        """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
+        ``merge`` puts into the weights of the whole model instead; on all ranks.
         """
         self._require_whole()
         self.drain()
@@ -604,6 +605,7 @@ class Pipeline:
             folder,
             self.parameter,
             dtype=dtype,
+            merge=merge,
             max_shard_bytes=max_shard_bytes,
             is_writer=self.world.rank == 0,
             tokenizer=tokenizer,

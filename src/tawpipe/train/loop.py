@@ -23,6 +23,7 @@ from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.errors import RunError
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
@@ -318,6 +319,8 @@ class Training:
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
             rope=rope_of(self.pipeline.chain.config),
             best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
+            lora=adapter_facts(self.pipeline.chain.given),
+            freeze=sorted(self.config.freeze),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 
