@@ -162,7 +162,8 @@ class TimedWorkload:
             frozen=self.frozen_bytes // 4,
         )
         before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
-        head = TimedPart(self.head_bytes // 4, *[self.head_s / 3] * 3)
+        third = self.head_s / 3
+        head = TimedPart(self.head_bytes // 4, third, third, third)
         return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
 
 
