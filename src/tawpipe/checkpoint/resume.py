@@ -38,6 +38,7 @@ class RunState:
         plan: that the run followed, empty for none; it is followed again on the same topology.
         dtype: in which the run computed; empty in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
+        best: step, loss and since of the lowest validation loss so far; empty if there is none.
         topology, versions: for the reader.
     """
 
@@ -50,6 +51,7 @@ class RunState:
     plan: str = ""
     dtype: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -70,6 +72,7 @@ class RunState:
                 "plan": str,
                 "dtype": str,
                 "rope": dict,
+                "best": dict,
             }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):
