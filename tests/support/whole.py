@@ -38,7 +38,8 @@ def experts(*, frozen: Sequence[str] = ()) -> Any:
     )
     torch.manual_seed(5)
     config._experts_implementation = "eager"  # the only one that computes in fp64
-    model: Any = MixtralForCausalLM(config).to(torch.float64)
+    model: Any = MixtralForCausalLM(config)
+    model = model.to(torch.float64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     return model
@@ -56,11 +57,8 @@ def _plain_matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        for value, gradient in (
-            zip(parameter.data, parameter.grad, strict=True)
-            if parameter.ndim == 3
-            else [(parameter.data, parameter.grad)]
-        ):
+        whole = [(parameter.data, parameter.grad)]
+        for value, gradient in zip(parameter.data, parameter.grad, strict=True) if parameter.ndim == 3 else whole:
             one = nn.Parameter(value)
             one.grad = gradient
             found.append((name, one))

@@ -28,7 +28,10 @@ Under ``whole_matrices`` it is given whole parameters."""
 
 WHOLE_ADVICE = 'tawpipe.whole_matrices(factory) with schedule="tawpipe-whole" is given whole matrices'
 OF_A_UNIT = "those of one unit, which may have no matrix or no vector"
-CONTRACT = f"a factory: it is given a list of nn.Parameter ({OF_A_UNIT}), one-dimensional pieces of the model's; {WHOLE_ADVICE}"
+CONTRACT = (
+    f"a factory: it is given a list of nn.Parameter ({OF_A_UNIT}), one-dimensional pieces of the model's; "
+    f"{WHOLE_ADVICE}"
+)
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
 PROBE = (Piece("probe.weight", (4, 6), 0),)
 AT_ONCE = 2**16
