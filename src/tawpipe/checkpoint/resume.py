@@ -39,6 +39,7 @@ class RunState:
         dtype: in which the run computed; empty in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
         best: step, loss and since of the lowest validation loss so far; empty if there is none.
+        settled: settings that the run chose by what it started from; empty in states of earlier versions.
         topology, versions: for the reader.
     """
 
@@ -52,6 +53,7 @@ class RunState:
     dtype: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    settled: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -73,6 +75,7 @@ class RunState:
                 "dtype": str,
                 "rope": dict,
                 "best": dict,
+                "settled": dict,
             }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):
