@@ -54,34 +54,30 @@ def muon(
             made.append(one)
         return made
 
+    make.__name__ = "Muon"
     return whole_matrices(make)
 
 
-def _plain(kind: type[Optimizer], learning_rate: float, weight_decay: float, **options: Any) -> OptimizerFactory:
-    return lambda parameters: kind(decayed(parameters, weight_decay), lr=learning_rate, **options)  # type: ignore[call-arg]
+def _named(kind: Any, **usual: Any) -> Callable[..., OptimizerFactory]:
+    def of(learning_rate: float, *, weight_decay: float = 0.0, **options: Any) -> OptimizerFactory:
+        def make(parameters: list[nn.Parameter]) -> Optimizer:
+            return kind(decayed(parameters, weight_decay), lr=learning_rate, **{**usual, **options})
+
+        make.__name__ = kind.__name__
+        return make
+
+    return of
 
 
-def _adam(rate: float, *, weight_decay: float, betas: tuple[float, float], eps: float) -> OptimizerFactory:
-    return _plain(torch.optim.Adam, rate, weight_decay, betas=betas, eps=eps, fused=True)
-
-
-def _sgd(rate: float, *, weight_decay: float, momentum: float = 0.9) -> OptimizerFactory:
-    return _plain(torch.optim.SGD, rate, weight_decay, momentum=momentum, fused=True)
-
-
-def _rmsprop(rate: float, *, weight_decay: float, momentum: float = 0.0, eps: float) -> OptimizerFactory:
-    return _plain(torch.optim.RMSprop, rate, weight_decay, momentum=momentum, eps=eps)
-
-
-def _adafactor(rate: float, *, weight_decay: float) -> OptimizerFactory:
-    return whole_matrices(_plain(torch.optim.Adafactor, rate, weight_decay))
+def _adafactor(learning_rate: float, *, weight_decay: float = 0.0) -> OptimizerFactory:
+    return whole_matrices(_named(torch.optim.Adafactor)(learning_rate, weight_decay=weight_decay))
 
 
 BY_NAME: Mapping[str, Callable[..., OptimizerFactory]] = {
     "adamw": adamw,
-    "adam": _adam,
-    "sgd": _sgd,
-    "rmsprop": _rmsprop,
+    "adam": _named(torch.optim.Adam, fused=True),
+    "sgd": _named(torch.optim.SGD, momentum=0.9, fused=True),
+    "rmsprop": _named(torch.optim.RMSprop),
     "adafactor": _adafactor,
     "muon": muon,
 }

@@ -89,17 +89,26 @@ class HomePiece(Piece):
 
     def matrices(self) -> tuple[HomePiece, ...]:
         """A whole trainable parameter in its own shape, in the same memory; several matrices (experts) one by one."""
-        rows = self.shape[-2:]
-        if len(self.shape) < 3 or min(rows) < 2:
-            return (self._shaped(self.shape, slice(None)),)
-        size = rows[0] * rows[1]
-        return tuple(self._shaped(rows, slice(at, at + size)) for at in range(0, self.numel, size))
+        number, shape = matrices_in(self.shape)
+        size = self.numel // number
+        return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
 
     def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
         piece = Piece(self.name, self.shape, part.start or 0, self.in_layer)
         value = piece.mark(self.value.detach()[part].view(shape))
         value.grad = self.gradient[part].view(shape)
         return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
+
+
+def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """A parameter's number of matrices, and the shape of one of them; anything but a stack of matrices is one.
+
+    >>> matrices_in((8, 512, 256)), matrices_in((512, 256)), matrices_in((512, 1, 4))
+    ((8, (512, 256)), (1, (512, 256)), (1, (512, 1, 4)))
+    """
+    if len(shape) < 3 or min(shape[-2:]) < 2:
+        return 1, shape
+    return torch.Size(shape[:-2]).numel(), shape[-2:]
 
 
 def is_of_layer(unit: Unit, units: Sequence[Unit]) -> bool:
