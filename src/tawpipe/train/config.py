@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
-
-Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,11 @@ class ExportConfig:
 
     enabled: bool = True
     """Write it after the last step."""
-    dtype: Dtype = "float32"
-    """Type of the exported weights."""
+    merge: bool = False
+    """Write the whole model with the adapter in its weights, instead of the adapter alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the exported weights: auto is that of the weights that the run started from, and float32 for random ones
+    and for adapters alone."""
     max_shard_mib: int = bounded(4096, minimum=1)
     """Largest safetensors file in MiB, unless one tensor alone is larger."""
 
@@ -187,6 +188,9 @@ class TrainConfig(DataSettings):
     model: str = "tiny"
     """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub. Without
     weights the model starts from random ones."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained: patterns with *, ? and [...] of whole names of parameters, or of modules that
+    hold them, as *.embed_tokens or model.layers.[0-3]."""
     nodes: int | None = bounded(None, minimum=1)
     """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
     divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
@@ -260,6 +264,7 @@ class TrainConfig(DataSettings):
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

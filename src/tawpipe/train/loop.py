@@ -22,6 +22,7 @@ from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.errors import RunError
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
@@ -316,6 +317,8 @@ class Training:
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
             rope=rope_of(self.pipeline.chain.config),
             best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
+            lora=adapter_facts(self.pipeline.chain.given),
+            freeze=sorted(self.config.freeze),
             settled=settled(self.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.format import step_name
-from tawpipe.checkpoint.resume import Start, choose, examine
+from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.lengths import Dealing
@@ -27,15 +27,17 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import work_of
+from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
 from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
-from tawpipe.runtime.dtype import DTYPES, chosen_dtype
+from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work
@@ -121,14 +123,9 @@ def run(config: TrainConfig) -> int:
     )
     config, needs = with_room_to_keep(config, world, needs)
     with naming_documents(config):
-        built = build_model(
-            config.model,
-            vocab_size=vocab_size,
-            max_positions=config.document_tokens,
-            longest=data.longest,
-            rope=config.rope,
-            trust_remote_code=config.trust_remote_code,
-        )
+        built = _build(config, vocab_size=vocab_size, longest=data.longest)
+    if config.export.enabled and config.export.merge:
+        refuse_unmergeable(built.model)
     retrieval = retrieval_check(config, data, built.model.config)
     check_best(config, validation=data.validation is not None)
     if not config.steps and data.validation is None and retrieval is None:
@@ -143,6 +140,8 @@ def run(config: TrainConfig) -> int:
         if config.resume == "auto" or restarts:
             console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
         console.line(f"weights: {built.origin(seed=config.seed)}")
+    if built.adapter_words:
+        console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
         start.mark.write(config.output_path)
         _save_settings(given, plan, console)
@@ -183,9 +182,11 @@ def run(config: TrainConfig) -> int:
     if config.sample.tokens and not stopped:
         results += [("sample", str(one)) for one in training.texts.write(of_step)]
     if config.export.enabled and training.last and not stopped:
+        named, merge = config.export.dtype, config.export.merge
         folder = pipeline.export(
             config.output_path / "model",
-            dtype=DTYPES[config.export.dtype],
+            dtype=built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named],
+            merge=merge,
             max_shard_bytes=config.export.max_shard_mib * 2**20,
             tokenizer=data.tokenizer,
         )
@@ -267,6 +268,10 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     folder = resolve_model(config.model)
     if config.rope.changes:  # refused before documents are tokenised, whose lengths are not known yet
         config_of(config.model, folder, None, config.document_tokens, 1, config.rope, config.trust_remote_code)
+    if config.lora.active and (folder is None or not has_weights(folder)):
+        raise UserError("--model", config.model, "a model with weights: an adapter on random ones is of no use later")
+    if config.lora.active or config.freeze:  # refused before documents are tokenised, too
+        _build(config, longest=1)
     data = prepare_data(
         config,
         sequence_length=config.sequence_length,
@@ -285,8 +290,28 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
 
 def _start_from(config: TrainConfig) -> str:
     """What the run starts from: one of ``recipe.RECIPES``."""
+    if config.lora.active:
+        return "adapter"
     folder = resolve_model(config.model)
     return "weights" if folder is not None and has_weights(folder) else "random"
+
+
+def _build(config: TrainConfig, *, longest: int | None, vocab_size: int | None = None) -> BuiltModel:
+    """The model as the settings ask for it.
+
+    Args:
+        longest: tokens of the longest document; 1 where it is not known yet.
+    """
+    return build_model(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.document_tokens,
+        longest=longest,
+        rope=config.rope,
+        lora=config.lora,
+        frozen=config.freeze,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
@@ -294,18 +319,7 @@ def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
 
     @cache
     def work() -> Work:
-        spec, longest = config.model, config.document_tokens
-        return work_of(
-            Chain(
-                build_model(
-                    spec,
-                    max_positions=longest,
-                    longest=1,
-                    rope=config.rope,
-                    trust_remote_code=config.trust_remote_code,
-                ).model
-            )
-        )
+        return work_of(Chain(_build(config, longest=1).model))
 
     against = ""
     if config.micro_batch > 1:
@@ -383,6 +397,7 @@ def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: St
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
     refuse_other_rope(state.rope, rope_of(pipeline.chain.config), f"the checkpoint {place}")
+    refuse_other_trained(state, adapter_facts(pipeline.chain.given), config.freeze, f"the checkpoint {place}")
     pipeline.load(start.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
