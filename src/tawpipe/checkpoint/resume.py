@@ -38,6 +38,7 @@ class RunState:
         plan: that the run followed, empty for none; it is followed again on the same topology.
         dtype: in which the run computed; empty in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
+        best: step, loss and since of the lowest validation loss so far; empty if there is none.
         lora: the settings of the model's adapter; empty without one.
         freeze: patterns of names of parameters that were not trained.
         topology, versions: for the reader.
@@ -52,6 +53,7 @@ class RunState:
     plan: str = ""
     dtype: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     freeze: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class RunState:
                 "plan": str,
                 "dtype": str,
                 "rope": dict,
+                "best": dict,
                 "lora": dict,
                 "freeze": list,
             }

@@ -55,6 +55,12 @@ class EvaluationConfig:
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones; under --packing balanced so many times the tokens of a
     step."""
+    at_start: bool = False
+    """Evaluate before the first step of a new run, too: how good the model was that training began with."""
+    patience: int = bounded(0, minimum=0)
+    """End the run when so many evaluations in a row have not lowered the validation loss. 0 for never."""
+    least_gain: float = bounded(0.0, minimum=0)
+    """What lowers the validation loss by no more than this counts as nothing for patience."""
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
@@ -77,6 +83,9 @@ class CheckpointConfig:
     """Number of the newest checkpoints that stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    best: bool = False
+    """Save after every evaluation with a lower validation loss than any before it. That checkpoint stays besides, and
+    it is what is exported in the end."""
     memory_every: int = bounded(0, minimum=0)
     """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
     the loss of a node, a restart goes on from there. 0 for never."""
@@ -121,12 +130,18 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """A text that the trained model writes at the end of the run."""
+    """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
-    prompt: str = "def "
-    """The beginning of the text."""
+    prompt: list[str] = field(default_factory=lambda: ["def "])
+    """The beginning of every text; under chat what a user asks."""
     tokens: int = bounded(32, minimum=0)
-    """Tokens that the model adds. 0 for no sample."""
+    """Tokens that the model adds to each. 0 for no samples."""
+    every: int = bounded(0, minimum=0)
+    """Write them each time after this many steps, and at the end of the run. 0 for at the end alone."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Ask through the chat template of the tokenizer: auto does so where there are chats among the training data."""
+    temperature: float = bounded(1.0, minimum=0)
+    """How freely tokens are drawn: below 1 likelier ones come more often, 0 always takes the likeliest."""
 
 
 @dataclass(frozen=True)

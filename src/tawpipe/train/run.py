@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.resume import Start, choose, refuse_other_trained
+from tawpipe.checkpoint.format import step_name
+from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.lengths import Dealing
@@ -45,12 +46,12 @@ from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.checks import check_longest_fits, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
+from tawpipe.train.evaluation import Best, check_best, loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
 from tawpipe.train.retrieval import retrieval_check
-from tawpipe.train.sample import sample
 
 ROWS_LOOKED_AT = 15
 
@@ -115,6 +116,7 @@ def run(config: TrainConfig) -> int:
     if config.export.enabled and config.export.merge:
         refuse_unmergeable(built.model)
     retrieval = retrieval_check(config, data, built.model.config)
+    check_best(config, validation=data.validation is not None)
     if not config.steps and data.validation is None and retrieval is None:
         raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
     pipeline = _make_pipeline(config, world, data, built, injector, followed)
@@ -147,21 +149,27 @@ def run(config: TrainConfig) -> int:
     )
     seconds = training.run()
 
-    done = training.last - training.first
+    done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
-    if training.stall_s is not None:
-        results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
-    if training.validation_loss is not None:
-        results.append(("validation loss", f"{training.validation_loss:.4f}"))
-    if known := {edge: loss for edge, loss in training.validation_by_position.items() if loss is not None}:
+    if evaluation.exhausted:
+        results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+    if saves.stall_s is not None:
+        results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
+    if evaluation.loss is not None:
+        results.append(("validation loss", loss_words(evaluation.loss)))
+    if known := {edge: loss for edge, loss in evaluation.by_position.items() if loss is not None}:
         results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
-    if training.retrieval is not None:
-        results.append(("retrieval", str(training.retrieval)))
+    if evaluation.retrieval is not None:
+        results.append(("retrieval", str(evaluation.retrieval)))
     peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
-    stopped = training.last < config.steps
+    stopped = training.stopped is not None and training.last < config.steps
+    of_step = training.last
+    if config.checkpoint.best and evaluation.best.step and not stopped:
+        of_step, words = _go_back_to_best(pipeline, disk, evaluation.best, training.last)
+        results.append(("best", words))
     if config.sample.tokens and not stopped:
-        results.append(("sample", sample(config, pipeline, data)))
+        results += [("sample", str(one)) for one in training.texts.write(of_step)]
     if config.export.enabled and training.last and not stopped:
         named, merge = config.export.dtype, config.export.merge
         folder = pipeline.export(
@@ -176,19 +184,19 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, training.retrieval, data.report)
+        write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
         results.append(("page", config.report))
     console.summary(results)
     if stopped:
         assert training.stopped is not None
-        then = "" if training.unsaved else "; --resume auto goes on from there"
+        then = "" if saves.unsaved else "; --resume auto goes on from there"
         console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
     pipeline.close()
-    if memory is not None and not training.unsaved:
+    if memory is not None and not saves.unsaved:
         memory.remove()
     world.leave()
-    if training.unsaved:
-        raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
+    if saves.unsaved:
+        raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     return 0
 
 
@@ -384,6 +392,20 @@ def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: St
         data.train.load_state_dict(state.data_state)
     if state.step >= config.steps:
         console.notice(f"--steps {config.steps} are done already")
+
+
+def _go_back_to_best(pipeline: Pipeline, disk: Disk, best: Best, last: int) -> tuple[int, str]:
+    """Load the state with the lowest validation loss, which is what is to be exported; the step of the model that there
+    is now, and what was done, in words.
+    """
+    words = f"step {best.step}, validation loss {loss_words(best.loss)}"
+    if best.step != last:
+        try:
+            pipeline.load(examine(disk, [disk.folder / step_name(best.step)]))
+        except RunError as problem:
+            return last, f"{words}, but its checkpoint cannot be loaded ({problem}): what follows is of step {last}"
+        words += ": what follows is of its checkpoint"
+    return best.step, words
 
 
 def _without_effect(config: TrainConfig, world: World) -> list[str]:
