@@ -14,9 +14,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from runs import rows, run
+from tawpipe.checkpoint.resume import read_run, refuse_other_trained
 from tawpipe.cli import main
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import UserError
 
 pytest.importorskip("peft")
 PAGE = Path(__file__).parent.parent / "docs" / "fine-tuning.md"
@@ -130,14 +132,32 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
     quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
     assert main([*run_of, *SHORT, *adapter, *quiet]) == 0
     assert main(["checkpoint", "list", "state"]) == 0 and "LoRA of rank 4" in capsys.readouterr().out
-    for words, expected in (
-        (["--lora.rank", "8", "--lora.dropout", "0.3"], "--lora.rank: got 8; 4, as in"),
-        (["--lora.rank", "4"], "--lora.dropout: got 0.0; 0.3, as in"),
-        ([], "--lora.rank: got None; 4, as in"),
-        ([*adapter, "--freeze", "model.layers.0"], "--freeze: got 'model.layers.0'; nothing, as in"),
+    assert main([*run_of, *SHORT, *quiet, "--resume", "auto", "--lora.rank", "4"]) == 2
+    assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err
+    state = read_run(Path("state/checkpoints/step-00000002"))
+    for lora, freeze, expected in (
+        (state.lora | {"rank": 8}, [], "--lora.rank: got 8; 4, as in there"),
+        ({}, [], "--lora.rank: got None; 4, as in there"),
+        (state.lora, ["model.layers.0"], "--freeze: got 'model.layers.0'; nothing, as in there"),
     ):
-        assert main([*run_of, *SHORT, *quiet, "--resume", "auto", *words]) == 2
-        assert expected in capsys.readouterr().err, words
+        with pytest.raises(UserError, match=re.escape(expected)):
+            refuse_other_trained(state, lora, freeze, "there")
+    refuse_other_trained(state, state.lora, [], "there")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "tiny", "--lora.rank", "2"], "--model: got 'tiny'; a model with weights"),
+        (["--lora.rank", "2", "--lora.targets", "q_prj"], "--lora.targets: got 'q_prj'"),
+        (["--freeze", "model.layer.0"], "--freeze: got 'model.layer.0'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_documents_are_read(place: Path, monkeypatch, capsys, words, expected):
+    monkeypatch.chdir(place)
+    assert main(["train", *GIVEN, *SHORT, "--output", "refused", *words]) == 2
+    said = capsys.readouterr()
+    assert expected in said.err and "documents" not in said.out
 
 
 @pytest.mark.slow
