@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROBE = "probe"
 ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
-OF_DATA = ("data", "rows", "text_column", "tokenizer", "cache_dir")
+OF_DATA = ("data", "rows", "columns", "tokenizer", "cache_dir")
 DATA = [leaf for leaf in tree(DataSettings) if isinstance(leaf, Leaf) and leaf.path[-1] in OF_DATA]
 CORPUS = "corpus"
 MOST_IN_BIN = 1000

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tawpipe.data.columns import RawRow
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
-from tawpipe.data.sources import RawRow
 
 TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
 
@@ -114,7 +114,7 @@ class Corpus:
             offsets=np.load(folder / OFFSETS),
             identities=np.load(folder / IDENTITIES),
             mask=np.memmap(mask, dtype=np.uint8, mode="r") if mask.exists() else None,
-            counts=ReadCounts(**json.loads((folder / COUNTS).read_text())),
+            counts=ReadCounts.loaded(json.loads((folder / COUNTS).read_text())),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
+from tawpipe.data.chat import fallback_template, with_template
 from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
 from tawpipe.data.lengths import DEVICES, Balance, Dealing
-from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
 from tawpipe.data.rows import PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
@@ -284,10 +283,11 @@ class _Preparation:
         """The tokenizer to export: with the chat template that the model has learned to chat in."""
         if not counts.chat or self.text.tokenizer.chat_template:
             return self.text.tokenizer
-        self.notes.append("the tokenizer has no chat template; the built-in one was used and is exported with it")
-        tokenizer = copy.deepcopy(self.text.tokenizer)
-        tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
-        return tokenizer
+        name = fallback_template(self.text.tokenizer)
+        self.notes.append(
+            f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
+        )
+        return with_template(self.text.tokenizer, name)
 
     def _prepared(
         self,

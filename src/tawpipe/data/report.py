@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tawpipe.data.settings import Packed
 
 if TYPE_CHECKING:
     from tawpipe.data.lengths import Balance
     from tawpipe.report.lengths import Histogram
-
-MESSAGES_KEPT = 20
-"""Skipped files and rows that are kept word by word; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +20,28 @@ class Skipped:
     where: str
     """The file, with the line or row where there is one."""
     why: str
+    """Words that are the same for all with this trouble, which are counted together."""
+    detail: str = ""
+    """What is special about this one."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass
+class Trouble:
+    """Documents, rows or files that were left out for one reason."""
+
+    kind: Literal["file", "row", "empty"]
+    why: str
+    first: str
+    """Where the first one stands, and what is special about it."""
+    number: int = 1
+
+    @property
+    def line(self) -> str:
+        noun = {"file": "file", "row": "row", "empty": "document"}[self.kind]
+        return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
 
 
 @dataclass
@@ -43,8 +62,8 @@ class ReadCounts:
     """Files left out, or left off at the place that cannot be read."""
     bad_rows: int = 0
     """Rows left out."""
-    messages: list[str] = field(default_factory=list)
-    """The first files and rows that were left out, one line each."""
+    troubles: list[Trouble] = field(default_factory=list)
+    """The same by reason, in the order of the first of each."""
     longest: int = 0
     """Tokens of the longest document."""
     longest_where: str = ""
@@ -66,31 +85,30 @@ class ReadCounts:
         if tokens > self.longest:
             self.longest, self.longest_where = tokens, where
 
-    def add_skipped(self, skipped: Skipped) -> None:
+    def add_skipped(self, skipped: Skipped) -> bool:
+        """Count it; True if it is the first with its trouble."""
         if skipped.kind == "empty":
             self.empty += 1
-            return
-        if skipped.kind == "file":
+        elif skipped.kind == "file":
             self.bad_files += 1
         else:
             self.bad_rows += 1
-        if len(self.messages) < MESSAGES_KEPT:
-            self.messages.append(f"{skipped.where}: {skipped.why}")
-
-    def skipped(self) -> str:
-        """Documents, rows and files that were left out, in words; empty if there are none."""
-        counted = [(self.bad_files, "unreadable file"), (self.bad_rows, "bad row"), (self.empty, "empty document")]
-        return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counted if number)
+        for trouble in self.troubles:
+            if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
+                trouble.number += 1
+                return False
+        first = skipped.where + (f" ({skipped.detail})" if skipped.detail else "")
+        self.troubles.append(Trouble(skipped.kind, skipped.why, first))
+        return True
 
     def lines(self, name: str) -> list[str]:
-        """Lines for the console on what was left out; ``name`` says of which corpus."""
-        lines = []
-        if skipped := self.skipped():
-            lines.append(f"{name}: skipped {skipped}")
-            lines += [f"  skipped {message}" for message in self.messages]
-            if (more := self.bad_files + self.bad_rows - len(self.messages)) > 0:
-                lines.append(f"  and {more} more")
-        return lines
+        """A line for the console for every kind of trouble; ``name`` says of which data."""
+        return [f"{name}: {trouble.line}" for trouble in self.troubles]
+
+    @classmethod
+    def loaded(cls, values: dict[str, Any]) -> ReadCounts:
+        """The counts that ``asdict`` made plain."""
+        return cls(**{**values, "troubles": [Trouble(**one) for one in values["troubles"]]})
 
 
 @dataclass(frozen=True)
