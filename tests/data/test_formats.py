@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import AddedToken
+from transformers import AddedToken
 
 from tawpipe.data.chat import with_template
 from tawpipe.data.columns import Columns, RawRow

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from tawpipe.data.cache import MARKER, is_complete, make_folder
 from tawpipe.data.corpus import split_documents
 from tawpipe.data.lengths import Dealing
-from tawpipe.data.prepare import changed_parts, prepare_data
+from tawpipe.data.prepare import prepare_data
+from tawpipe.data.prepared import changed_parts
 from tawpipe.data.read import RowReader
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings

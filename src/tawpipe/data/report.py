@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tawpipe.data.settings import Packed
@@ -106,6 +108,24 @@ class ReadCounts:
         return [f"{name}: {trouble.line}" for trouble in self.troubles]
 
     @classmethod
+    def merged(cls, parts: Sequence[ReadCounts]) -> ReadCounts:
+        """The counts of several sets together."""
+        if len(parts) == 1:
+            return parts[0]
+        found = cls()
+        for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows"):
+            setattr(found, name, sum(getattr(part, name) for part in parts))
+        for trouble in (one for part in parts for one in part.troubles):
+            same = [one for one in found.troubles if (one.kind, one.why) == (trouble.kind, trouble.why)]
+            if same:
+                same[0].number += trouble.number
+            else:
+                found.troubles.append(replace(trouble))
+        longest = max(parts, key=lambda part: part.longest)
+        found.longest, found.longest_where = longest.longest, longest.longest_where
+        return found
+
+    @classmethod
     def loaded(cls, values: dict[str, Any]) -> ReadCounts:
         """The counts that ``asdict`` made plain."""
         return cls(**{**values, "troubles": [Trouble(**one) for one in values["troubles"]]})
@@ -127,6 +147,18 @@ class SetSize:
     """Documents without a token that it would show and that is learned."""
     cut: int = 0
     """Documents that ``balanced`` cuts into pieces."""
+    padding: int = 0
+    """Tokens of an epoch that fill up rows."""
+    usual: tuple[int, int, int] = (0, 0, 0)
+    """Tokens that half of the documents have at most, that nine of ten have at most, and of the longest; when rows cut
+    them off, of what is shown.
+    """
+
+    @classmethod
+    def sum(cls, parts: Sequence[SetSize], usual: tuple[int, int, int]) -> SetSize:
+        """The size of several sets together; ``usual`` of all their documents."""
+        counted = [one.name for one in fields(cls) if one.name != "usual"]
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in counted}, usual=usual)
 
     def text(self, sequence_length: int, packing: str) -> str:
         """The size in words; ``sequence_length`` of a row, or under ``balanced`` of a document at most."""
@@ -136,11 +168,58 @@ class SetSize:
             if self.cut:
                 said += f", {self.cut:,} longer than {sequence_length:,} tokens cut, which makes {self.rows:,} of them"
             return said + (f", {self.left_out:,} left out as nothing of them is learned" if self.left_out else "")
-        share = self.learned / (self.rows * sequence_length)
-        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {share:.1%} of them learned"
+        all_tokens = self.rows * sequence_length
+        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {self.learned / all_tokens:.1%} of them learned"
+        rows += f", {self.padding / all_tokens:.1%} padding" if self.padding else ""
         cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
         out = f", {self.left_out:,} left out as no answer begins before that" if self.left_out else ""
         return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}{out}"
+
+
+ENOUGH_DOCUMENTS, ENOUGH_TOKENS = 100, 10_000
+"""Held-out documents, and tokens of them that count, below which a loss is mostly noise: means of documents spread by
+some tenths, and those of tokens by some units.
+"""
+
+
+def too_small(size: SetSize, fraction: float | None) -> str:
+    """A sentence on a validation set that is too small, and what would be enough; empty for one that is not.
+
+    Args:
+        fraction: the share of the documents that was held out, where a larger one would hold out more.
+    """
+    lacking = max(ENOUGH_DOCUMENTS / size.documents, ENOUGH_TOKENS / max(1, size.learned))
+    if lacking <= 1:
+        return ""
+    larger = math.ceil(100 * lacking * (fraction or 1)) / 100
+    advice = f"--validation-fraction {larger:g} or " if fraction and larger <= LARGEST_FRACTION else ""
+    return (
+        f"the validation loss will be noisy: {size.documents:,} documents with {size.learned:,} tokens that count are "
+        f"few, {ENOUGH_DOCUMENTS:,} with {ENOUGH_TOKENS:,} would do; {advice}--validation-data gives more"
+    )
+
+
+LARGEST_FRACTION = 0.3
+"""Share of the documents that one would still hold out."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """A data set of a mixture.
+
+    Attributes:
+        share: of the tokens.
+        passes: times that it is seen in one pass of the mixture; None when streaming.
+    """
+
+    name: str
+    share: float
+    passes: float | None
+    size: SetSize
+
+    def line(self, sequence_length: int, packing: str) -> str:
+        seen = "" if self.passes is None else f", seen {self.passes:.2f} times in one pass of the mixture"
+        return f"  {self.share:.1%} of the tokens from {self.name}: {self.size.text(sequence_length, packing)}{seen}"
 
 
 @dataclass(frozen=True)
@@ -171,6 +250,8 @@ class DataReport:
     """Lengths of the training documents under ``balanced``; when streaming, of the first window."""
     balance: Balance | None = None
     """How evenly the first steps are dealt under ``balanced``."""
+    parts: tuple[PartReport, ...] = ()
+    """The data sets of a mixture."""
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -189,6 +270,12 @@ class DataReport:
         else:
             origin = "from the cache" if self.reused else f"tokenised in {self.seconds:.1f} s"
             lines.append(f"training data: {self.read.files:,} files, {size}, {origin}")
+        lines += [part.line(self.sequence_length, self.packing) for part in self.parts]
+        if self.histogram is None:
+            half, most, longest = self.train.usual
+            lines.append(
+                f"lengths: half of the documents have {half:,} tokens at most, 9 of 10 {most:,}, all {longest:,}"
+            )
         if self.validation is not None:
             lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")
         else:

@@ -82,6 +82,8 @@ def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet
         UserError: an entry that leads to no file, a weight that is none, weights for some entries only.
     """
     parsed = [_with_weight(entry, setting) for entry in entries]
+    if not entries:
+        return []
     without = [name for name, weight in parsed if weight is None]
     if len(without) == len(parsed):
         return [SourceSet(", ".join(without), None, find_files(without, setting))]
