@@ -130,7 +130,10 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
     run_of = ["train", *GIVEN, "--output", "state"]
     adapter = ["--lora.rank", "4", "--lora.dropout", "0.3"]
     quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
-    assert main([*run_of, *SHORT, *adapter, *quiet]) == 0
+    measured = ["--validation-fraction", "0.5", "--evaluation.every", "1"]
+    assert main([*run_of, *SHORT, *adapter, *quiet, *measured]) == 0
+    losses = [row["validation_loss"] for row in rows(place, "state") if row["step"]]
+    assert len(losses) == 2 and losses[0] != losses[1]
     assert main(["checkpoint", "list", "state"]) == 0 and "LoRA of rank 4" in capsys.readouterr().out
     assert main([*run_of, *SHORT, *quiet, "--resume", "auto", "--lora.rank", "4"]) == 2
     assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err

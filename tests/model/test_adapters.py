@@ -148,22 +148,17 @@ def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
     """With dropout, whose numbers come again."""
     base, lora = saved(tmp_path / "base"), replace(KINDS["dora"], dropout=0.4)
     whole = piped(built(base, lora))
-    for step in range(4):
-        whole.step(rows_of(step))
-        if step == 1:
-            whole.save(tmp_path / "state")
+    whole.step(rows_of(0))
+    whole.save(tmp_path / "state")
+    undisturbed = whole.evaluate(rows_of(1)).loss
+    losses = [whole.step(rows_of(step)).loss for step in (1, 2)]
+    assert abs(losses[0] / undisturbed - 1) > 1e-6, "nothing was dropped"
     again = piped(built(base, lora))
     again.load(tmp_path / "state")
-    for step in (2, 3):
-        again.step(rows_of(step))
+    assert [again.step(rows_of(step)).loss for step in (1, 2)] == losses
     first, second = weights(whole), weights(again)
     assert all(torch.equal(first[name], value) for name, value in second.items())
-    without = piped(built(base, KINDS["dora"]))
-    without.load(tmp_path / "state")
-    without.step(rows_of(2)), without.step(rows_of(3))
-    assert any(not torch.equal(first[name], value) for name, value in weights(without).items())
-    for one in (whole, again, without):
-        one.close()
+    whole.close(), again.close()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
