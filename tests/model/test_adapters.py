@@ -144,6 +144,16 @@ def test_a_new_adapter_changes_nothing_before_it_is_trained(kind: str, tmp_path:
     with_one.close(), without.close()
 
 
+def test_dora_begins_with_the_norms_of_a_quantised_base(tmp_path: Path):
+    """A new adapter changes nothing there, either."""
+    base = saved(tmp_path)
+    pipelines = [piped(built(base, KINDS[kind]), quantize="nf4", dtype=torch.float32) for kind in ("lora", "dora")]
+    plain, normed = (one.evaluate(rows_of()).loss for one in pipelines)
+    assert normed == pytest.approx(plain, rel=1e-6)
+    for one in pipelines:
+        one.close()
+
+
 def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
     """With dropout, whose numbers come again."""
     base, lora = saved(tmp_path / "base"), replace(KINDS["dora"], dropout=0.4)
