@@ -141,7 +141,8 @@ def test_a_new_adapter_changes_nothing_before_it_is_trained(kind: str, tmp_path:
     with_one.step(batch)
     assert any("lora_B" in name and value.any() for name, value in weights(with_one).items())
     assert all(one.trainable == ("lora_" in s.name) for one in with_one.chain.units for s in one.slots)
-    with_one.close(), without.close()
+    for one in (with_one, without):
+        one.close()
 
 
 def test_dora_begins_with_the_norms_of_a_quantised_base(tmp_path: Path):
@@ -168,7 +169,8 @@ def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
     assert [again.step(rows_of(step)).loss for step in (1, 2)] == losses
     first, second = weights(whole), weights(again)
     assert all(torch.equal(first[name], value) for name, value in second.items())
-    whole.close(), again.close()
+    for one in (whole, again):
+        one.close()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
