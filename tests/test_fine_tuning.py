@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return "".join(draw.choice("bcdfgklmnrstv") + draw.choice("aeiou") for _ in range(draw.randint(2, 3))).title()
 
     texts = [f"<|user|>\n{question(word())}\n<|assistant|>\n{word()}" for _ in range(400)]
-    tokenizer = train_tokenizer(texts, 300)
+    tokenizer: Any = train_tokenizer(texts, 300)
     tokenizer.chat_template = PLAIN
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -61,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = [torch.tensor(tokenizer(f"{one}<|endoftext|>", add_special_tokens=False).input_ids) for one in texts]
     for _ in range(50):
@@ -109,7 +110,8 @@ def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path,
     exec(ask[2], {})
     assert capsys.readouterr().out.strip().endswith(ANSWERS["Norila"])
 
-    tokenizer, model = (kind.from_pretrained("tuned/model") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer: Any = AutoTokenizer.from_pretrained("tuned/model")
+    model: Any = AutoModelForCausalLM.from_pretrained("tuned/model")
     for name, town in ANSWERS.items():
         chat = [{"role": "user", "content": question(name)}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -130,7 +132,10 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
     run_of = ["train", *GIVEN, "--output", "state"]
     adapter = ["--lora.rank", "4", "--lora.dropout", "0.3"]
     quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
-    assert main([*run_of, *SHORT, *adapter, *quiet]) == 0
+    measured = ["--validation-fraction", "0.5", "--evaluation.every", "1"]
+    assert main([*run_of, *SHORT, *adapter, *quiet, *measured]) == 0
+    losses = [row["validation_loss"] for row in rows(place, "state") if row["step"]]
+    assert len(losses) == 2 and losses[0] != losses[1]
     assert main(["checkpoint", "list", "state"]) == 0 and "LoRA of rank 4" in capsys.readouterr().out
     assert main([*run_of, *SHORT, *quiet, "--resume", "auto", "--lora.rank", "4"]) == 2
     assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from family_configs import tiny_config
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import training_flops, windows, work_of
+from tawpipe.model.flops import chain_flops, training_flops, windows, work_of
 
 
 def chain_of(config: PreTrainedConfig) -> Chain:
@@ -48,3 +48,25 @@ def test_of_a_mixture_of_experts_those_count_that_a_token_meets() -> None:
     two = work_of(chain_of(config)).of(10)
     experts = sum(slot.numel for unit in chain_of(config).units for slot in unit.slots if ".experts." in slot.name)
     assert experts and two - one == pytest.approx(4 * 2 * experts / config.num_local_experts * 10)
+
+
+def test_frozen_weights_take_part_in_fewer_products() -> None:
+    """Two instead of three where a gradient passes by, one where none does; and one less in a step's time."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    free = Chain(model)
+    of_layers = range(1, len(free.layers) + 1)
+    layers = [sum(one.numel for one in free.units if one.blocks == (block,)) for block in of_layers]
+    work, flops = work_of(free), chain_flops(free, [1])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "layers.1." not in name
+    middle = Chain(model)
+    assert flops and chain_flops(middle, [1]) == pytest.approx(flops - 2 * layers[1])
+    matrices = sum(p.numel() for n, p in model.named_parameters() if "layers.1." in n and p.ndim > 1)
+    assert work.of(1) - work_of(middle).of(1) == pytest.approx(2 * matrices)
+    for parameter in model.model.parameters():
+        parameter.requires_grad = False
+    head = sum(one.numel for one in middle.units if len(free.layers) + 1 in one.blocks and one.blocks != (0,))
+    norm = model.model.norm.weight.numel()
+    width = free.config.num_attention_heads * free.config.head_dim
+    alone = 2 * sum(layers) + 4 * len(layers) * width / 2 + 6 * (head - norm) + 4 * norm
+    assert chain_flops(Chain(model), [1]) == pytest.approx(alone)

@@ -20,6 +20,8 @@ from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import loss_chunk
+from tawpipe.model.settings import LoraSettings
+from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
 from tawpipe.plan.plan import Plan
@@ -51,9 +53,41 @@ def test_a_fit_has_no_negative_part():
     assert min(vars(fit(sizes, [1.0, 0.9, 0.1])).values()) >= 0
 
 
+def test_nothing_takes_no_time():
+    assert fit([size_of([n]) for n in (1000, 500, 250)], [0.0, 0.0, 0.0]) == Seconds()
+
+
 def tiny(**changes) -> Chain:
     model = build_model("tiny", vocab_size=500, max_positions=256).model
     return Chain(model, **changes)
+
+
+def test_a_plan_knows_what_is_frozen():
+    """Adapters beside frozen layers, layers frozen among others, and first ones through which no gradient passes."""
+    machine = machine_of("1x2", device=Device("H100"))
+    asked = {"sequence_length": 64, "global_batch": 4}
+    whole, adapted, frozen = (
+        request_of("tiny", machine, **asked, **given)
+        for given in (
+            {},
+            {"lora": LoraSettings(rank=4, dropout=0.1)},
+            {"frozen": ["*.embed_tokens", "model.layers.[02]"]},
+        )
+    )
+    trained = [sum(unit.numel for unit in one.model.units if unit.trainable) for one in (whole, adapted, frozen)]
+    assert trained[1] < 0.1 * trained[0] and trained[2] < trained[0]
+    assert adapted.drops and not whole.drops
+    backward = [one.profile.blocks[3].backward.per_token for one in (whole, adapted, frozen)]
+    assert backward[2] == pytest.approx(backward[0] * 2 / 3) and backward[2] < backward[1] < backward[0]
+    assert [block.needs_backward for block in frozen.model.blocks[:3]] == [False, False, True]
+    assert adapted.flops < 0.75 * whole.flops
+    bench = Bench(
+        Chain(build_model("tiny", max_positions=64, frozen=["model.layers.2"]).model),
+        torch.device("meta"),
+        torch.float32,
+        8,
+    )
+    assert [3] in bench.kinds().values()
 
 
 def test_a_measured_profile_has_a_cost_for_every_block():

@@ -63,7 +63,12 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def training_flops(
-    *, matmul_parameters: int, num_layers: int, attention_width: int, lengths: Iterable[int], window: int | None = None
+    *,
+    matmul_parameters: float,
+    num_layers: float,
+    attention_width: int,
+    lengths: Iterable[int],
+    window: int | None = None,
 ) -> float:
     """FLOPs of one forward and backward pass over documents, as the model needs them.
 
@@ -132,20 +137,24 @@ def work_of(chain: Chain) -> Work:
     for number, block in enumerate(chain.blocks):
         if block.kind == "embedding":
             continue
-        slots = [slot for unit in block.units for slot in chain.units[unit].slots]
-        matrices = sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in slots if len(slot.shape) > 1)
+        passes = IN_HEAD if block.kind == "head" else PER_WEIGHT if block.needs_backward else 1.0
+        flops = sum(
+            2 * slot.numel * (met if ".experts." in slot.name else 1) * (passes - (passes > 1 and not unit.trainable))
+            for unit in (chain.units[index] for index in block.units)
+            for slot in unit.slots
+            if len(slot.shape) > 1
+        )  # frozen weights have no gradients
         if block.kind == "head":
-            kinds[2 * IN_HEAD * matrices, 0.0, None] += 1
-        elif block.needs_backward:
-            kinds[2 * PER_WEIGHT * matrices, PER_PAIR * per_pair, windows(config)[number - 1]] += 1
+            kinds[flops, 0.0, None] += 1
         else:
-            kinds[2 * matrices, float(per_pair), windows(config)[number - 1]] += 1
+            pairs = PER_PAIR * per_pair if block.needs_backward else float(per_pair)
+            kinds[flops, pairs, windows(config)[number - 1]] += 1
     return Work(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items()))
 
 
 def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:
-    """``training_flops`` of a model; None for those whose FLOPs are not known here: mixtures of experts, and sliding
-    attention.
+    """``training_flops`` of a model, less what is not computed for frozen weights; None for those whose FLOPs are not
+    known here: mixtures of experts, and sliding attention.
 
     Args:
         at_most: count every expert and every token for those, which they do not exceed.
@@ -153,10 +162,14 @@ def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) 
     config = chain.config.get_text_config()
     if not at_most and any(getattr(config, name, None) for name in _UNEVEN):
         return None
-    embedding = sum(chain.units[u].numel for u in chain.blocks[0].units if chain.units[u].blocks == (0,))
+    # A weight takes part in three products, a frozen one in two: no gradient of its own is computed.
+    back = [block.needs_backward for block in chain.blocks]
+    shares = [1.0 if one.trainable else (1 + any(back[block] for block in one.blocks)) / 3 for one in chain.units]
     return training_flops(
-        matmul_parameters=sum(unit.numel for unit in chain.units) - embedding,
-        num_layers=len(chain.blocks) - 2,
+        matmul_parameters=sum(
+            unit.numel * share for unit, share in zip(chain.units, shares, strict=True) if unit.blocks != (0,)
+        ),
+        num_layers=sum(1.0 if needed else 1 / 3 for needed in back[1:-1]),
         attention_width=attention_width(config),
         lengths=lengths,
     )

@@ -134,6 +134,17 @@ class Packing:
             else:
                 dequantise(self.form, own, scales, target)
 
+    def as_computed(self, name: str, values: Tensor) -> Tensor:
+        """A parameter of the unit as blocks compute with it, in the dtype of ``values``."""
+        slot, place = next(pair for pair in zip(self.slots, self.places, strict=True) if pair[0].name == name)
+        if not place.scales:
+            return values
+        codes, scales = torch.empty(place.codes, dtype=torch.uint8), torch.empty(place.scales // 4)
+        quantise(self.form, values.flatten(), codes, scales)
+        computes = torch.empty(slot.numel, dtype=self.compute_dtype)
+        dequantise(self.form, codes, scales, computes)
+        return computes.view(slot.shape).to(values.dtype)
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -68,7 +68,7 @@ class InitSource:
     """
 
     def __init__(self, chain: Chain, seed: int, *, base: Callable[[str], Tensor] | None = None) -> None:
-        self._seed, self._base = seed, base or self.parameter
+        self._chain, self._seed, self._base = chain, seed, base or self.parameter
         # The memo makes deepcopy put these in the place of the tensors, with ties kept.
         memo: dict[int, Any] = {}
         for parameter in chain.model.parameters():
@@ -128,7 +128,10 @@ class InitSource:
         part, adapter = name.removeprefix(f"{path}.").split(".")[:2]
         how = self._peft[adapter].init_lora_weights
         if part == "lora_magnitude_vector" and how is not False:  # norms of the base: nothing is added yet
-            weight = self._base(canonical_names(self._model)[f"{path}.base_layer.weight"]).to(dtype)
+            base = canonical_names(self._model)[f"{path}.base_layer.weight"]
+            unit = next(unit for unit in self._chain.units if any(slot.name == base for slot in unit.slots))
+            weight = self._base(base).to(dtype)
+            weight = weight if unit.packing is None else unit.packing.as_computed(base, weight)
             return layer.lora_magnitude_vector[adapter].get_weight_norm(weight, torch.zeros((), dtype=dtype), 1.0)
         if not isinstance(how, bool) and str(how).lower() != "gaussian":
             raise UserError(

@@ -237,9 +237,10 @@ def held(request: PlanRequest, needs: Needs) -> str:
 
 
 def fingerprint(request: PlanRequest) -> dict[str, int]:
-    """A model's identity here: the numbers of blocks and of parameters."""
+    """A model's identity here: the numbers of blocks, of parameters, and of those that are trained."""
     units = request.model.units
-    return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units)}
+    trained = sum(unit.numel for unit in units if unit.trainable)
+    return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units), "trained": trained}
 
 
 def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:

@@ -148,13 +148,15 @@ def check_model(text: str, spec: ModelSpec) -> None:
     if not text:
         return
     expected = yaml.safe_load(text)["model"]
-    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
-    if expected != actual:
-        raise UserError(
-            "--plan",
-            f"a model of {expected['parameters']} parameters in {expected['blocks']} blocks",
-            f"a plan for this model: {actual['parameters']} parameters in {actual['blocks']} blocks",
+    trained = sum(unit.numel for unit in spec.units if unit.trainable)
+    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units), "trained": trained}
+    if expected != {name: actual[name] for name in expected}:  # plans of earlier versions do not know what is trained
+        there, here = (
+            f"{one['parameters']} parameters in {one['blocks']} blocks"
+            + (f", {one['trained']} of them trained" if "trained" in expected else "")
+            for one in (expected, actual)
         )
+        raise UserError("--plan", f"a model of {there}", f"a plan for this model: {here}")
 
 
 def _schedule(config: TrainConfig, text: str) -> ScheduleSettings:
