@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PASS = 50
 """Steps in which the data is seen once."""
 
 
-def settled_from(start: str, *words: str, earlier: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+def settled_from(start: str, *words: str, earlier: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     config, line = settle(load_config(words), start, lambda epochs: epochs * PASS, earlier)
     assert not any(isinstance(value, Open) for value in settled(config).values())
     assert config.epochs is None and config.optimizer.warmup_ratio is None
@@ -85,7 +86,7 @@ def test_what_the_user_says_wins_and_nothing_is_said_of_it():
 
 
 def test_a_resumed_run_keeps_what_it_had_unless_the_user_says_otherwise():
-    had = dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True))
+    had: dict[str, Any] = dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True))
     assert settled_from("weights", earlier=had) == (had, "")
     assert settled_from("weights", "--steps", "20", earlier=had)[0] == had | {"steps": 20}
     assert settled_from("weights", "--epochs", "1", earlier=had)[0] == had | {"steps": PASS}
