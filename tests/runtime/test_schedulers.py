@@ -33,11 +33,10 @@ def factory(parameters: list[torch.nn.Parameter]) -> AdamW:
 
 def groups(parameters: Any, dimensions: Callable[[Any], int]) -> list[dict[str, Any]]:
     given = list(parameters)
-    found = [
+    return [  # of a unit without vectors one is empty
         {"params": [p for p in given if dimensions(p) > 1]},
         {"params": [p for p in given if dimensions(p) < 2], "lr": RATE / 3, "weight_decay": 0.0},
     ]
-    return [group for group in found if group["params"]]
 
 
 def make() -> tawpipe.Pipeline:

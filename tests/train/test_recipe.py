@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.train.checks import validate
 from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.recipe import OPEN, RECIPES, settle, settled, with_settled
+from tawpipe.train.run import start_of
 
 PASS = 50
 """Steps in which the data is seen once."""
 
 
-def settled_from(start: str, *words: str, earlier: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+def settled_from(start: str, *words: str, earlier: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     config, line = settle(load_config(words), start, lambda epochs: epochs * PASS, earlier)
     assert not any(isinstance(value, Open) for value in settled(config).values())
     assert config.epochs is None and config.optimizer.warmup_ratio is None
@@ -40,7 +42,7 @@ def settled_from(start: str, *words: str, earlier: dict[str, Any] | None = None)
             (2e-3, 60, 10, 0.1),
             "learning rate 0.002, 60 steps, warm-up 10 steps, weight decay 0.1: training",
         ),
-        ("weights", (), (1e-5, 100, 3, 0.0), "learning rate 1e-05, 2 epochs = 100 steps, warm-up 3 steps"),
+        ("weights", (), (1e-5, 100, 3, 0.0), "learning rate 1e-5, 2 epochs = 100 steps, warm-up 3 steps"),
         (
             "adapter",
             (),
@@ -60,6 +62,14 @@ def test_what_is_left_open_follows_from_what_a_run_starts_from(start, words, val
     assert line in said and said.endswith(RECIPES[start].words)
 
 
+def test_what_a_run_starts_from_is_seen_in_its_settings(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert start_of(load_config(["--model", str(tmp_path)])) == "random"
+    (tmp_path / "model.safetensors").touch()
+    assert start_of(load_config(["--model", str(tmp_path)])) == "weights"
+    assert start_of(load_config(["--model", str(tmp_path), "--lora.rank", "4"])) == "adapter"
+
+
 def test_what_the_user_says_wins_and_nothing_is_said_of_it():
     words = (
         "--learning-rate",
@@ -76,7 +86,7 @@ def test_what_the_user_says_wins_and_nothing_is_said_of_it():
 
 
 def test_a_resumed_run_keeps_what_it_had_unless_the_user_says_otherwise():
-    had = dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True))
+    had: dict[str, Any] = dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True))
     assert settled_from("weights", earlier=had) == (had, "")
     assert settled_from("weights", "--steps", "20", earlier=had)[0] == had | {"steps": 20}
     assert settled_from("weights", "--epochs", "1", earlier=had)[0] == had | {"steps": PASS}
@@ -151,7 +161,7 @@ def test_a_fine_tuning_run_with_muon_goes_on_bit_by_bit_and_begins_with_its_own_
     tuned = ("--model", str(tmp_path / "first" / "model"), "--export.enabled", "false", "--checkpoint.every", "1")
     assert alone(tmp_path, "tuned", *tuned, "--epochs", "1", "--global-batch", "30") == 0
     said = capsys.readouterr().out
-    steps = int(re.search(r"learning rate 1e-05, 1 epoch = (\d+) steps, .*: fine-tuning of a model", said)[1])  # type: ignore[index]
+    steps = int(re.search(r"learning rate 1e-5, 1 epoch = (\d+) steps, .*: fine-tuning of a model", said)[1])  # type: ignore[index]
     assert len(rows(tmp_path, "tuned")) == steps
     saved = yaml.safe_load((tmp_path / "tuned" / "config.yaml").read_text())
     assert (saved["learning_rate"], saved["steps"], saved["epochs"]) == (1e-5, steps, None)

@@ -90,9 +90,10 @@ class UnitOptimizers:
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
         made = make_optimizers(self._factory, values)
-        for group in (group for optimizer in made for group in optimizer.param_groups if group["params"]):
+        for group in (group for optimizer in made for group in optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
-            group["of"] = self.groups.group_of[piece_of(group["params"][0]).name]
+            if group["params"]:
+                group["of"] = self.groups.group_of[piece_of(group["params"][0]).name]
         return made
 
     def states(self) -> States:

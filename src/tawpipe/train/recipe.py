@@ -77,7 +77,7 @@ def settle(
         if optimizer.name == "adafactor":
             rate = min(HIGHEST, RELATIVE * rate)
         config = replace(config, learning_rate=rate)
-        said.append(f"learning rate {rate:g}")
+        said.append(f"learning rate {rate:g}".replace("e-0", "e-"))
     if isinstance(config.steps, Open):
         epochs = config.epochs or recipe.epochs
         steps = None if epochs is None else steps_in(epochs)

@@ -89,7 +89,7 @@ def run(config: TrainConfig) -> int:
     earlier = start.state
     config, chosen = settle(
         config,
-        _start_from(config),
+        start_of(config),
         lambda epochs: data.steps_in(epochs, rows=config.global_batch, tokens=config.step_tokens),
         earlier.settled if earlier is not None else None,
     )
@@ -291,7 +291,7 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     return data
 
 
-def _start_from(config: TrainConfig) -> str:
+def start_of(config: TrainConfig) -> str:
     """What the run starts from: one of ``recipe.RECIPES``."""
     if config.lora.active:
         return "adapter"
