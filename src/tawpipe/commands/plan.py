@@ -29,6 +29,7 @@ CORPUS = "corpus"
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
+FORMS = ("none", "nf4", "int8")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -95,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
         rope=rope,
         lora=lora,
         frozen=arguments.freeze,
+        quantize=arguments.quantize,
         trust_remote_code=arguments.trust_remote_code,
         here=here,
         tell=tell,
@@ -349,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
         expected = "as in the training run, for --lengths corpus"
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
+    parser.add_argument("--quantize", choices=FORMS, default=FORMS[0], help="as in the training run (default: none)")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
         "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."

@@ -147,13 +147,13 @@ def check_model(text: str, spec: ModelSpec) -> None:
     if not text:
         return
     expected = yaml.safe_load(text)["model"]
-    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units)}
-    if expected != actual:
-        raise UserError(
-            "--plan",
-            f"a model of {expected['parameters']} parameters in {expected['blocks']} blocks",
-            f"a plan for this model: {actual['parameters']} parameters in {actual['blocks']} blocks",
+    if expected != (actual := spec.identity):
+        expected, actual = (
+            f"{one['parameters']} parameters in {one['blocks']} blocks"
+            + (f", which travel as {one['travels']} elements (--quantize)" if "travels" in one else "")
+            for one in (expected, actual)
         )
+        raise UserError("--plan", f"a model of {expected}", f"a plan for this model: {actual}")
 
 
 def _schedule(config: TrainConfig, text: str) -> ScheduleSettings:
@@ -273,6 +273,7 @@ def ask(
             rope=config.rope,
             lora=config.lora,
             frozen=config.freeze,
+            quantize=config.quantize,
             trust_remote_code=config.trust_remote_code,
             why_whole="--compile compiles layers on whole rows" if config.compile else "",
             here=world.device,
