@@ -21,9 +21,11 @@ from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
-from tawpipe.plan.profile import Profile, estimate, measure, size_of
+from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
+from tawpipe.plan.updates import states_of
+from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -90,6 +92,7 @@ def request_of(
     quantize: str = NONE,
     trust_remote_code: bool = False,
     why_whole: str = "",
+    optimizer: OptimizerFactory = USUAL,
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> PlanRequest:
@@ -108,6 +111,7 @@ def request_of(
         frozen: patterns of names of parameters that are not trained.
         quantize: form of frozen matrices, as of ``Pipeline``.
         why_whole: the reason why rows may not be cut, if they may not.
+        optimizer: whose states and updates are planned for.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -151,7 +155,7 @@ def request_of(
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
-    ranks = settings.sequence_ranks or 1
+    ranks, states = settings.sequence_ranks or 1, states_of(optimizer, made.units)
 
     def asked(found: Profile) -> PlanRequest:
         if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -173,7 +177,7 @@ def request_of(
                 dtype.itemsize,
                 reduce.itemsize,
                 master.itemsize,
-                2,
+                states,
                 exact=_exact(made, dtype, master),
                 unpacked=made.unpacked_elements,
             ),
@@ -184,6 +188,7 @@ def request_of(
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
             drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
+            needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 
@@ -202,6 +207,7 @@ def request_of(
         "chunk_tokens": chunk,
         "packed": len(documents) > 1,
         "row": row,
+        "optimizer": optimizer,
         "chunks": chunks,
         "tell": tell,
     }
@@ -272,7 +278,7 @@ def _profile(
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
     dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
-    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk)
+    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk, optimizer=measuring["optimizer"])
     if (sizes := measuring["chunks"](found)) is None:
         return replace(found, in_chunks=())
     why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()
