@@ -130,14 +130,16 @@ def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path,
 def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     run_of = ["train", *GIVEN, "--output", "state"]
-    adapter = ["--lora.rank", "4", "--lora.dropout", "0.3"]
+    adapter, bits = ["--lora.rank", "4", "--lora.dropout", "0.3"], ["--quantize", "nf4"]
     quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
     measured = ["--validation-fraction", "0.5", "--evaluation.every", "1"]
-    assert main([*run_of, *SHORT, *adapter, *quiet, *measured]) == 0
+    assert main([*run_of, *SHORT, *adapter, *bits, *quiet, *measured]) == 0
     losses = [row["validation_loss"] for row in rows(place, "state") if row["step"]]
     assert len(losses) == 2 and losses[0] != losses[1]
     assert main(["checkpoint", "list", "state"]) == 0 and "LoRA of rank 4" in capsys.readouterr().out
-    assert main([*run_of, *SHORT, *quiet, "--resume", "auto", "--lora.rank", "4"]) == 2
+    assert main([*run_of, *SHORT, *adapter, *quiet, "--resume", "auto"]) == 2
+    assert "--quantize: got 'none'; nf4, as in" in capsys.readouterr().err
+    assert main([*run_of, *SHORT, *quiet, *bits, "--resume", "auto", "--lora.rank", "4"]) == 2
     assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err
     state = read_run(Path("state/checkpoints/step-00000002"))
     for lora, freeze, expected in (
@@ -169,7 +171,8 @@ def test_what_cannot_be_tuned_is_refused_before_documents_are_read(place: Path, 
 def test_a_run_with_an_adapter_survives_a_killed_process(place: Path, monkeypatch):
     """Two processes, of which one is killed, see the losses of one process, dropout included."""
     monkeypatch.chdir(place)
-    adapter = ["--lora.rank", "4", "--lora.dropout", "0.3", "--lora.dora", "--log.tensorboard", "false"]
+    adapter = ["--lora.rank", "4", "--lora.dropout", "0.3", "--lora.dora", "--quantize", "nf4"]
+    adapter += ["--log.tensorboard", "false"]
     words = [*adapter, *SHORT, "--steps", "4", "--export.enabled", "false", "--sample.tokens", "0"]
     given = [*GIVEN, "--packing", "fit", "--checkpoint.every", "1"]  # dealt for each number of processes otherwise
     assert main(["train", *given, *words, "--output", "alone"]) == 0

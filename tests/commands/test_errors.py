@@ -44,6 +44,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--lora.dropout 1 --lora.rank 2", "--lora.dropout", "1.0", "below 1"),
         ("--lora.alpha 16", "--lora.alpha", "16", "unset without --lora.rank"),
         ("--lora.adapter nowhere", "--lora.adapter", "'nowhere'", "a folder with an adapter"),
+        ("--quantize nf4", "--quantize", "nf4", "none without anything frozen: --lora.rank trains an adapter alone"),
+        ("--quantize fp4", "--quantize", "fp4", "none, nf4, int8"),
         ("--export.merge", "--export.merge", "True", "false without --lora.rank"),
         ("--steps many", "--steps", "'many'", "a whole number at least 0"),
         ("--steps 1.5", "--steps", "1.5", "a whole number"),

@@ -121,6 +121,41 @@ def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
 
 
+def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
+    """Homes, buffers with the room to dequantise in, working memory; and seconds for every visit."""
+    CONFIG.save_pretrained(tmp_path)
+    settings, patterns = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256), ["model.layers.[01]"]
+    given = {
+        "sequence_length": 512,
+        "global_batch": 1,
+        "dtype": torch.float32,
+        "settings": settings,
+        "frozen": patterns,
+    }
+    asked = request_of(str(tmp_path), ALONE, timed=False, **given)
+    parts = memory_of(asked, build(asked.step(settings))).parts
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, quantize="nf4")
+    ids = torch.randint(0, 1000, (1, 512))
+    batch = {"input_ids": ids, "labels": ids}
+    pipeline.step(batch)
+    pipeline.drain()
+    measured = peak_of_step(pipeline.executor, lambda: pipeline.step(batch))
+    said, identity = pipeline.costs(1, 512), pipeline.spec.identity
+    pipeline.close()
+    assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
+    assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
+    assert asked.model.identity == identity and identity["travels"] < identity["parameters"]
+    device = replace(ALONE, device=Device("GPU", flops=1e12))
+    timed = request_of(str(tmp_path), device, profile="estimate", **given)
+    again = request_from(record_of(timed), where="a test")
+    assert again.model == timed.model and again.profile.blocks == timed.profile.blocks
+    assert [block.unpack_s > 0 for block in timed.profile.blocks] == [False, True, True, False, False]
+
+
 @pytest.mark.parametrize("in_files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""

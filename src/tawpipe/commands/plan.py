@@ -30,6 +30,7 @@ CORPUS = "corpus"
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
+FORMS = ("none", "nf4", "int8")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -97,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
         rope=rope,
         lora=lora,
         frozen=arguments.freeze,
+        quantize=arguments.quantize,
         trust_remote_code=arguments.trust_remote_code,
         optimizer=BY_NAME[arguments.optimizer](1e-3),
         here=here,
@@ -354,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
         expected = "as in the training run, for --lengths corpus"
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
+    parser.add_argument("--quantize", choices=FORMS, default=FORMS[0], help="as in the training run (default: none)")
     parser.add_argument(
         "--optimizer",
         choices=tuple(TAKES),

@@ -88,8 +88,11 @@ def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
             values = codes[begin : last * BLOCK].view(torch.int8).float()
         else:
             values = _pairs_of_nf4(out.device).index_select(0, codes[begin // 2 : last * BLOCK // 2].int())
-        values = values.view(-1, BLOCK).mul_(scales[begin // BLOCK : last, None])
-        out[begin:end] = values.flatten()[: end - begin]
+        blocks, own = values.view(-1, BLOCK), scales[begin // BLOCK : last, None]
+        whole = (end - begin) // BLOCK
+        torch.mul(blocks[:whole], own[:whole], out=out[begin : begin + whole * BLOCK].view(-1, BLOCK))
+        if rest := (end - begin) % BLOCK:
+            out[end - rest : end] = (blocks[whole, :rest] * own[whole]).to(out.dtype)
 
 
 def _nearest_of_nf4(scaled: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,9 +91,6 @@ class Bench:
             UserError: rows of this model cannot.
         """
         chain, spec = self.chain, self.chain.blocks[block]
-        weights = {
-            u: torch.randn(chain.units[u].numel, dtype=self.dtype, device=self.device) * 0.02 for u in spec.units
-        }
         ids = torch.randint(0, chain.config.get_text_config().vocab_size, (1, sum(lengths)))
         positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
         batch = MicroBatch.from_rows(ids, ids, positions)
@@ -101,8 +98,7 @@ class Bench:
             1, sum(lengths), self.boundary // self.dtype.itemsize, dtype=self.dtype, device=self.device
         )
         calls = self._calls(batch, in_chunks=in_chunks) if spec.kind == "layer" else ()
-        for unit, flat in weights.items():
-            chain.bind(unit, flat)
+        weights = {unit: chain.bind(unit, self._values(unit)) for unit in spec.units}
         sums = {u: torch.zeros_like(weights[u], dtype=torch.float32) for u in spec.units if chain.units[u].trainable}
         for unit, flat in sums.items():
             chain.collect(unit, flat, accumulate=True)
@@ -113,6 +109,28 @@ class Bench:
                 chain.finish_collect(unit)
             for unit in weights:
                 chain.release(unit)
+
+    def _values(self, unit: int) -> Tensor:
+        """What a unit travels as, with random values; every byte of a packed one is part of a scale of 0.01."""
+        own = self.chain.units[unit]
+        if own.packing is not None:
+            size = own.packing.elements * self.dtype.itemsize
+            return torch.full((size,), 0x3C, dtype=torch.uint8, device=self.device).view(self.dtype)
+        return torch.randn(own.numel, dtype=self.dtype, device=self.device) * 0.02
+
+    def unpack(self, block: int) -> Callable[[], None]:
+        """What dequantises the packed units of a block, if there are any."""
+        packed = [
+            (unit, self._values(unit)) for unit in self.chain.blocks[block].units if self.chain.units[unit].packing
+        ]
+
+        def run() -> None:
+            self.chain.forget()
+            for unit, flat in packed:
+                self.chain.bind(unit, flat)
+                self.chain.release(unit)
+
+        return run
 
     def _calls(self, batch: MicroBatch, *, in_chunks: bool) -> tuple[LayerCall, ...]:
         """The arguments that layers are called with; the embedding's weights play no part in them."""

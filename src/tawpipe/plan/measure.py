@@ -16,6 +16,7 @@ from tawpipe.model.build import NO_ADAPTER, OWN_ROPE, build_model, longest_allow
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
+from tawpipe.model.quantized import NONE
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
@@ -88,6 +89,7 @@ def request_of(
     rope: RopeSettings = OWN_ROPE,
     lora: LoraSettings = NO_ADAPTER,
     frozen: Sequence[str] = (),
+    quantize: str = NONE,
     trust_remote_code: bool = False,
     why_whole: str = "",
     optimizer: OptimizerFactory = USUAL,
@@ -107,6 +109,7 @@ def request_of(
         rope: rotary positions instead of the model's own.
         lora: an adapter on the model.
         frozen: patterns of names of parameters that are not trained.
+        quantize: form of frozen matrices, as of ``Pipeline``.
         why_whole: the reason why rows may not be cut, if they may not.
         optimizer: whose states and updates are planned for.
         here: this process's device.
@@ -140,6 +143,7 @@ def request_of(
         trust_remote_code=trust_remote_code,
     )
     made = Chain(built.model)
+    made.quantise(quantize, dtype)
     if sequence_length is None:
         row = min(row, longest_allowed(made.config))
         documents = (row,)
@@ -169,7 +173,14 @@ def request_of(
             micro_batch=micro_batch,
             sequence_length=row,
             size=size_of(documents * micro_batch, found.windows),
-            widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, states, exact=_exact(made, dtype, master)),
+            widths=Widths(
+                dtype.itemsize,
+                reduce.itemsize,
+                master.itemsize,
+                states,
+                exact=_exact(made, dtype, master),
+                unpacked=made.unpacked_elements,
+            ),
             memory_bytes=int(limit),
             flops=(chain_flops(made, documents) or 0.0) * global_batch,
             peak_flops=peak,

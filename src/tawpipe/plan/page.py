@@ -52,7 +52,7 @@ def write_longest_page(longest: Longest, path: Path) -> None:
 
 
 def _subtitle(request: PlanRequest, rows: str) -> str:
-    parameters = sum(unit.numel for unit in request.model.units) / 1e9
+    parameters = sum(unit.parameters for unit in request.model.units) / 1e9
     step = f"{rows}, {request.global_batch} in a step"
     return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 

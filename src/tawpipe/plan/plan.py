@@ -195,7 +195,7 @@ class Plan:
             "format": FORMAT,
             "strategy": self.chosen.strategy,
             "reason": self.reason,
-            "model": fingerprint(request),
+            "model": request.model.identity,
             "nodes": list(request.machine.nodes),
             "global_batch": request.global_batch,
             "micro_batch": request.micro_batch,
@@ -234,13 +234,6 @@ def held(request: PlanRequest, needs: Needs) -> str:
         known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"
         words += f"; of a node's disk {gib(needs.files)} {known}"
     return words
-
-
-def fingerprint(request: PlanRequest) -> dict[str, int]:
-    """A model's identity here: the numbers of blocks, of parameters, and of those that are trained."""
-    units = request.model.units
-    trained = sum(unit.numel for unit in units if unit.trainable)
-    return {"blocks": len(request.model.blocks), "parameters": sum(unit.numel for unit in units), "trained": trained}
 
 
 def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:

@@ -7,7 +7,7 @@ the clock was given. Layers that are alike are written once, with their number.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -79,11 +79,11 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
     return {
         "machine": spell_machine(request.machine),
         "blocks": _packed(
-            [block.kind, block.backward_reads_weights, block.needs_backward, _cost(cost), cost.window]
+            [block.kind, block.backward_reads_weights, block.needs_backward, _cost(cost), cost.window, cost.unpack_s]
             for block, cost in zip(model.blocks, profile.blocks, strict=True)
         ),
         "block_units": [list(block.units) for block in model.blocks],
-        "units": _packed([unit.numel, unit.trainable] for unit in model.units),
+        "units": _packed([unit.numel, unit.trainable, unit.packed] for unit in model.units),
         "profile": {
             "update_s": profile.update_s,
             "update_of": list(profile.update_of),
@@ -108,8 +108,8 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         blocks = list(_unpacked(content["blocks"]))
         of_blocks = content["block_units"]
         units = [
-            UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own))
-            for u, (numel, trainable) in enumerate(_unpacked(content["units"]))
+            UnitSpec(numel, trainable, tuple(b for b, own in enumerate(of_blocks) if u in own), *packed)
+            for u, (numel, trainable, *packed) in enumerate(_unpacked(content["units"]))
         ]
         if {u for own in of_blocks for u in own} != set(range(len(units))):
             raise ValueError("units that no block has, or the other way round")
@@ -117,10 +117,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             BlockSpec(tuple(own), kind, reads, needs)
             for own, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
-        costs = tuple(
-            BlockCost(*(Seconds(*part) for part in parts), window=next(iter(window), None))
-            for _, _, _, parts, *window in blocks
-        )
+        costs = tuple(_block_cost(parts, *since) for _, _, _, parts, *since in blocks)
         size = MicroBatchSize(**content["size"])
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
@@ -186,6 +183,12 @@ def _profile(
 
 def _cost(cost: BlockCost) -> list[list[float]]:
     return [[part.fixed, part.per_token, part.per_pair] for part in (cost.forward, cost.backward, cost.attention)]
+
+
+def _block_cost(parts: Sequence[Sequence[float]], window: int | None = None, unpack_s: float = 0.0) -> BlockCost:
+    """The opposite of ``_cost``; earlier versions did not know what stands behind the parts."""
+    forward, backward, attention = (Seconds(*part) for part in parts)
+    return BlockCost(forward, backward, attention, window, unpack_s)
 
 
 def _packed(rows: Iterable[Any]) -> list[list[Any]]:

@@ -30,6 +30,8 @@ from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, size_of
 
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
+UNPACK_BYTES = 16
+"""Bytes that dequantising moves for an element: its code is looked up, multiplied and written."""
 ESTIMATED_BYTES_PER_S = 1e12
 """Rate of a device's memory where nothing was measured."""
 USUAL = adamw()
@@ -158,7 +160,9 @@ def measure(
         sizes = [size_of(shape, bench.windows).seen(window) for shape in shapes]
         timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
         forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
-        costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window))
+        unpack_s = clock.unpack_seconds(blocks[0])
+        cost = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window, unpack_s)
+        costs |= dict.fromkeys(blocks, cost)
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     update_s, update_of = clock.updates(optimizer)
     whole = Profile(in_order, update_s, memory, source, update_of=update_of)
@@ -215,7 +219,9 @@ def estimate(
         passes = 2 + trained / max(1, numel)  # frozen weights have no gradients; the head's has its forward pass in it
         backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
-        blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window))
+        packed = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].packing)
+        unpack_s = packed * UNPACK_BYTES / ESTIMATED_BYTES_PER_S
+        blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window, unpack_s))
         again = replace(backward, per_token=backward.per_token + 2 * projected / rate)
         in_chunks.append(replace(blocks[-1], backward=again) if block.kind == "layer" else blocks[-1])
     update_s, update_of = estimated(optimizer, chain.units, rate, ESTIMATED_BYTES_PER_S)
@@ -296,7 +302,8 @@ class Clock:
             counts = [-(-length // size) for length, size in shapes]
             forward, backward = (fit(sizes, [one[i] for one in passes], counts) for i in (0, 1))
             for block in blocks:
-                costs[block] = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), before.window)
+                attention = Seconds(per_pair=forward.per_pair)
+                costs[block] = replace(before, forward=forward, backward=backward, attention=attention)
         return tuple(costs)
 
     def _seconds_in_chunks(self, block: int, tokens: int, size: int, *, once: bool) -> tuple[float, float]:
@@ -338,6 +345,13 @@ class Clock:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def unpack_seconds(self, block: int) -> float:
+        """Seconds in which the packed units of a block are dequantised; 0 without any."""
+        if not any(self.bench.chain.units[unit].packing for unit in self.bench.chain.blocks[block].units):
+            return 0.0
+        self._doing = f"dequantising block {block}"
+        return self._time(self.bench.unpack(block), grad=False)
 
     def updates(self, factory: OptimizerFactory) -> Updates:
         """Seconds of the optimizer for one element, and for one of every unit."""

@@ -181,6 +181,8 @@ class PlanRequest:
         for b, block in enumerate(self.model.blocks):
             seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
+            visits = 1 + block.needs_backward
+            seconds += visits * costs.unpack_s(0, b) / step.settings.micro_batches_per_visit
         return seconds
 
     @property

@@ -57,6 +57,16 @@ class ModelSpec:
         """The first block that gradients reach."""
         return min(i for i, block in enumerate(self.blocks) if block.needs_backward)
 
+    @property
+    def identity(self) -> dict[str, int]:
+        """By what a model is told from another one: the numbers of blocks, of parameters, of those that are trained,
+        and of the elements that travel where those are others.
+        """
+        parameters, travels = sum(unit.parameters for unit in self.units), sum(unit.numel for unit in self.units)
+        trained = sum(unit.numel for unit in self.units if unit.trainable)
+        others = {"travels": travels} if travels != parameters else {}
+        return {"blocks": len(self.blocks), "parameters": parameters, "trained": trained, **others}
+
     @cached_property
     def num_layers(self) -> int:
         return sum(block.kind == "layer" for block in self.blocks)

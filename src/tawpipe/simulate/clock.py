@@ -243,6 +243,8 @@ class Player:
             work = 0.0
         else:
             raise ScheduleError(f"nobody knows what this costs: rank {rank}: {action}")
+        if action.op in (Op.FORWARD, Op.BACKWARD):
+            work += costs.unpack_s(rank, action.block) / self.schedule.step.settings.micro_batches_per_visit
         return work + costs.action_s
 
     def _start_collective(self, rank: int, number: int, action: Action, now: float) -> None:

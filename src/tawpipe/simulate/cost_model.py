@@ -107,12 +107,14 @@ class BlockCost:
         backward: with the recomputation; for the head the loss, its forward pass included.
         attention: of ``forward``, what selective recomputation does not compute again.
         window: tokens that a token sees at most; ``pairs`` are those within.
+        unpack_s: of its packed units, which are dequantised once for all micro-batches of a visit.
     """
 
     forward: Seconds = Seconds()
     backward: Seconds = Seconds()
     attention: Seconds = Seconds()
     window: int | None = None
+    unpack_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,10 @@ class CostModel:
         recompute = "none" if block in self.kept.get(micro_batch, ()) else recompute
         saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
         return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
+
+    def unpack_s(self, rank: int, block: int) -> float:
+        """Seconds of a visit in which a block's packed units are dequantised."""
+        return self._block(block).unpack_s * self.compute_factor.get(rank, 1.0)
 
     def keys_s(self, rank: int, block: int, micro_batch: int) -> float:
         """Seconds of a layer's forward pass as far as its keys and values; what attention takes is no part of it."""

@@ -39,6 +39,9 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
     if config.export.merge and not config.lora.active:
         raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
+    if config.quantize != "none" and not (config.lora.active or config.freeze):
+        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
+        raise UserError("--quantize", config.quantize, expected)
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):

@@ -227,6 +227,9 @@ class TrainConfig(DataSettings):
     """Type in which the model computes and in which weights travel: auto is bfloat16 on GPUs that compute in it, else
     float32, and in a resumed run what it was before. Master weights and optimizer state are float32 (float64 under
     float64)."""
+    quantize: Literal["none", "nf4", "int8"] = "none"
+    """Form in which the frozen matrices of layers live and travel: 4 bits (nf4, as QLoRA has it) or 8 (int8), with a
+    scale for every 64 of them; they are dequantised where a layer computes. none for the type of the run."""
     learning_rate: float = bounded(open_number(2e-3), above=0)
     """Highest learning rate, after the warm-up. null means by what the run starts from: 2e-3 for random weights, 1e-5
     for a model with weights, 2e-4 for an adapter; under adafactor 1e-2, 1e-3 and 1e-2; sgd has none that suits."""

@@ -148,12 +148,13 @@ def check_model(text: str, spec: ModelSpec) -> None:
     if not text:
         return
     expected = yaml.safe_load(text)["model"]
-    trained = sum(unit.numel for unit in spec.units if unit.trainable)
-    actual = {"blocks": len(spec.blocks), "parameters": sum(unit.numel for unit in spec.units), "trained": trained}
-    if expected != {name: actual[name] for name in expected}:  # plans of earlier versions do not know what is trained
+    # Plans of earlier versions do not know what is trained.
+    actual = {name: value for name, value in spec.identity.items() if name != "trained" or name in expected}
+    if expected != actual:
         there, here = (
             f"{one['parameters']} parameters in {one['blocks']} blocks"
-            + (f", {one['trained']} of them trained" if "trained" in expected else "")
+            + (f", {one['trained']} of them trained" if "trained" in one else "")
+            + (f", which travel as {one['travels']} elements (--quantize)" if "travels" in one else "")
             for one in (expected, actual)
         )
         raise UserError("--plan", f"a model of {there}", f"a plan for this model: {here}")
@@ -276,6 +277,7 @@ def ask(
             rope=config.rope,
             lora=config.lora,
             frozen=config.freeze,
+            quantize=config.quantize,
             trust_remote_code=config.trust_remote_code,
             why_whole="--compile compiles layers on whole rows" if config.compile else "",
             optimizer=factory_of(config),

@@ -35,6 +35,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import work_of
 from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
+from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
@@ -247,6 +248,8 @@ def _choose_start(
     start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
     for words in start.passed_over:
         console.notice(f"passed over {words}")
+    if start.source is not None and (form := start.source.manifest.get("quantize", NONE)) != config.quantize:
+        raise UserError("--quantize", config.quantize, f"{form}, as in the checkpoint {start.place}")
     if restarts and disk.leads:
         reached, first = last_step(config.output_path), start.state.step if start.state else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
@@ -378,6 +381,7 @@ def _make_pipeline(
         dtype=DTYPES[config.dtype],
         clip_norm=settings.clip_norm or None,
         compile_layers=config.compile,
+        quantize=config.quantize,
         seed=config.seed,
         check=config.check,
         world=world,
