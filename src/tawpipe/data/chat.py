@@ -107,6 +107,18 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
     return changed
 
 
+def with_generation_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A user's message as the chat template shows it to a model that shall answer."""
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        chat_template=None if tokenizer.chat_template else NAMED[fallback_template(tokenizer)],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
 class ChatRenderer:
     """Maker of pieces from messages.
 
