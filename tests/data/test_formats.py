@@ -5,8 +5,10 @@ import csv
 import gzip
 import json
 import re
+import shlex
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,6 +17,8 @@ from transformers import AddedToken
 from tawpipe.data.chat import with_template
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import Encoder, Tokens
+from tawpipe.data.hub import load
+from tawpipe.data.prepare import prepare_data
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
@@ -22,6 +26,7 @@ from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import find_files, find_sets
 from tawpipe.data.tokenizer import sample_texts, train_tokenizer
 from tawpipe.errors import UserError
+from tawpipe.train.config import load_config
 
 CHAT = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 SHAREGPT = [{"from": "human", "value": "Two and two?"}, {"from": "gpt", "value": "Four."}]
@@ -362,3 +367,47 @@ def test_a_chat_template_that_cannot_be_used_is_refused(tokenizer, tmp_path):
     for name in ("nowhere.jinja", str(tmp_path / "broken.jinja")):
         with pytest.raises(UserError, match="--chat-template"):
             with_template(tokenizer, name, "--chat-template")
+
+
+# The page on data
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+EXAMPLES = re.findall(r"^\| [^|]+ \| `(\{.*?\})` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("row", "answers"), EXAMPLES)
+def test_of_the_pages_examples_that_is_learned_which_it_says(tokenizer, row, answers):
+    _, parts = learned(tokenizer, json.loads(row))
+    found = [re.sub("<.(endoftext|im_end).>", "", part).rstrip("\n").replace("\n", " ") for part in parts]
+    assert found == re.findall("`(.*?)`", answers) and len(EXAMPLES) > 8
+
+
+def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
+    """The data of each, on small files and a folder in the place of the Hub's data set."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"{n} is a number of the house" for n in range(40)]
+    for name in ("more", "corpus", "hub"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "hub" / "test.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:9]))
+    packed(tmp_path / "corpus" / "a.txt.gz", texts[0])
+    chats = [{"messages": [CHAT[0], {**CHAT[1], "content": text}]} for text in texts]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (tmp_path / "questions.csv").write_text("\n".join(["question,answer", *(f"{text}?,{text}" for text in texts)]))
+    (tmp_path / "small-model").mkdir()
+    tokenizer.save_pretrained(tmp_path / "small-model")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    real, places = datasets.load_dataset, {"org/name": "hub"}
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, *args, **more: real(places[path], *args, **more))
+    load.cache_clear()
+    reports = []
+    for command in re.findall(r"^tawpipe train (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE):
+        config = load_config([*shlex.split(command), "--cache-dir", "cache"])
+        if config.data == ["chats/*.jsonl"]:
+            continue
+        data = prepare_data(config, sequence_length=64, seed=0, model=config.model)
+        reports.append("\n".join(data.report.lines()))
+        assert data.train.sample(3).tokens and data.report.read.documents
+    assert len(reports) == 5
+    assert "20.0% of the tokens from hf:org/name" in reports[-1]
+    assert not any("left out" in report for report in reports[1:-1])

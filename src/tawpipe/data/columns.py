@@ -19,6 +19,9 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
 }
 """Of each group a row of the kind has at least one."""
 
+SEEN = 1000
+"""Sets of columns whose kinds are remembered."""
+
 USUAL_ORDER: tuple[RowKind, ...] = ("chat", "instruction", "text")
 
 
@@ -47,6 +50,11 @@ class Columns:
     def of(cls, settings: DataSettings) -> Columns:
         return cls(settings.rows, settings.column_names())
 
+    @cached_property
+    def _seen(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[RowKind, list[tuple[str, str]]]]:
+        """The kind of rows with these columns, of which those hold something, and its own columns with theirs."""
+        return {}
+
     @property
     def useful(self) -> set[str]:
         """The columns that any kind of row may need."""
@@ -54,14 +62,18 @@ class Columns:
 
     def row(self, where: str, item: Mapping[str, Any]) -> RawRow | Skipped:
         """The row, told by the columns that hold something, or else by those that there are."""
-        kind = self.kind([name for name, value in item.items() if value is not None]) or self.kind(item.keys())
-        if kind is None:
-            return self.lacking("row", where, item.keys())
-        wanted = [name for group in NEEDED[kind] for name in group]
-        if kind != "text":
-            wanted += BESIDES
-        found = {name: item[column] for name in wanted if (column := self._column(name)) in item}
-        return RawRow(where, kind, found)
+        names = tuple(item), tuple(name for name, value in item.items() if value is not None)
+        known = self._seen.get(names)
+        if known is None:
+            kind = self.kind(names[1]) or self.kind(names[0])
+            if kind is None:
+                return self.lacking("row", where, names[0])
+            wanted = [name for group in NEEDED[kind] for name in group] + list(BESIDES if kind != "text" else ())
+            known = kind, [(name, column) for name in wanted if (column := self._column(name)) in item]
+            if len(self._seen) < SEEN:
+                self._seen[names] = known
+        kind, columns = known
+        return RawRow(where, kind, {name: item[column] for name, column in columns})
 
     def kind(self, present: Collection[str]) -> RowKind | None:
         """Kind of a row with these columns; None if it lacks those that the settings ask for."""
