@@ -129,6 +129,8 @@ def request_of(
         trust_remote_code=trust_remote_code,
     )
     made = Chain(built.model)
+    if made.alone:
+        documents, why_whole = (row,), why_whole or f"each holds one document, because {made.alone}"
     if sequence_length is None:
         row = min(row, longest_allowed(made.config))
         documents = (row,)
