@@ -14,10 +14,10 @@ import numpy as np
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
-from tawpipe.data.lengths import DEVICES, Balance, Dealing
+from tawpipe.data.lengths import DEVICES, Balance, Dealing, padding_share
 from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
 from tawpipe.data.report import DataReport, ReadCounts, SetSize
-from tawpipe.data.rows import PackedDataset, nothing_learned
+from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import SourceFile, find_files
 from tawpipe.data.stream import StreamedDataset
@@ -100,6 +100,7 @@ def prepare_data(
         "split": sequence_length,
         "fit": sequence_length,
         "balanced": max_document or sequence_length,
+        "none": sequence_length,
     }
     preparation = _Preparation(
         settings, files, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
@@ -214,10 +215,23 @@ class _Preparation:
         Args:
             balanced: makes the documents as ``balanced`` has them.
         """
+        dealing = self.dealing
+        if self.settings.packing != "none" and dealing is not None and (alone := dealing.alone):
+            if self.settings.packing != "auto":
+                expected = f"none, which gives every document a row of its own: {alone}"
+                raise UserError("--packing", self.settings.packing, expected)
+            if dealing.asked:
+                name = dealing.asked.split()[0]
+                value = getattr(self.settings, name.removeprefix("--").replace("-", "_"), "a value")
+                raise UserError(
+                    name, value, f"unset: every document needs a row of its own (--packing none), as {alone}"
+                )
+            self.why = alone
+            return "none"
         if self.settings.packing != "auto":
             return self.settings.packing
         rows: Packed = "fit" if counts.masked else "split"
-        dealing, chosen = self.dealing, rows
+        chosen = rows
         if dealing is not None and dealing.against:
             self.why = dealing.against
         elif dealing is not None and dealing.asked:
@@ -284,11 +298,14 @@ class _Preparation:
             content: a hash of the training documents.
         """
         settings, tokenizer = self.settings, self._tokenizer_with_template(read)
-        length, histogram, balance = self.lengths[packing], None, None
-        if packing == "balanced":
+        length, histogram, padding, balance = self.lengths[packing], None, None, None
+        if packing == "none" and self.dealing is not None:
+            padding = padding_share(known.length, self.dealing)
+        if packing in WHOLE:
             histogram = Histogram.of(known.lengths)
-            if self.leader and self.dealing is not None and known.longest <= self.dealing.cap * self.dealing.ranks:
-                balance = Balance.of(known.step_lengths, self.dealing, length)
+        fits = self.dealing is not None and known.longest <= self.dealing.cap * self.dealing.ranks
+        if packing == "balanced" and self.leader and self.dealing is not None and fits:
+            balance = Balance.of(known.step_lengths, self.dealing, length)
         report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",
             packing=packing,
@@ -303,6 +320,7 @@ class _Preparation:
             streamed=settings.streaming,
             why=self.why,
             histogram=histogram,
+            padding=padding,
             balance=balance,
         )
         window = settings.stream_window if settings.streaming else None
