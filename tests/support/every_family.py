@@ -259,7 +259,7 @@ _SECTIONS = {
     "alone": (
         "Trained where a document has a row of its own",
         "`--packing none`, which `--packing auto` takes for them; in the library one document in each row, with\n"
-        "padding behind it. Rows of several documents are refused, and so are rows in chunks or over several processes.",
+        "padding behind it. Other rows are refused, and so are rows in chunks or over several processes.",
         "why",
     ),
     "refused": ("Refused", "Before anything is allocated, with a message that says why.", "what the message says"),

@@ -27,6 +27,7 @@ from tawpipe.checkpoint.format import (
     state_pieces,
 )
 from tawpipe.errors import RunError, UserError
+from tawpipe.model.quantized import NONE
 from tawpipe.runtime.optimizer import States, UnitOptimizers
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
@@ -88,6 +89,9 @@ class Incoming:
         manifest = source.manifest
         own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
         check_same_model(str(source.where), manifest["parameters"], own)
+        if (form := manifest.get("quantize", NONE)) != storage.form:
+            expected = f"a state with quantize={storage.form}; what is frozen is kept as quantize={form} in it"
+            raise UserError("--resume", str(source.where), expected)
         tensors = manifest["tensors"]
         # One saved before any update: the optimizers are new then, as they were there.
         fresh = manifest.get("optimizer") == optimizers.name and not any(name.startswith(STATE) for name in tensors)

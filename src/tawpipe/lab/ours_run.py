@@ -93,7 +93,7 @@ class OurContender:
         units = []
         for i, spec in enumerate(self.schedule.model.units):
             slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
-            units.append(Unit(i, slot.name, True, (slot,), spec.blocks, spec.numel))
+            units.append(Unit(i, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
         device = torch.device("cpu")
         storage = Storage(
             units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32

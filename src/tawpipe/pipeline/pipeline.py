@@ -33,6 +33,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
+from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
@@ -86,6 +87,8 @@ class Pipeline:
             ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
             ``drain`` or ``save`` says so.
         compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
+        quantize: form in which frozen matrices of layers live and travel, ``nf4`` or ``int8``; they are dequantised
+            where a block computes. ``none`` for that of all others.
         seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
             alone. torch's default generators are left to the caller.
         check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
@@ -117,6 +120,7 @@ class Pipeline:
         dtype: torch.dtype | str = AUTO,
         clip_norm: float | None = 1.0,
         compile_layers: bool = False,
+        quantize: str = NONE,
         seed: int = 0,
         check: str = "auto",
         without_mtp: bool = False,
@@ -180,6 +184,10 @@ class Pipeline:
         in_chunks = bool(self.settings.sequence_chunk) or self.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
+        self.chain.quantise(quantize, dtype)
+        if quantize != NONE and self.settings.weights_compression != "none":
+            expected = f"none with quantize={quantize}: what is frozen travels in fewer bits already"
+            raise UserError("schedule.weights_compression", self.settings.weights_compression, expected)
         self.spec = self.chain.spec
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
@@ -562,6 +570,7 @@ class Pipeline:
             "run": dict(run or {}),
             "optimizer": self.optimizers.name,
             "history": store.history,
+            **({"quantize": self.storage.form} if self.storage.form != NONE else {}),
         }
         staged_s = time.perf_counter() - begin
         self._savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s))
@@ -588,6 +597,7 @@ class Pipeline:
             raise
         finally:
             self._generation += 1
+            self.chain.forget()
         self._whole = True
         self._recent.clear()  # of the state that is replaced
         self.skipped = 0
@@ -605,11 +615,12 @@ class Pipeline:
         folder: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
+        merge: bool = False,
         max_shard_bytes: int = 4 * 2**30,
         tokenizer: Any = None,
     ) -> Path:
-        """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
-        ranks.
+        """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
+        ``merge`` puts into the weights of the whole model instead; on all ranks.
         """
         self._require_whole()
         self.drain()
@@ -618,6 +629,7 @@ class Pipeline:
             folder,
             self.parameter,
             dtype=dtype,
+            merge=merge,
             max_shard_bytes=max_shard_bytes,
             is_writer=self.world.rank == 0,
             tokenizer=tokenizer,
@@ -637,6 +649,7 @@ class Pipeline:
             gradient=self.reduce_dtype.itemsize,
             master=self.storage.master_dtype.itemsize,
             optimizer_states=self.optimizers.states_per_element,
+            unpacked=self.chain.unpacked_elements,
         )
         own = -(-tokens // self.sequence_ranks)
         boundary = own * self.chain.width * self.dtype.itemsize

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import OWN_ROPE, build_model, longest_allowed
+from tawpipe.model.adapters import adapter_facts
+from tawpipe.model.build import NO_ADAPTER, OWN_ROPE, build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
@@ -83,6 +84,8 @@ def request_of(
     memory_bytes: int | None = None,
     settings: ScheduleSettings = DEFAULT,
     rope: RopeSettings = OWN_ROPE,
+    lora: LoraSettings = NO_ADAPTER,
+    frozen: Sequence[str] = (),
     trust_remote_code: bool = False,
     why_whole: str = "",
     here: torch.device | None = None,
@@ -99,6 +102,8 @@ def request_of(
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``PlanRequest``.
         rope: rotary positions instead of the model's own.
+        lora: an adapter on the model.
+        frozen: patterns of names of parameters that are not trained.
         why_whole: the reason why rows may not be cut, if they may not.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
@@ -126,6 +131,8 @@ def request_of(
         max_positions=row,
         longest=1 if sequence_length is None else max(documents),
         rope=rope,
+        lora=lora,
+        frozen=frozen,
         trust_remote_code=trust_remote_code,
     )
     made = Chain(built.model)
@@ -167,7 +174,7 @@ def request_of(
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
-            drops=_drops(made.config),
+            drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 

@@ -195,7 +195,9 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
         per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
+        trained = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].trainable)
+        passes = 2 + trained / max(1, numel)  # frozen weights have no gradients; the head's has its forward pass in it
+        backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window))
         again = replace(backward, per_token=backward.per_token + 2 * projected / rate)
@@ -248,9 +250,8 @@ class Clock:
                 torch.autograd.backward(forward(case.hidden.detach().requires_grad_()), case.hidden)
 
             is_head = spec.kind == "head"
-            trained = any(chain.units[unit].trainable for unit in spec.units)
             forward_s = self._time(head if is_head else lambda: forward(case.hidden), grad=False)
-            backward_s = self._time(head if is_head else backward, grad=True) if is_head or trained else 0.0
+            backward_s = self._time(head if is_head else backward, grad=True) if is_head or spec.needs_backward else 0.0
         return forward_s, backward_s
 
     def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:

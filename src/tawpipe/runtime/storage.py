@@ -5,7 +5,8 @@ trainable, and the compute copy, which has the compute dtype and travels (the ma
 same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches.
 
 A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
-host's memory, for exports and checkpoints.
+host's memory, for exports and checkpoints. Of a packed unit (`model.units.Packing`) stripes are bytes, and so are its
+pieces: master and compute copy are one tensor, with which nothing computes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.units import Unit
+from tawpipe.model.quantized import NONE
+from tawpipe.model.units import Packing, Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.schedule.placement import Home
 
@@ -130,6 +132,9 @@ class Storage:
         home = self.homes[unit.index]
         index, length = home.index(self.rank), home.stripe
         assert index is not None
+        if unit.packing is not None:
+            yield from self._cut_bytes(unit.packing, self.master[unit.index].view(torch.uint8), index)
+            return
         begin = index * length
         for slot in unit.slots:
             first, last = max(slot.offset, begin), min(slot.offset + slot.numel, begin + length)
@@ -142,8 +147,28 @@ class Storage:
                 value.grad = self.gradient[unit.index][cut]
             yield HomePiece(piece.name, piece.shape, piece.start, value)
 
+    @staticmethod
+    def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:
+        """The pieces of a packed unit: bytes, as if every parameter were a vector of them."""
+        begin = index * len(stripe)
+        for slot, place in zip(packing.slots, packing.places, strict=True):
+            first, last = max(place.begin, begin), min(place.end, begin + len(stripe))
+            if first < last:
+                shape, value = (place.end - place.begin,), stripe[first - begin : last - begin]
+                yield HomePiece(slot.name, shape, first - place.begin, value)
+
+    @property
+    def form(self) -> str:
+        """The form of packed units (`model.quantized`)."""
+        return next((unit.packing.form for unit in self.units if unit.packing is not None), NONE)
+
+    def _is_packed(self, unit: int) -> bool:
+        return self.units[unit].packing is not None
+
     def widen(self, unit: int) -> None:
         """Keep a frozen unit's values in the host's memory in the master dtype, if they are not."""
+        if self._is_packed(unit):
+            return
         if self.compute_copy[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
             self.master[unit] = self.compute_copy[unit].to("cpu", self.master_dtype)
             self.pieces[unit] = tuple(self._cut(self.units[unit]))
@@ -229,21 +254,29 @@ class Storage:
                         assert work is not None
                         work.wait()
                 elif home.index(self.rank) is not None:
-                    stripe = torch.empty(home.stripe, dtype=self.master_dtype)
+                    stripe = torch.empty(home.stripe, dtype=self._dtype_of(unit))
                     dist.recv(stripe, root, group=world)
                     self._put(unit.index, stripe)
         self.settle(world)
 
+    def _dtype_of(self, unit: Unit) -> torch.dtype:
+        """The dtype in which a unit is read and collected: the master's, or that of packed bytes."""
+        return self.master_dtype if unit.packing is None else self.compute_dtype
+
     @torch.no_grad()
     def _read(self, source: WeightSource, unit: Unit) -> Tensor:
-        """A unit with its padding, in the master dtype on the CPU."""
-        flat = torch.zeros(self.homes[unit.index].padded, dtype=self.master_dtype)
-        flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
+        """A unit with its padding on the CPU."""
+        flat = torch.zeros(self.homes[unit.index].padded, dtype=self._dtype_of(unit))
+        values = source.unit(unit, dtype=self.master_dtype)
+        if unit.packing is None:
+            flat[: unit.numel] = values
+        else:
+            unit.packing.pack(values, flat)
         return flat
 
     def _put(self, unit: int, stripe: Tensor) -> None:
-        """Fill a home from its stripe in the master dtype."""
-        if not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
+        """Fill a home from its stripe, as it was read."""
+        if not self._is_packed(unit) and not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
             self.widen(unit)
         self.master[unit].copy_(stripe)
         self.refresh(unit)
@@ -252,7 +285,8 @@ class Storage:
     def collect(
         self, unit: Unit, world: dist.ProcessGroup | None, *, to: int = 0, gradient: bool = False
     ) -> Tensor | None:
-        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks.
+        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks. A
+        packed one's numbers are those that blocks compute with.
 
         Args:
             gradient: its home gradient instead of its weights.
@@ -260,16 +294,21 @@ class Storage:
         home = self.homes[unit.index]
         index = home.ranks.index(self.rank) if self.rank in home.ranks else None
         held = self.gradient if gradient else self.master
-        mine = None if index is None else held[unit.index].to("cpu", self.master_dtype)
+        dtype = self._dtype_of(unit)
+        mine = None if index is None else held[unit.index].to("cpu", dtype)
         if self.rank != to:
             if mine is not None:
                 dist.send(mine, to, group=world)
             return None
-        flat = torch.empty(home.padded, dtype=self.master_dtype)
+        flat = torch.empty(home.padded, dtype=dtype)
         for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
             if rank == self.rank:
                 assert mine is not None
                 stripe.copy_(mine)
             else:
                 dist.recv(stripe, rank, group=world)
-        return flat[: unit.numel]
+        if unit.packing is None:
+            return flat[: unit.numel]
+        values = torch.empty(unit.numel, dtype=self.master_dtype)
+        unit.packing.unpack(flat, values)
+        return values

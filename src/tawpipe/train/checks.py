@@ -33,6 +33,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     check_bounds(config)
     config.check_data()
     config.rope.check()
+    config.lora.check()
+    if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
+        raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
+    if config.export.merge and not config.lora.active:
+        raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):

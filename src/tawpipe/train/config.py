@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
-
-Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,12 @@ class EvaluationConfig:
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones; under --packing balanced so many times the tokens of a
     step."""
+    at_start: bool = False
+    """Evaluate before the first step of a new run, too: how good the model was that training began with."""
+    patience: int = bounded(0, minimum=0)
+    """End the run when so many evaluations in a row have not lowered the validation loss. 0 for never."""
+    least_gain: float = bounded(0.0, minimum=0)
+    """What lowers the validation loss by no more than this counts as nothing for patience."""
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
@@ -79,6 +83,9 @@ class CheckpointConfig:
     """Number of the newest checkpoints that stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    best: bool = False
+    """Save after every evaluation with a lower validation loss than any before it. That checkpoint stays besides, and
+    it is what is exported in the end."""
     memory_every: int = bounded(0, minimum=0)
     """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
     the loss of a node, a restart goes on from there. 0 for never."""
@@ -112,20 +119,29 @@ class ExportConfig:
 
     enabled: bool = True
     """Write it after the last step."""
-    dtype: Dtype = "float32"
-    """Type of the exported weights."""
+    merge: bool = False
+    """Write the whole model with the adapter in its weights, instead of the adapter alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the exported weights: auto is that of the weights that the run started from, and float32 for random ones
+    and for adapters alone."""
     max_shard_mib: int = bounded(4096, minimum=1)
     """Largest safetensors file in MiB, unless one tensor alone is larger."""
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """A text that the trained model writes at the end of the run."""
+    """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
-    prompt: str = "def "
-    """The beginning of the text."""
+    prompt: list[str] = field(default_factory=lambda: ["def "])
+    """The beginning of every text; under chat what a user asks."""
     tokens: int = bounded(32, minimum=0)
-    """Tokens that the model adds. 0 for no sample."""
+    """Tokens that the model adds to each. 0 for no samples."""
+    every: int = bounded(0, minimum=0)
+    """Write them each time after this many steps, and at the end of the run. 0 for at the end alone."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Ask through the chat template of the tokenizer: auto does so where there are chats among the training data."""
+    temperature: float = bounded(1.0, minimum=0)
+    """How freely tokens are drawn: below 1 likelier ones come more often, 0 always takes the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,9 @@ class TrainConfig(DataSettings):
     model: str = "tiny"
     """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub. Without
     weights the model starts from random ones."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained: patterns with *, ? and [...] of whole names of parameters, or of modules that
+    hold them, as *.embed_tokens or model.layers.[0-3]."""
     nodes: int | None = bounded(None, minimum=1)
     """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
     divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
@@ -224,6 +243,7 @@ class TrainConfig(DataSettings):
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

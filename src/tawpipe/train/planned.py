@@ -271,6 +271,8 @@ def ask(
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
             settings=settings,
             rope=config.rope,
+            lora=config.lora,
+            frozen=config.freeze,
             trust_remote_code=config.trust_remote_code,
             why_whole="--compile compiles layers on whole rows" if config.compile else "",
             here=world.device,
