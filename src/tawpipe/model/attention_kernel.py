@@ -19,8 +19,8 @@ import torch
 import torch.nn.attention as library
 
 from tawpipe.model import kernels
-from tawpipe.model.flops import head_size
 from tawpipe.model.kernels import flash_in_use
+from tawpipe.model.shapes import head_size
 
 logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)

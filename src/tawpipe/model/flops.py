@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.schedule.balance import LayerKind, Work
 
 if TYPE_CHECKING:
@@ -89,24 +90,6 @@ def training_flops(
 def attention_width(config: Any) -> int:
     """Number of query heads times their size, of a model's text config."""
     return num_heads(config) * head_size(config)
-
-
-def num_heads(config: Any) -> int:
-    """Query heads of a model's text config; 0 for a model without attention."""
-    return setting_of(config, "num_attention_heads") or 0
-
-
-def head_size(config: Any) -> int:
-    """Elements of a query head, of a model's text config."""
-    return setting_of(config, "head_dim") or config.hidden_size // (num_heads(config) or 1)
-
-
-def setting_of(config: Any, name: str) -> Any:
-    """A setting of a config, None if it has none; where it differs from layer to layer, the largest."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers' answer where layers differ
-        return max(getattr(one, name, None) or 0 for one in config.per_layer_config)
 
 
 def key_elements(config: Any) -> int:

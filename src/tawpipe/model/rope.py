@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.flops import head_size
 from tawpipe.model.refuse import rope_settings
 from tawpipe.model.settings import RopeSettings, option
+from tawpipe.model.shapes import head_size
 
 FULL = "full_attention"
 _KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}

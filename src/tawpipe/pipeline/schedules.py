@@ -9,7 +9,8 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width, num_heads
+from tawpipe.model.flops import attention_width
+from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify

@@ -14,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
-from tawpipe.model.flops import attention_width, key_elements, key_width, num_heads
+from tawpipe.model.flops import attention_width, key_elements, key_width
+from tawpipe.model.shapes import num_heads
 from tawpipe.plan.bench import Bench, Case
 from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
