@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
@@ -397,6 +398,12 @@ def lora(
             worst = max(worst, relative(value, expected[name].detach()))
             if not torch.equal(value, before[name]):
                 changed.append(name)
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline.export(f"{folder}/merged", dtype=kind, merge=True)
+        if world.rank == 0:
+            merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=kind)
+            for name, value in plain.merge_and_unload().named_parameters():
+                worst = max(worst, relative(merged.get_parameter(name), value))
     pipeline.close()
     return worst, changed, losses
 

@@ -15,6 +15,7 @@ import sys
 import time
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_the_export_opens_and_computes(trained):
 
 def test_samples_are_what_transformers_writes(trained):
     """Texts of three lengths, which grow together on four processes."""
-    model = AutoModelForCausalLM.from_pretrained(trained / "first" / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(trained / "first" / "model")
     tokenizer = AutoTokenizer.from_pretrained(trained / "first" / "model")
     texts = [json.loads(line) for line in (trained / "first" / "samples.jsonl").read_text().splitlines()]
     assert [one["prompt"] for one in texts] == [*PROMPTS]

@@ -41,6 +41,7 @@ class RunState:
         best: step, loss and since of the lowest validation loss so far; empty if there is none.
         lora: the settings of the model's adapter; empty without one.
         freeze: patterns of names of parameters that were not trained.
+        settled: settings that the run chose by what it started from; empty in states of earlier versions.
         topology, versions: for the reader.
     """
 
@@ -56,6 +57,7 @@ class RunState:
     best: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
     freeze: list[str] = field(default_factory=list)
+    settled: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -79,6 +81,7 @@ class RunState:
                 "best": dict,
                 "lora": dict,
                 "freeze": list,
+                "settled": dict,
             }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):

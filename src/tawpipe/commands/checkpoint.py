@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, is_complete, read_manifest, remove
-from tawpipe.checkpoint.resume import read_run
+from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
 
@@ -43,10 +43,17 @@ def _list(_: argparse.Namespace, path: Path) -> int:
         size = sum(entry["bytes"] for entry in manifest["files"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
         best = f"; lowest validation loss {run.best['loss']:.4f} after step {run.best['step']}" if run.best else ""
-        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  step {run.step}, {run.samples} samples, {run.topology}{best}")
+        done = f"step {run.step}, {run.samples} samples, {run.topology}{_trained(run)}{best}"
+        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  {done}")
     for folder in _partial(path):
         print(f"{folder}  not complete: being written, or left by a crash")
     return 0
+
+
+def _trained(run: RunState) -> str:
+    """What a run trained, where that is not the whole model."""
+    adapter = f", LoRA of rank {run.lora['rank']}" if run.lora else ""
+    return adapter + (f", frozen: {' '.join(run.freeze)}" if run.freeze else "")
 
 
 def _verify(_: argparse.Namespace, path: Path) -> int:

@@ -14,6 +14,7 @@ from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Leaf, tree
+from tawpipe.train.config import TAKES
 
 if TYPE_CHECKING:
     from tawpipe.plan.lengths import Lengths
@@ -49,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.remedy import smaller
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
+    from tawpipe.runtime.named_optimizers import BY_NAME
     from tawpipe.runtime.world import pick_device
     from tawpipe.schedule.settings import ScheduleSettings
 
@@ -96,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
         lora=lora,
         frozen=arguments.freeze,
         trust_remote_code=arguments.trust_remote_code,
+        optimizer=BY_NAME[arguments.optimizer](1e-3),
         here=here,
         tell=tell,
     )
@@ -349,6 +352,12 @@ def _parser() -> argparse.ArgumentParser:
         expected = "as in the training run, for --lengths corpus"
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(TAKES),
+        default="adamw",
+        help="as in the training run's optimizer.name: its states and updates; adafactor and muon need whole matrices",
+    )
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
         "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."

@@ -142,7 +142,7 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
             again = schedule.step.recomputes(action.block)
             total += own.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
+            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
     return total
 
 

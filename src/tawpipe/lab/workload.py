@@ -154,10 +154,16 @@ class TimedWorkload:
     @property
     def parts(self) -> tuple[TimedPart, ...]:
         """Embedding, layers and head, as far as there are any. The head's time is a third for each of its passes."""
-        seconds = self.forward_s, self.backward_input_s, self.backward_weight_s
-        layer = TimedPart(self.layer_elements, *seconds, frozen=self.frozen_bytes // 4)
+        layer = TimedPart(
+            self.layer_elements,
+            self.forward_s,
+            self.backward_input_s,
+            self.backward_weight_s,
+            frozen=self.frozen_bytes // 4,
+        )
         before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
-        head = TimedPart(self.head_bytes // 4, *[self.head_s / 3] * 3)
+        third = self.head_s / 3
+        head = TimedPart(self.head_bytes // 4, third, third, third)
         return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
 
 

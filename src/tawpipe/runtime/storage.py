@@ -2,7 +2,8 @@
 
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
 trainable, and the compute copy, which has the compute dtype and travels (the master itself where the dtypes are the
-same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches.
+same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches; where all
+of a parameter is here they can have its shape.
 
 A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
 host's memory, for exports and checkpoints. Of a packed unit (`model.units.Packing`) stripes are bytes, and so are its
@@ -14,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -31,17 +32,19 @@ from tawpipe.schedule.placement import Home
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a one-dimensional piece in its model parameter.
+    """The place of a piece in its model parameter.
 
     Args:
         name: of the model parameter.
         shape: of the whole model parameter.
         start: first element of the piece in the flattened parameter.
+        in_layer: the parameter is one of a layer; False for those of the embedding side and of the head.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    in_layer: bool = True
 
     @property
     def numel(self) -> int:
@@ -51,12 +54,13 @@ class Piece:
     def mark(self, value: Tensor) -> nn.Parameter:
         """A Parameter of ``value``'s elements which ``piece_of`` knows."""
         parameter: Any = nn.Parameter(value)
-        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start)
+        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start, self.in_layer)
         return parameter
 
 
 def piece_of(parameter: Tensor) -> Piece:
-    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, and ``shape`` of the whole.
+    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole, and
+    ``in_layer``.
 
     Raises:
         UserError: it is no such parameter.
@@ -73,17 +77,45 @@ class HomePiece(Piece):
     """The part of one model parameter that lives on this rank.
 
     Args:
-        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the
-            unit is frozen, a plain tensor.
+        value: view of the master stripe, 1-D, or a whole matrix; a Parameter whose ``grad`` is a view of the home
+            gradient, or, where the unit is frozen, a plain tensor.
     """
 
-    value: Tensor
+    value: Tensor = field(kw_only=True)
 
     @property
     def gradient(self) -> Tensor:
         """View of the home gradient, like ``value``; only of trainable units."""
         assert self.value.grad is not None
         return self.value.grad
+
+    def matrices(self) -> tuple[HomePiece, ...]:
+        """A whole trainable parameter in its own shape, in the same memory; several matrices (experts) one by one."""
+        number, shape = matrices_in(self.shape)
+        size = self.numel // number
+        return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
+
+    def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
+        piece = Piece(self.name, self.shape, part.start or 0, self.in_layer)
+        value = piece.mark(self.value.detach()[part].view(shape))
+        value.grad = self.gradient[part].view(shape)
+        return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
+
+
+def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """A parameter's number of matrices, and the shape of one of them; anything but a stack of matrices is one.
+
+    >>> matrices_in((8, 512, 256)), matrices_in((512, 256)), matrices_in((512, 1, 4))
+    ((8, (512, 256)), (1, (512, 256)), (1, (512, 1, 4)))
+    """
+    if len(shape) < 3 or min(shape[-2:]) < 2:
+        return 1, shape
+    return torch.Size(shape[:-2]).numel(), shape[-2:]
+
+
+def is_of_layer(unit: Unit, units: Sequence[Unit]) -> bool:
+    """True if only layers use a unit: neither the first block, the embedding side, nor the last, the head."""
+    return not {0, max(block for one in units for block in one.blocks)} & set(unit.blocks)
 
 
 class Storage:
@@ -135,17 +167,18 @@ class Storage:
         if unit.packing is not None:
             yield from self._cut_bytes(unit.packing, self.master[unit.index].view(torch.uint8), index)
             return
+        in_layer = is_of_layer(unit, self.units)
         begin = index * length
         for slot in unit.slots:
             first, last = max(slot.offset, begin), min(slot.offset + slot.numel, begin + length)
             if first >= last:
                 continue
             cut = slice(first - begin, last - begin)
-            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset)
+            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset, in_layer)
             if unit.trainable:
                 value = piece.mark(value)
                 value.grad = self.gradient[unit.index][cut]
-            yield HomePiece(piece.name, piece.shape, piece.start, value)
+            yield HomePiece(piece.name, piece.shape, piece.start, in_layer, value=value)
 
     @staticmethod
     def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:
@@ -155,7 +188,7 @@ class Storage:
             first, last = max(place.begin, begin), min(place.end, begin + len(stripe))
             if first < last:
                 shape, value = (place.end - place.begin,), stripe[first - begin : last - begin]
-                yield HomePiece(slot.name, shape, first - place.begin, value)
+                yield HomePiece(slot.name, shape, first - place.begin, value=value)
 
     @property
     def form(self) -> str:

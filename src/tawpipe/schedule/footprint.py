@@ -26,7 +26,8 @@ class Widths:
         weight: of weights that travel and compute.
         gradient: of gradients that are summed and travel.
         master: of weights and gradients at home.
-        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype.
+        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype; for every unit,
+            where they differ.
         exact: of a frozen weight's exact value in the host's memory; 0 where the weight's type holds it.
         unpacked: elements of weights for which there is room besides, into which packed units are dequantised.
     """
@@ -34,17 +35,18 @@ class Widths:
     weight: int
     gradient: int
     master: int
-    optimizer_states: int
+    optimizer_states: float | tuple[float, ...]
     exact: int = 0
     unpacked: int = 0
 
-    def at_home(self, *, trainable: bool) -> int:
-        """Bytes of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one
-        only the latter.
+    def at_home(self, unit: int, *, trainable: bool) -> float:
+        """Bytes of an element of a unit where it lives: weight, gradient, optimizer state, the copy that travels; of a
+        frozen one only the latter.
         """
         if not trainable:
             return self.weight
-        return self.master * (2 + self.optimizer_states) + (self.weight if self.weight != self.master else 0)
+        states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
+        return self.master * (2 + states) + (self.weight if self.weight != self.master else 0)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,13 @@ def costs(
     ranks = schedule.played
     traffic = link_elements(schedule, physical=nodes)
     home = [
-        sum(schedule.home_elements(rank, trainable=t) * widths.at_home(trainable=t) for t in (True, False))
+        ceil(
+            sum(
+                home.stripe * widths.at_home(number, trainable=unit.trainable)
+                for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True))
+                if home.index(rank) is not None
+            )
+        )
         for rank in ranks
     ]
     buffers = [

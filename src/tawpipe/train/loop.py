@@ -5,7 +5,6 @@ Every process of the run makes a :class:`Training`; only rank 0 writes and print
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections import deque
@@ -36,7 +35,9 @@ from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.evaluation import Best, Evaluation
+from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.recipe import settled
 from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.sample import Samples
 from tawpipe.train.saves import Saves
@@ -147,21 +148,18 @@ class Training:
 
     def _step(self, step: int, given: Given) -> None:
         config, pipeline = self.config, self.pipeline
-        settings = config.optimizer
-        factor = learning_rate_factor(
-            step, steps=config.steps, warmup=settings.warmup_steps, least=settings.min_learning_rate_ratio
-        )
+        rate = factor(config.optimizer.schedule, step, span_of(config.optimizer, config.steps))
         recording = Recording(self.world.device, step + 1) if step + 1 == config.log.trace_step else None
         if recording is not None:
             pipeline.drain()  # so that the picture shows one step and nothing else
             self._report(keep=0, evaluate=False)  # whose time ends here
-        result = pipeline.step(given.batch, rate=factor, recording=recording)
+        result = pipeline.step(given.batch, rate=rate, recording=recording)
         if recording is not None:
             pipeline.drain()
             folder = config.output_path / TRACES / f"step-{step + 1:08}"
             recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
         self.samples += given.samples
-        self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, given))
+        self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, given))
         last = step + 1 == config.steps
         evaluate = self.evaluation.due and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
@@ -321,6 +319,7 @@ class Training:
             best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
             lora=adapter_facts(self.pipeline.chain.given),
             freeze=sorted(self.config.freeze),
+            settled=settled(self.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 
@@ -336,19 +335,6 @@ class Training:
             ranks = self.pipeline.sequence_ranks
         flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
-
-
-def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
-    """The factor of the highest learning rate in step 0, 1, ...: linear warm-up, then a cosine down to
-    ``least``.
-
-    >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]
-    [0.5, 1.0, 1.0, 0.13]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _due(every: int, step: int, *, last: bool) -> bool:

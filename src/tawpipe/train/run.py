@@ -39,18 +39,19 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
-from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.train.checks import check_longest_fits, naming_documents
+from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.evaluation import Best, check_best, loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
+from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
+from tawpipe.train.recipe import settle, with_settled
 from tawpipe.train.retrieval import retrieval_check
 
 ROWS_LOOKED_AT = 15
@@ -85,6 +86,16 @@ def run(config: TrainConfig) -> int:
     disk, memory = open_stores(config, world, injector)
     start = _choose_start(config, console, disk, memory, injector, restarts)
     earlier = start.state
+    config, chosen = settle(
+        config,
+        _start_from(config),
+        lambda epochs: data.steps_in(epochs, rows=config.global_batch, tokens=config.step_tokens),
+        earlier.settled if earlier is not None else None,
+    )
+    check_steps(config)
+    given = with_settled(given, config)
+    if chosen:
+        console.line(chosen)
     vocab_size = vocabulary_size(data.tokenizer)
     dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
     config = replace(config, dtype=dtype)
@@ -281,6 +292,14 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     return data
 
 
+def _start_from(config: TrainConfig) -> str:
+    """What the run starts from: one of ``recipe.RECIPES``."""
+    if config.lora.active:
+        return "adapter"
+    folder = resolve_model(config.model)
+    return "weights" if folder is not None and has_weights(folder) else "random"
+
+
 def _build(config: TrainConfig, *, longest: int | None, vocab_size: int | None = None) -> BuiltModel:
     """The model as the settings ask for it.
 
@@ -355,12 +374,7 @@ def _make_pipeline(
     pipeline = Pipeline(
         built.model,
         weights=lambda chain: built.source(chain, seed=config.seed),
-        optimizer=adamw(
-            config.learning_rate,
-            weight_decay=settings.weight_decay,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        ),
+        optimizer=factory_of(config),
         micro_batch=config.micro_batch,
         bin_tokens=config.bin_tokens or 0,
         work=work_of_plan(followed.text),
