@@ -1,13 +1,15 @@
 """Packing: rows are a pure function of the documents' lengths, and lose or repeat nothing."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tawpipe.data.corpus import Corpus
+from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.packing import FitPlan, FitShape, SplitPlan, best_fit
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.rows import PackedDataset
@@ -181,6 +183,28 @@ def test_a_micro_batch_of_several_rows_keeps_each_as_it_is(lengths, row_length, 
     for number, row in enumerate(rows):
         assert same(batch.part(range(number, number + 1)), row)
     assert same(batch.part(range(1, 3)), MicroBatch.cat(rows[1:]))
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_rows_of_a_micro_batch_are_of_like_lengths_and_none_is_lost(lengths, micro_batch):
+    order = in_like_lengths(lengths, micro_batch)
+    assert sorted(order) == list(range(len(lengths)))
+    groups = [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]
+    assert sorted(groups[: len(lengths) // micro_batch]) == groups[: len(lengths) // micro_batch]
+    ranges = sorted((max(lengths[row] for row in one), min(lengths[row] for row in one)) for one in groups)
+    assert all(most <= least for (most, _), (_, least) in itertools.pairwise(ranges))
+
+
+@given(LENGTHS, st.integers(2, 40), st.integers(0, 5))
+def test_without_packing_every_document_or_piece_of_one_has_a_row_of_its_own_length(lengths, longest, seed):
+    pieces = [min(longest, length - at) for length in lengths for at in range(0, length, longest)]
+    assume(max(pieces) > 1)
+    data = dataset_of(lengths, longest, "none", seed=seed)
+    for epoch in range(2):
+        rows = [data.sample(epoch * len(data) + number) for number in range(len(data))]
+        assert sorted(row.lengths[0] for row in rows) == sorted(length for length in pieces if length > 1)
+        assert all(row.lengths == (row.input_ids.numel(),) for row in rows)
+        assert [data.length(epoch * len(data) + number) for number in range(len(data))] == [r.lengths[0] for r in rows]
 
 
 @given(LENGTHS, st.integers(2, 40), st.integers(0, 5), st.booleans(), st.integers(1, 200), st.data())

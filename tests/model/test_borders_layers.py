@@ -278,11 +278,13 @@ def _mask_read(layer: Any, hidden: Tensor, call: Any) -> Tensor:
     return own(layer, hidden, **call) * (1 + 0.01 * seen[:, 0, :, None])
 
 
-@pytest.mark.parametrize("layer", [_mask_in_place, _mask_read])
-def test_a_layer_that_works_on_the_mask_is_refused(layer):
-    """There is no mask of numbers, and the message says so."""
-    with pytest.raises(UserError, match="mask"):
-        piped_numbers(llama(layer), rows_of())
+def test_a_layer_that_works_on_the_mask_is_right_where_a_row_is_one_document():
+    """Then it is given the model's own mask, of numbers."""
+    assert right_or_refused(llama(_mask_read), rows_of()) == "right"
+    with pytest.raises(UserError, match=r"one document in each row, .*computes with its attention mask"):
+        piped_numbers(llama(_mask_read), packed([0, 0, 0], [(4, 12)] * 3)[0])
+    with pytest.raises(UserError, match="changes a tensor in place that other layers are given"):
+        piped_numbers(llama(_mask_in_place), rows_of())
 
 
 def _counts(layer: Any, hidden: Tensor, call: Any) -> Tensor:

@@ -45,7 +45,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("attention_head_dim", "global_head_dim", "attention_head_size", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_head"), 8),
     **dict.fromkeys(("swa_v_head_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
+    "index_n_heads": 32,  # of a few heads none may score above 0, and which tokens are the first of equals is open
     **dict.fromkeys(("linear_num_value_heads", "num_mamba_heads"), 4),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
     "qk_nope_head_dim": 6,
@@ -130,6 +131,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mellum": _MIXED,
     "minimax_m3_vl_text": {
+        "index_n_heads": 2,
+        "index_topk_blocks": 3,
+        "index_local_blocks": 1,
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
         "num_hidden_layers": 3,
     },

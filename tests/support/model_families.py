@@ -170,6 +170,12 @@ def keep_fp64(monkeypatch: Any) -> None:
     softmax = [(owner, "softmax") for owner in (torch, nn.functional, torch.Tensor)]
     for owner, name in [(torch.Tensor, "to"), (torch.Tensor, "type"), (torch, "sum"), *softmax]:
         monkeypatch.setattr(owner, name, wide(getattr(owner, name)))
+    full = torch.full
+    monkeypatch.setattr(  # a mask of fp64's lowest number, made in the default dtype
+        torch,
+        "full",
+        lambda size, value, **kwargs: full(size, max(value, -3e38) if "dtype" not in kwargs else value, **kwargs),
+    )
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor.to(torch.float32))
 
 

@@ -31,6 +31,8 @@ class Dealing:
         pretrained: the model has weights.
         asked: a setting that makes sense under ``balanced`` only, which ``auto`` therefore takes.
         against: why ``auto`` cannot take ``balanced``.
+        alone: why a row may hold one document only; empty where it may hold several.
+        rows, micro_batch: of a step, and those that are computed at once, under other packings.
     """
 
     tokens: int
@@ -41,6 +43,9 @@ class Dealing:
     pretrained: bool = False
     asked: str = ""
     against: str = ""
+    alone: str = ""
+    rows: int = 1
+    micro_batch: int = 1
 
     def on_devices(self, number: int, longest: int) -> Dealing:
         """The same steps on so many devices that compute no document together."""
@@ -83,6 +88,35 @@ class Balance:
             sums += *_times(rows), bins.seconds, bins.mean_seconds
             first, steps = first + len(lengths), steps + 1
         return cls(float(sums[0] / sums[1]), float(sums[2] / sums[3]), steps, dealing.world_size)
+
+
+def in_like_lengths(lengths: Sequence[int], micro_batch: int) -> list[int]:
+    """The order of a step's rows in which those of a micro-batch are about equally long, so that little is padding. The
+    micro-batches themselves keep the order of their first rows: long ones are not all given to the same process.
+
+    >>> in_like_lengths([5, 9, 1, 8, 2], 2)
+    [3, 1, 0, 4, 2]
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups = [sorted(order[at : at + micro_batch]) for at in range(0, len(order), micro_batch)]
+    whole, rest = groups[: len(order) // micro_batch], groups[len(order) // micro_batch :]
+    return [row for group in (*sorted(whole), *rest) for row in group]
+
+
+def padding_share(length: Callable[[int], int], dealing: Dealing) -> float:
+    """Share of padding in the first steps, of documents with a row each.
+
+    Args:
+        length: of a document, by its number.
+    """
+    own = computed = 0
+    for step in range(max(1, min(STEPS, DOCUMENTS // dealing.rows))):
+        lengths = [length(step * dealing.rows + row) for row in range(dealing.rows)]
+        order = in_like_lengths(lengths, dealing.micro_batch)
+        groups = (order[at : at + dealing.micro_batch] for at in range(0, len(order), dealing.micro_batch))
+        own += sum(lengths)
+        computed += sum(len(group) * max(lengths[row] for row in group) for group in groups)
+    return 1 - own / computed
 
 
 def _times(rows: Bins) -> tuple[float, float]:

@@ -100,14 +100,14 @@ class Mixture:
 
     def step_lengths(self, first: int, tokens: int) -> list[int]:
         """Tokens of the documents of a step, without reading them; of sets that are not streamed."""
+        return take(map(self.length, count(first)), tokens)
 
-        def length(number: int) -> int:
-            one, there = self.place(number)
-            source = self.sets[one]
-            assert isinstance(source, PackedDataset)
-            return source.length(there)
-
-        return take(map(length, count(first)), tokens)
+    def length(self, number: int) -> int:
+        """Tokens of the sample, without reading it; of sets that are not streamed."""
+        one, there = self.place(number)
+        source = self.sets[one]
+        assert isinstance(source, PackedDataset)
+        return source.length(there)
 
     def __len__(self) -> int:
         """Samples of one pass of the mixture: as many as all sets have; of sets that are not streamed."""

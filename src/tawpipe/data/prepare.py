@@ -14,12 +14,12 @@ from tawpipe.data.cache import cache_root, content_hash, leader_first
 from tawpipe.data.chat import fallback_template, with_template
 from tawpipe.data.corpus import Corpus, held_out, in_shares, render_counted, split_documents
 from tawpipe.data.hub import opened
-from tawpipe.data.lengths import DEVICES, Balance, Dealing
+from tawpipe.data.lengths import DEVICES, Balance, Dealing, padding_share
 from tawpipe.data.mixture import Mixture, sample_shares
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.render import Document
 from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
-from tawpipe.data.rows import PackedDataset, nothing_learned
+from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
@@ -85,6 +85,7 @@ def prepare_data(
         "split": sequence_length,
         "fit": sequence_length,
         "balanced": max_document or sequence_length,
+        "none": sequence_length,
     }
     preparation = _Preparation(
         settings, sets, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
@@ -220,10 +221,23 @@ class _Preparation:
         Args:
             balanced: makes the documents as ``balanced`` has them.
         """
+        dealing = self.dealing
+        if self.settings.packing != "none" and dealing is not None and (alone := dealing.alone):
+            if self.settings.packing != "auto":
+                expected = f"none, which gives every document a row of its own: {alone}"
+                raise UserError("--packing", self.settings.packing, expected)
+            if dealing.asked:
+                name = dealing.asked.split()[0]
+                value = getattr(self.settings, name.removeprefix("--").replace("-", "_"), "a value")
+                raise UserError(
+                    name, value, f"unset: every document needs a row of its own (--packing none), as {alone}"
+                )
+            self.why = alone
+            return "none"
         if self.settings.packing != "auto":
             return self.settings.packing
         rows: Packed = "fit" if counts.masked else "split"
-        dealing, chosen = self.dealing, rows
+        chosen = rows
         if dealing is not None and dealing.against:
             self.why = dealing.against
         elif dealing is not None and dealing.asked:
@@ -305,7 +319,7 @@ class _Preparation:
             content: a hash of the training documents.
         """
         settings, tokenizer = self.settings, self._tokenizer_with_template(read)
-        length, histogram, balance = self.lengths[packing], None, None
+        length, histogram, padding, balance = self.lengths[packing], None, None, None
         mixed, parts, rows = train[0], (), [length, self.seed, packing]
         together: PackedDataset | Mixture = known[0]
         if len(train) > 1:
@@ -314,10 +328,13 @@ class _Preparation:
             parts = self._parts(sizes, shares)
             rows.append(shares.tolist())
         lengths = np.concatenate([one.lengths for one in known])
-        if packing == "balanced":
+        if packing in WHOLE:
             histogram = Histogram.of(lengths)
-            if self.leader and self.dealing is not None and together.longest <= self.dealing.cap * self.dealing.ranks:
-                balance = Balance.of(together.step_lengths, self.dealing, length)
+        if packing == "none" and self.dealing is not None:
+            padding = padding_share(together.length, self.dealing)
+        fits = self.dealing is not None and together.longest <= self.dealing.cap * self.dealing.ranks
+        if packing == "balanced" and self.leader and self.dealing is not None and fits:
+            balance = Balance.of(together.step_lengths, self.dealing, length)
         held_out_size = None if validation is None else _size(validation)
         if held_out_size is not None:
             own = bool(self.validation_files) or settings.streaming
@@ -337,6 +354,7 @@ class _Preparation:
             streamed=settings.streaming,
             why=self.why,
             histogram=histogram,
+            padding=padding,
             balance=balance,
             parts=parts,
         )

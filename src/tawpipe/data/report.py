@@ -138,7 +138,7 @@ class SetSize:
     documents: int
     tokens: int
     rows: int
-    """Rows per epoch; under ``balanced`` documents and pieces of documents."""
+    """Rows per epoch; under ``balanced`` and ``none`` documents and pieces of documents."""
     learned: int
     """Labels of an epoch that count."""
     truncated: int = 0
@@ -146,7 +146,7 @@ class SetSize:
     left_out: int = 0
     """Documents without a token that it would show and that is learned."""
     cut: int = 0
-    """Documents that ``balanced`` cuts into pieces."""
+    """Documents that ``balanced`` and ``none`` cut into pieces."""
     padding: int = 0
     """Tokens of an epoch that fill up rows."""
     usual: tuple[int, int, int] = (0, 0, 0)
@@ -161,9 +161,10 @@ class SetSize:
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in counted}, usual=usual)
 
     def text(self, sequence_length: int, packing: str) -> str:
-        """The size in words; ``sequence_length`` of a row, or under ``balanced`` of a document at most."""
-        if packing == "balanced":
-            said = f"{self.documents:,} documents (balanced), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
+        """The size in words; ``sequence_length`` of a row, or of a document at most."""
+        if packing in ("balanced", "none"):
+            rows = "balanced" if packing == "balanced" else "one in a row"
+            said = f"{self.documents:,} documents ({rows}), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
             said += "of them learned"
             if self.cut:
                 said += f", {self.cut:,} longer than {sequence_length:,} tokens cut, which makes {self.rows:,} of them"
@@ -230,7 +231,7 @@ class DataReport:
     """Origin and size of the tokenizer."""
     packing: Packed
     sequence_length: int
-    """Tokens of a row; under ``balanced`` of a document at most."""
+    """Tokens of a row; under ``balanced`` and ``none`` of a document at most."""
     seconds: float
     reused: bool
     """True if the tokens were in the cache already."""
@@ -247,7 +248,9 @@ class DataReport:
     why: str = ""
     """The reason for the packing, where it was left to be chosen."""
     histogram: Histogram | None = None
-    """Lengths of the training documents under ``balanced``; when streaming, of the first window."""
+    """Lengths of the training documents under ``balanced`` and ``none``; when streaming, of the first window."""
+    padding: float | None = None
+    """Under ``none``, the share of padding in the first steps."""
     balance: Balance | None = None
     """How evenly the first steps are dealt under ``balanced``."""
     parts: tuple[PartReport, ...] = ()
@@ -284,6 +287,8 @@ class DataReport:
             lines.append(f"the longest document, cut into pieces, has {self.longest[0]:,} tokens: {where}")
         if self.histogram is not None:
             lines += ["lengths of the training documents:", *self.histogram.lines()]
+        if self.padding is not None:
+            lines.append(f"padding: {self.padding:.1%} of the tokens that the first steps compute")
         if (one := self.balance) is not None and one.processes > 1:
             lines.append(
                 f"balance, modelled for {one.processes} processes and the first steps: the busiest computes "

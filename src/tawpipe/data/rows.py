@@ -2,7 +2,8 @@
 
 A row has S tokens. It holds segments (documents or pieces of them) that do not see each other; the padding at its end
 is in segments of its own, none longer than the longest document, so that no position is beyond what documents need.
-Under ``balanced`` a row is one document, as long as it is, and a step takes as many of them as its tokens allow.
+Under ``balanced`` and ``none`` a row is one document, as long as it is; under ``balanced`` a step takes as many of them
+as its tokens allow.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tawpipe.data.sources import SourceFile, name_files
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 
+WHOLE: tuple[Packed, ...] = ("balanced", "none")
+"""Packings whose samples are documents, or pieces of them, of their own lengths."""
 PLANS_KEPT = 2  # the epoch that is read and the one that a prefetching thread may have entered
 
 
@@ -35,6 +38,10 @@ class RowSource(Protocol):
 
     def step(self, first: int, tokens: int) -> StepDocuments:
         """The samples from ``first`` on that have so many tokens together at most, or one that has more."""
+        ...
+
+    def length(self, number: int) -> int:
+        """Tokens of the sample."""
         ...
 
     def state_dict(self, number: int) -> dict[str, Any]:
@@ -104,7 +111,9 @@ def cut_row(
 
 def nothing_learned(setting: str, files: Sequence[SourceFile], sequence_length: int, packing: str) -> UserError:
     """An error for files of which no token would be learned."""
-    places = {"fit": f"in the first {sequence_length:,} tokens of any document", "balanced": "in any document"}
+    places = {"fit": f"in the first {sequence_length:,} tokens of any document"} | dict.fromkeys(
+        WHOLE, "in any document"
+    )
     setting_of = {"fit": "--sequence-length, or --packing split", "balanced": "--max-document"}
     where, larger = places.get(packing, "in any row"), setting_of.get(packing, "--sequence-length")
     expected = f"tokens to learn, of which there are none {where}: a larger {larger}"
@@ -129,7 +138,7 @@ class PackedDataset:
 
     Args:
         documents: [documents] numbers of the corpus's documents that take part.
-        sequence_length: tokens of a row; under ``balanced`` of a document at most.
+        sequence_length: tokens of a row; under ``balanced`` and ``none`` of a document at most.
         packing: how they fill rows, see ``tawpipe.data.packing``.
         pad_id: the token that fills up rows; any will do, as it never counts and nothing sees it.
     """
@@ -149,7 +158,7 @@ class PackedDataset:
         self._corpus, self.documents, self._pad_id = corpus, documents, pad_id
         self._lengths = corpus.lengths[documents]
         self._shape = FitShape(self._lengths, sequence_length) if packing == "fit" else None
-        self._pieces = _learnable(corpus, documents, sequence_length)[0] if packing == "balanced" else None
+        self._pieces = _learnable(corpus, documents, sequence_length)[0] if packing in WHOLE else None
         if self._pieces is not None:
             self._rows = len(self._pieces.lengths)
         else:
@@ -173,9 +182,10 @@ class PackedDataset:
         """The rows of those documents of which something is learned; None if there is none.
 
         ``fit`` cuts documents off: where an answer lies behind that, nothing of the document would be learned. Under
-        ``balanced`` the pieces of which nothing is learned are left out. Under ``split`` all take part, or none.
+        ``balanced`` and ``none`` pieces of which nothing is learned are left out. Under ``split`` all take part, or
+        none.
         """
-        if packing == "balanced":
+        if packing in WHOLE:
             kept = documents[np.unique(_learnable(corpus, documents, sequence_length)[0].documents)]
         else:
             learned = corpus.learned(documents, sequence_length if packing == "fit" else None)
@@ -190,7 +200,7 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the documents, also those that ``fit`` cuts off, and pieces that ``balanced`` leaves out."""
+        """Tokens of the documents, also those that ``fit`` cuts off, and pieces that are left out."""
         return int(self._lengths.sum())
 
     @property
@@ -224,7 +234,7 @@ class PackedDataset:
 
     @property
     def num_cut(self) -> int:
-        """Documents that ``balanced`` cuts into pieces."""
+        """Documents that are cut into pieces."""
         return 0 if self._pieces is None else self._num_longer
 
     @property
@@ -233,7 +243,7 @@ class PackedDataset:
 
     @property
     def lengths(self) -> Int64s:
-        """[documents] tokens of each, of the part that is shown; under ``balanced`` those of every piece."""
+        """[documents] tokens of each, of the part that is shown; of every piece where they are cut into pieces."""
         if self._pieces is not None:
             return self._pieces.lengths
         return self._lengths if self._shape is None else self._shape.lengths

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from tawpipe.errors import UserError
 
-Packed = Literal["split", "fit", "balanced"]
-Packing = Literal["auto", "split", "fit", "balanced"]
+Packed = Literal["split", "fit", "balanced", "none"]
+Packing = Literal["auto", "split", "fit", "balanced", "none"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 
 TEXT, CHATS = ("text",), ("messages", "conversations")
@@ -67,8 +67,10 @@ class DataSettings:
     """Documents in rows. split: end to end, a document may go on in another row as a document of its own. fit:
     whole documents, best fit, the rest of the row is padding, a document longer than a row is cut off. balanced: whole
     documents in rows of any length, dealt so that all processes compute for equally long; a document longer than
-    max_document is cut into pieces. auto: balanced where there are chat or instruction rows, or where a model with
-    weights meets documents of such uneven lengths that it is faster; else split."""
+    max_document is cut into pieces. none: a row is one document, or a piece of one that is longer than sequence_length,
+    and as long as the longest of its micro-batch. auto: none for models that mix the documents of a row (state spaces,
+    linear attention, older code); balanced where there are chat or instruction rows, or where a model with weights
+    meets documents of such uneven lengths that it is faster; else split."""
 
     streaming: bool = False
     """Read and tokenise during training instead of beforehand, for corpora too large to go through first. Every rank

@@ -112,6 +112,9 @@ class StreamedDataset:
             # The window's number takes the place of the epoch: it gives every window an order of its own.
             return self._dataset.sample(self._window * self._rows + number - self._first)
 
+    def length(self, number: int) -> int:
+        return self.sample(number).input_ids.numel()
+
     def step(self, first: int, tokens: int) -> StepDocuments:
         """All of them are read here, in their order: going back to a window costs reading it again."""
         samples: list[MicroBatch] = []

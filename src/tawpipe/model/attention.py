@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tawpipe.model import kernels
 from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes
 from tawpipe.model.chunked import Chunk, Options, attend
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import unsupported
+from tawpipe.model.refuse import ApartError, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ NAME = "tawpipe"
 """Value of ``config._attn_implementation`` when the functions of this file are in use."""
 
 
+UNUSED = "position_ids", "cache_position"
+"""Tensors that attention may be given and does not compute with."""
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' description of a mask: (batch, head, query, key positions) -> True if the query sees the key."""
 
@@ -54,7 +57,7 @@ class PackedMask:
         """Compare the model's mask with a causal one (within the window) at the positions where they could differ.
 
         Raises:
-            UserError: for chunked, bidirectional or otherwise special masks.
+            ApartError: for bidirectional or otherwise special masks.
         """
         function, window = self.function, self.window
         if function is None:
@@ -77,10 +80,9 @@ class PackedMask:
         except Exception:
             same = False  # it reads tensors of its own: not a function of the distance between two tokens
         if not same or not expected.any(dim=1).all():
-            raise unsupported(
+            raise ApartError(
                 getattr(function, "__qualname__", "mask"),
-                "the attention mask must be causal or a sliding causal window; chunked, prefix and bidirectional masks "
-                "are not supported",
+                "an attention mask is neither causal nor that of a sliding window or of chunks",
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -94,10 +96,8 @@ class PackedMask:
 
 
 def _looked_at(how: str) -> UserError:
-    return unsupported(
-        how,
-        "a layer computes with its attention mask instead of handing it to transformers' attention interface, so its "
-        "documents cannot be kept apart; such layers are not supported",
+    return ApartError(
+        how, "a layer computes with its attention mask instead of handing it to transformers' attention interface"
     )
 
 
@@ -151,7 +151,21 @@ def packed_mask(
             "only; call model.set_attn_implementation('sdpa') to use the model by itself"
         )
     assert q_length == kv_length, "a key-value cache has no place in training"
+    if local_size is not None and _is_chunked(mask_function, local_size):
+        return PackedMask(documents.cut(local_size), None)
     return PackedMask(documents, local_size, mask_function)
+
+
+def _is_chunked(function: MaskFunction, size: int) -> bool:
+    """True for transformers' mask of causal attention in chunks. It reads a tensor of the device, its left padding, so
+    that it is known by what it is made of.
+    """
+    parts = getclosurevars(function).nonlocals.get("mask_functions", ())
+    names = [part.__qualname__.partition(".")[0] for part in parts]
+    return (
+        names == ["chunked_overlay", "causal_mask_function"]
+        and getclosurevars(parts[0]).nonlocals["chunk_size"] == size
+    )
 
 
 def packed_attention(
@@ -182,15 +196,20 @@ def packed_attention(
         [b, S, heads, d], and None where other functions return the attention weights.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
-        raise unsupported(type(module).__name__, "attention with a position bias (ALiBi, T5) is not supported")
+        raise ApartError(type(module).__name__, "its attention has a position bias (ALiBi, T5)")
     if kwargs.get("is_causal") is False:
         raise unsupported(type(module).__name__, "only causal attention is supported")
     if not isinstance(attention_mask, PackedMask):
-        raise unsupported(
+        raise ApartError(
             type(module).__name__,
             f"its attention is given {type(attention_mask).__name__} instead of the mask that transformers' mask "
-            "interface made, so its documents cannot be kept apart",
+            "interface made",
         )
+
+    if unknown := sorted(name for name, one in kwargs.items() if isinstance(one, Tensor) and name not in UNUSED):
+        raise ApartError(type(module).__name__, f"its attention is given {', '.join(unknown)}, which is not known here")
+    if key.shape[2] != query.shape[2]:
+        raise ApartError(type(module).__name__, "its attention has keys that are not those of the row's tokens")
 
     documents, window = attention_mask.documents, attention_mask.window
     if window is not None and window >= documents.max_length:

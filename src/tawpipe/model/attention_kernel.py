@@ -20,6 +20,7 @@ import torch.nn.attention as library
 
 from tawpipe.model import kernels
 from tawpipe.model.kernels import flash_in_use
+from tawpipe.model.shapes import head_size
 
 logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)
@@ -123,7 +124,7 @@ def cudnn_takes(head_dim: int) -> bool:
 
 def kernel_of_model(config: Any, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> str:
     """``attention_kernel`` of a model, by its text config and the names of its parameters."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_size(config)
     dropouts = [
         getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     ]

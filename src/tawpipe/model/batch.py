@@ -132,6 +132,15 @@ class MicroBatch:
             positions_given=position_ids is not None,
         )
 
+    @property
+    def alone(self) -> bool:
+        """True if nothing is learned in a row behind its first document: the rest is as good as padding."""
+        length, learned = self.input_ids.shape[1], self.labels != IGNORE
+        firsts = (
+            (*divmod(start, length), n) for start, n in zip((0, *accumulate(self.lengths)), self.lengths, strict=False)
+        )
+        return not any(bool(learned[row, n:].any()) for row, at, n in firsts if not at)
+
     @classmethod
     def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:
         """The rows of several micro-batches, whose rows are of one length, in one; along dimension 1 their tokens."""
@@ -142,6 +151,21 @@ class MicroBatch:
             lengths=tuple(length for part in parts for length in part.lengths),
             positions_given=parts[0].positions_given,
         )
+
+    @classmethod
+    def padded(cls, parts: Sequence[MicroBatch]) -> MicroBatch:
+        """The rows of several micro-batches in one, shorter ones with padding behind them, a document of its own."""
+        longest = max(part.input_ids.shape[1] for part in parts)
+        return cls.cat([part._longer(longest) for part in parts])
+
+    def _longer(self, length: int) -> MicroBatch:
+        rows, own = self.input_ids.shape
+        if own == length:
+            return self
+        assert rows == 1, "padding stands behind the documents of one row"
+        padding = torch.zeros(1, length - own, dtype=torch.int64)
+        behind = MicroBatch(padding, padding + IGNORE, padding, (length - own,), self.positions_given)
+        return MicroBatch.cat([self, behind], dim=1)
 
     @classmethod
     def in_a_row(cls, parts: Sequence[MicroBatch]) -> MicroBatch:

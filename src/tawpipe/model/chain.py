@@ -20,12 +20,12 @@ from tawpipe.model.attention import PackedMask
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
-from tawpipe.model.discovery import discover
+from tawpipe.model.discovery import Discovery, discover, embedding_width
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.quantized import NONE, check_form, matrices_of
-from tawpipe.model.refuse import refuse_adapters, refuse_unsupported, unsupported
+from tawpipe.model.refuse import ApartError, refuse_adapters, refuse_unsupported, unsupported, why_apart
 from tawpipe.model.stubs import (
     Feed,
     Feeder,
@@ -35,6 +35,7 @@ from tawpipe.model.stubs import (
     Tape,
     modules_above,
     remember_angles,
+    taken_by,
     view_with_layers,
 )
 from tawpipe.model.units import Unit, build_blocks, build_units
@@ -79,10 +80,8 @@ class Chain(UnitBinding):
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """The attention implementation that the model used before."""
-        self.model.set_attn_implementation(attention.NAME)
-        for module in self.model.modules():  # a layer that was copied has a copy of the config, too
-            if isinstance(getattr(module, "config", None), type(self.model.config)):
-                module.config._attn_implementation = attention.NAME
+        self.alone = why_apart(self.model)
+        """The reason why a row may hold one document only, with padding behind it; empty where it may hold several."""
         self.config = self.model.config
         self._loss = loss or token_loss_sum
 
@@ -95,11 +94,13 @@ class Chain(UnitBinding):
         """Modules that the caller has put into evaluation mode for good, such as frozen statistics."""
         self.set_training(True)
         try:
-            discovery = discover(self.model)
+            discovery = self._discover()
         finally:
             for module, training in given.items():
                 module.training = training
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
+        self.width = discovery.width
+        """Elements of the hidden states of a token."""
         self._writes_input: dict[tuple[int, bool], bool] = {}
         """(block, training) -> True if the layer changes its hidden states in place; known once it has run."""
         count = len(self.layers)
@@ -114,14 +115,38 @@ class Chain(UnitBinding):
         empty until ``find_tokens`` has looked.
         """
 
-        as_tuple = discovery.returns_tuple
-        self._tape, self._feed = Tape(returns_tuple=as_tuple), Feed(returns_tuple=as_tuple)
+        self._tape, self._feed = Tape(discovery.returns), Feed(discovery.returns)
         recorders = [Recorder(layer, index, count, self._tape) for index, layer in enumerate(self.layers)]
         feeders = [Feeder(layer, self._feed) for layer in self.layers]
         self._embedding_side, own = view_with_layers(self.model, self.path, recorders)
         self._head_side, own_too = view_with_layers(self.model, self.path, feeders)
         remember_angles(own_too)
         self._views = [*own, *own_too]
+
+    def _discover(self) -> Discovery:
+        """Follow the model with documents that share a row; if it mixes them, with documents alone in theirs, by our
+        attention; and if there is anything else about its masks, by its own.
+        """
+        ways = [(False, attention.NAME), (True, attention.NAME), (True, "own")]
+        if not self.model._can_set_attn_implementation():
+            ways = ways[2:]
+        elif self.alone:
+            ways = ways[1:]
+        for alone, implementation in ways:
+            own = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
+            self._set_attention(own if implementation == "own" else implementation)
+            try:
+                return discover(self.model, alone=alone)
+            except ApartError as error:
+                self.alone = self.alone or error.expected
+        raise AssertionError("a model's own attention needs no mask of ours")
+
+    def _set_attention(self, implementation: str) -> None:
+        if self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation(implementation)
+            for module in self.model.modules():  # a layer that was copied has a copy of the config, too
+                if isinstance(getattr(module, "config", None), type(self.model.config)):
+                    module.config._attn_implementation = implementation
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
         """Let frozen matrices of layers live and travel in 4 or 8 bits; before ``spec`` is asked for.
@@ -167,6 +192,11 @@ class Chain(UnitBinding):
         """Let the model that was given say from now on where its weights are, instead of working without them."""
         refuse_use(self.given, *modules_above(self.model, self.path))
 
+    @property
+    def own_code(self) -> bool:
+        """True if attention is the model's own: eager code of older models holds scores of S x S then."""
+        return self.config.get_text_config()._attn_implementation != attention.NAME
+
     def compile_layers(self) -> None:
         """Compile the layers with ``torch.compile`` when they first run; those of one kind share the code.
 
@@ -204,16 +234,17 @@ class Chain(UnitBinding):
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
         ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
-        documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
+        rows, length = ids.shape
+        # What stands behind a document that is alone counts for nothing, and is seen by nothing before it.
+        documents = Documents.of((length,) * rows if self.alone else batch.lengths, (rows, length), ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
         unpadded = torch.ones_like(ids)
         self._tape.rewind()
         try:
             with attention.packing(documents):
-                self._embedding_side(
-                    input_ids=ids, attention_mask=unpadded, position_ids=self._position_ids(batch), use_cache=False
-                )
+                arguments = {"input_ids": ids, "attention_mask": unpadded, "position_ids": self._position_ids(batch)}
+                self._call(self._embedding_side, arguments)
             raise AssertionError("the model went past its layers")
         except LayersReached:
             hidden = self._tape.hidden
@@ -221,6 +252,9 @@ class Chain(UnitBinding):
             return hidden, tuple(self._tape.calls)
         finally:
             self._tape.rewind()
+
+    def _call(self, view: nn.Module, arguments: dict[str, Any]) -> Any:
+        return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.alone)))
 
     def _position_ids(self, batch: MicroBatch) -> Tensor:
         """The positions as the model would count them in every document by itself, unless the caller has given them."""
@@ -239,6 +273,8 @@ class Chain(UnitBinding):
         Raises:
             UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
         """
+        if self.alone:
+            raise unsupported(self.name, f"rows cannot be cut, because {self.alone}")
         found = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -283,17 +319,16 @@ class Chain(UnitBinding):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
-        rows, length, _ = hidden.shape
+        rows, length = hidden.shape[:2]
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
         # The embedding side runs as well; what it gives is thrown away by the feeders, and would show in the loss.
-        unused = torch.full_like(hidden, float("nan"), requires_grad=False)
+        unused = hidden.new_full((rows, length, embedding_width(self.model)), float("nan"), requires_grad=False)
         self._feed.hidden = hidden
         try:
             with attention.packing(documents):
-                output = self._head_side(
-                    inputs_embeds=unused, attention_mask=nothing + 1, position_ids=nothing, use_cache=False
-                )
+                arguments = {"inputs_embeds": unused, "attention_mask": nothing + 1, "position_ids": nothing}
+                output = self._call(self._head_side, arguments)
         finally:
             self._feed.hidden = None
         return output[0] if isinstance(output, tuple) else output.logits
@@ -309,7 +344,7 @@ class Chain(UnitBinding):
             UserError: the logits of one position change with the hidden states of another.
         """
         held = Held(self.model)
-        hidden = torch.randn(3, 3, like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
+        hidden = torch.randn(3, 3, *like.shape[2:], generator=torch.Generator().manual_seed(0)).to(like)
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
         held.check(self.name)
         if not whole.isfinite().all() or not torch.equal(whole, self.logits(hidden.clone())):

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
-from tawpipe.model.attention import PackedMask, packing
+from tawpipe.model.attention import NAME, PackedMask, packing
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
-from tawpipe.model.refuse import rope_settings, unsupported
-from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, view_with_layers
+from tawpipe.model.refuse import ApartError, rope_settings, unsupported
+from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
 from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
 
+LENGTHS_OF_TUPLES = 0, 1, 2, 3
+"""What models may expect from a layer: hidden states, alone or in a tuple of so many."""
 UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
@@ -52,18 +54,25 @@ class Discovery:
     """Name of the layer list in the model."""
     layers: tuple[nn.Module, ...]
     """One per call; the same module several times if the model calls it several times."""
-    returns_tuple: bool
-    """True if the model expects a tuple from a layer."""
+    returns: int
+    """Length of the tuple that the model expects from a layer; 0 for the hidden states by themselves."""
+    width: int
+    """Elements of the hidden states of a token."""
     uses: dict[str, tuple[int, ...]]
     """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
     embedding_backward_reads_weights: bool
     positions: Positions
 
 
-def discover(model: nn.Module) -> Discovery:
-    """Follow ``model``, a causal LM whose attention is ``attention.NAME``, and describe its chain.
+def discover(model: nn.Module, *, alone: bool = False) -> Discovery:
+    """Follow ``model``, a causal LM whose attention is ``attention.NAME`` or, if documents are ``alone``, its own, and
+    describe its chain.
+
+    Args:
+        alone: every document has a row of its own, so that nothing has to keep documents apart.
 
     Raises:
+        ApartError: the documents of a row, or its tokens, are not kept apart as causal attention would.
         UserError: if no list of layers is called one after the other with nothing but hidden states handed on, if a
             layer is not given a mask of ours, or if a trainable parameter is used by no block.
     """
@@ -82,20 +91,22 @@ def discover(model: nn.Module) -> Discovery:
     )
     failures = []
     for path in candidates:
-        for returns_tuple in (False, True):
+        for returns in LENGTHS_OF_TUPLES:
             try:
-                return _follow(model, path, returns_tuple=returns_tuple)
+                return _follow(model, path, returns, alone=alone)
             except UserError:
                 raise
             except Exception as error:
                 failures.append(error)
-    reason = f" ({failures[0]})" if failures else ""
+    failures.sort(key=lambda error: not isinstance(error, AssertionError))  # what the recorders say tells most
+    said = "; {}" if failures and isinstance(failures[0], AssertionError) else " ({})"
+    reason = said.format(failures[0]) if failures else ""
     raise unsupported(
         kind, f"expected {count} layers that are called one after the other with hidden states only{reason}"
     ) from (failures[0] if failures else None)
 
 
-def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
+def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discovery:
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
@@ -107,18 +118,16 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
             )
     watch = Watch(model)
     held = Held(model)
-    tape, reads_weights = _follow_embedding(model, path, layers, watch, returns_tuple=returns_tuple)
-    _follow_head(model, path, layers, watch, returns_tuple=returns_tuple)
+    tape, reads_weights = _follow_embedding(model, path, layers, watch, returns, alone=alone)
+    assert tape.hidden is not None
+    assert tape.hidden.shape[:2] == (1, SAMPLE_TOKENS), "hidden states are not [rows, tokens, ...]"
+    _follow_head(model, path, layers, watch, Feed(returns, torch.zeros_like(tape.hidden)), alone=alone)
 
     held.check(kind)
     if watch.used.get("between"):
         raise unsupported(kind, f"parameters used between layers: {', '.join(sorted(watch.used['between']))}")
-    if watch.counts_by_itself:
-        raise unsupported(
-            kind,
-            "the model counts positions along the row by itself and takes no position_ids, so the documents of a row "
-            "would not start anew",
-        )
+    if watch.counts_by_itself and not alone:
+        raise ApartError(kind, "the model counts positions along the row by itself and takes no position_ids")
     if watch.read_by_head:
         raise unsupported(
             kind,
@@ -128,45 +137,42 @@ def _follow(model: nn.Module, path: str, *, returns_tuple: bool) -> Discovery:
     for index, call in enumerate(tape.calls):
         given = tree_leaves((call.args, call.kwargs))
         masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
-        if not masks:
-            raise unsupported(
-                kind,
-                f"layer {index} is not given a mask made by transformers' mask interface, so the documents of a row "
-                "would see each other (linear attention, state spaces, ALiBi and older code are not supported)",
-            )
+        if not masks and not alone:
+            raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
         for mask in masks:
             mask.check()
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
-    assert tape.hidden is not None
     _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
-    return Discovery(path, layers, returns_tuple, uses, reads_weights, _positions(model, watch))
+    width = tape.hidden.shape[2:].numel()
+    return Discovery(path, layers, returns, width, uses, reads_weights, _positions(model, watch))
 
 
-def _sample(model: nn.Module) -> tuple[dict[str, Tensor], Documents]:
-    """A few tokens in two documents: the arguments of a forward pass, without padding, and the documents."""
+def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
+    """A few tokens in two documents, or one: the arguments of a forward pass, without padding, and the documents."""
     device = next(model.parameters()).device
+    lengths = (SAMPLE_TOKENS,) if alone else (4, SAMPLE_TOKENS - 4)
     ids = torch.zeros(1, SAMPLE_TOKENS, dtype=torch.long, device=device)
-    positions = torch.tensor([[*range(4), *range(SAMPLE_TOKENS - 4)]], device=device)
-    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
-    return inputs, Documents.of((4, SAMPLE_TOKENS - 4), (1, SAMPLE_TOKENS), device)
+    positions = torch.tensor([[place for length in lengths for place in range(length)]], device=device)
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    return inputs, Documents.of(lengths, (1, SAMPLE_TOKENS), device)
 
 
 def _follow_embedding(
-    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, *, returns_tuple: bool
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, returns: int, *, alone: bool
 ) -> tuple[Tape, bool]:
     """Run up to the last layer: the layers' calls, and True if the embedding side's backward pass needs weights."""
-    tape = Tape(returns_tuple=returns_tuple)
+    tape = Tape(returns)
     recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
-    inputs, documents = _sample(model)
+    inputs, documents = _sample(model, alone=alone)
     saved = SavedWeights(model)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
     try:
         with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, saved:
             watch.begin("embedding", inputs)
-            view(**inputs, use_cache=False)
+            view(**taken_by(view, inputs, alone=alone))
         raise AssertionError("the model does not call all of its layers")
     except LayersReached:
         return tape, saved.weights_saved
@@ -175,24 +181,26 @@ def _follow_embedding(
 
 
 def _follow_head(
-    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, *, returns_tuple: bool
+    model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, feed: Feed, *, alone: bool
 ) -> None:
     """Run from the last layer on, for the parameters that it uses and for what else it reads."""
-    feed = Feed(returns_tuple=returns_tuple)
     feeders = [WatchedFeeder(layer, i, len(layers), feed, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, feeders)
-    inputs, documents = _sample(model)
-    width = model.config.get_text_config().hidden_size  # type: ignore[union-attr]
-    parameter = next(model.parameters())
-    shape = (*inputs.pop("input_ids").shape, width)
-    feed.hidden = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-    inputs["inputs_embeds"] = torch.zeros_like(feed.hidden)
+    inputs, documents = _sample(model, alone=alone)
+    assert feed.hidden is not None
+    inputs["inputs_embeds"] = feed.hidden.new_zeros(*inputs.pop("input_ids").shape, embedding_width(model))
     try:
         with _own_random_numbers(model), watch, packing(documents), torch.no_grad():
             watch.begin("before", inputs)
-            view(**inputs, use_cache=False)
+            view(**taken_by(view, inputs, alone=alone))
     finally:
         watch.phase = None
+
+
+def embedding_width(model: Any) -> int:
+    """Elements of a token's embedding."""
+    own = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    return own or model.config.get_text_config().hidden_size
 
 
 def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor) -> None:
@@ -241,6 +249,8 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
 
 def _positions(model: nn.Module, watch: Watch) -> Positions:
     text = model.config.get_text_config()  # type: ignore[union-attr]
+    if watch.counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
+        return Positions(limit=getattr(text, "max_position_embeddings", None))
     if not watch.tables:
         edges = [
             rope["original_max_position_embeddings"]

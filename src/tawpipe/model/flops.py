@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.schedule.balance import LayerKind, Work
 
 if TYPE_CHECKING:
@@ -93,32 +94,34 @@ def training_flops(
 
 def attention_width(config: Any) -> int:
     """Number of query heads times their size, of a model's text config."""
-    return config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    return num_heads(config) * head_size(config)
 
 
 def key_elements(config: Any) -> int:
     """Elements of a layer's keys and values for one token, of a model's text config. Latent attention (MLA) hands every
     head its own.
     """
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    own = attention_width(config) // config.num_attention_heads
-    keys = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
-    return heads * ((keys or own) + (getattr(config, "v_head_dim", None) or own))
+    heads = setting_of(config, "num_key_value_heads") or num_heads(config)
+    return heads * sum(_pair(config))
+
+
+def _pair(config: Any) -> tuple[int, int]:
+    """Elements of a key and of a value, which differ in latent attention (MLA)."""
+    keys = (setting_of(config, "qk_nope_head_dim") or 0) + (setting_of(config, "qk_rope_head_dim") or 0)
+    return keys or head_size(config), setting_of(config, "v_head_dim") or head_size(config)
 
 
 def key_width(config: Any) -> int:
     """Number of key heads times their size, of a model's text config."""
-    heads = config.num_attention_heads
-    return attention_width(config) * (getattr(config, "num_key_value_heads", None) or heads) // heads
+    return head_size(config) * (setting_of(config, "num_key_value_heads") or num_heads(config))
 
 
 def windows(config: Any) -> list[int | None]:
     """Tokens that a token sees at most, of every layer of a model's text config; None for all before it."""
-    own, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    own, types = setting_of(config, "sliding_window"), getattr(config, "layer_types", None)
     if types:
-        return [own if "sliding" in kind else None for kind in types]
+        chunk = getattr(config, "attention_chunk_size", None)
+        return [own if "sliding" in kind else chunk if "chunked" in kind else None for kind in types]
     return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
@@ -129,10 +132,7 @@ def work_of(chain: Chain) -> Work:
     config = chain.config.get_text_config()
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
     met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    # Queries and keys have one width, values may have another (MLA).
-    keys = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
-    one = attention_width(config) // config.num_attention_heads
-    per_pair = config.num_attention_heads * ((keys or one) + (getattr(config, "v_head_dim", None) or one))
+    per_pair = num_heads(config) * sum(_pair(config))
     kinds: Counter[tuple[float, float, int | None]] = Counter()
     for number, block in enumerate(chain.blocks):
         if block.kind == "embedding":

@@ -41,10 +41,26 @@ class Documents:
         assert starts[-1] == rows * row_length, "document lengths must add up to the tokens of the rows"
         spans = tuple((start // row_length, start % row_length, n) for start, n in zip(starts, lengths, strict=False))
         assert all(first + n <= row_length for _, first, n in spans), "a document crosses a row"
-        cumulative = None
-        if device.type == "cuda":
-            cumulative = torch.tensor(starts, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
-        return cls(rows, spans, max(lengths), cumulative)
+        return cls._of(rows, spans, device if device.type == "cuda" else None)
+
+    @classmethod
+    def _of(cls, rows: int, spans: Sequence[tuple[int, int, int]], device: torch.device | None) -> Documents:
+        lengths, cumulative = [length for _, _, length in spans], None
+        if device is not None:
+            starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            cumulative = starts.pin_memory().to(device, non_blocking=True)
+        return cls(rows, tuple(spans), max(lengths), cumulative)
+
+    def cut(self, length: int) -> Documents:
+        """Every document cut into pieces of so many tokens, from its beginning on, each a document of its own."""
+        if self.max_length <= length:
+            return self
+        pieces = [
+            (row, first + at, min(length, total - at))
+            for row, first, total in self.spans
+            for at in range(0, total, length)
+        ]
+        return Documents._of(self.rows, pieces, None if self.cumulative is None else self.cumulative.device)
 
     def regions(self) -> Iterator[tuple[slice, slice]]:
         """Regions (rows, tokens) that are computed at once: every document, or all rows if each is one document."""

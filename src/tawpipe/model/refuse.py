@@ -15,7 +15,18 @@ from torch import nn
 from tawpipe.errors import UserError
 
 SETTING = "--model"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+MTP = "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""Names in configs for the number of multi-token-prediction heads."""
+
+
+class ApartError(UserError):
+    """The documents of a row would not be kept apart by a model; it may be right where a row holds one document."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(SETTING, name, why)
 
 
 def unsupported(name: str, why: str) -> UserError:
@@ -53,10 +64,6 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"{losses}; set output_router_logits to false in config.json"
     if shared := getattr(text, "num_kv_shared_layers", 0):
         yield f"layers that share keys and values (num_kv_shared_layers={shared}) are not supported"
-    for key in ("num_mtp_layers", "num_nextn_predict_layers"):
-        if heads := getattr(text, key, 0):
-            untrained = f"multi-token-prediction heads ({key}={heads}) are neither trained nor exported"
-            yield f"{untrained}; set {key} to 0 in config.json to train the model without them"
     refuse_parameters(model)
     if config.return_dict is False:
         yield "the model must return its outputs by name; set return_dict to true in config.json"
@@ -64,15 +71,40 @@ def _problems(model: Any) -> Iterator[str]:
         for key in ("layerdrop", "decoder_layerdrop"):
             if share := getattr(owner, key, 0):
                 yield f"layers left out at random ({key}={share}) are not supported; set {key} to 0 in config.json"
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
-    if foreign or getattr(model, "_is_stateful", False):
-        stateful = f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row"
-        yield f"{stateful}; only {' and '.join(sorted(_LAYER_TYPES))} are supported"
-    if not model._can_set_attn_implementation():
-        older = "the model does not use transformers' attention interface (older code, or ALiBi)"
-        yield f"{older}, so its documents cannot be kept apart"
     if any(rope["rope_type"] == "dynamic" for rope in rope_settings(getattr(text, "rope_parameters", None))):
         yield "dynamic rotary scaling depends on batches seen before; use rope_type yarn, linear or llama3"
+
+
+def settle_mtp(model: Any, *, without: bool) -> None:
+    """Let the config of a model say that it has no multi-token-prediction heads, if it is to be ``without``:
+    transformers builds none, and what is exported has none.
+
+    Raises:
+        UserError: it has some otherwise.
+    """
+    text = model.config.get_text_config()
+    for key in MTP:
+        if (heads := getattr(text, key, 0)) and not without:
+            untrained = f"multi-token-prediction heads ({key}={heads}) are neither trained nor exported"
+            raise unsupported(
+                type(model).__name__,
+                f"{untrained}; --without-mtp (Pipeline(without_mtp=True)) trains the model without them",
+            )
+        if heads:
+            setattr(text, key, 0)
+    for key in ("mtp_layer_types", "mtp_mlp_layer_types"):
+        if without and getattr(text, key, None):
+            setattr(text, key, None)
+
+
+def why_apart(model: Any) -> str:
+    """The reason why a model would mix the documents of a row, by its config and code; empty if there is none."""
+    foreign = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES)
+    if foreign or getattr(model, "_is_stateful", False):
+        return f"layers of type {', '.join(foreign) or 'state space'} carry a state across the documents of a row"
+    if not model._can_set_attn_implementation():
+        return "the model does not use transformers' attention interface (older code, or ALiBi)"
+    return ""
 
 
 def refuse_adapters(given: nn.Module) -> None:

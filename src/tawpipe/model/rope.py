@@ -13,6 +13,7 @@ from torch import nn
 from tawpipe.errors import UserError
 from tawpipe.model.refuse import rope_settings
 from tawpipe.model.settings import RopeSettings, option
+from tawpipe.model.shapes import head_size
 
 FULL = "full_attention"
 _KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}
@@ -157,7 +158,7 @@ def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> N
         least, most = (made.get(name) or {"beta_slow": 1, "beta_fast": 32}.get(name, 0) for name in (low, high))
         if (low in made or high in made) and not least < most:
             raise UserError(option(high), most, f"above {option(low)}, which is {least}")
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head = head_size(text)
     count = int(head * made.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
         if name in made and len(made[name]) != count:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tawpipe.model.attention import PackedMask
 from tawpipe.model.chunked import Chunk
@@ -39,7 +40,7 @@ class LayerCall:
         """Call ``layer`` as it was called, with other hidden states; the first result if it gives several."""
         args, kwargs = ((hidden, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, HIDDEN: hidden})
         output = layer(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output
 
     def cut(self, along: Sequence[int | None], chunk: Chunk) -> LayerCall:
         """The call for some tokens of every row.
@@ -55,6 +56,26 @@ class LayerCall:
                 parts = [leaf.narrow(dim, begin, end - begin) for begin, end in chunk.ranges]
                 leaves[place] = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return LayerCall(*tree_unflatten(leaves, form))
+
+
+NOTHING = object()
+"""In the place of what a layer returns besides hidden states, which no other layer may be given."""
+
+
+def as_returned(hidden: Tensor | None, length: int) -> Any:
+    """Hidden states as a layer returns them: in a tuple of so many if that is not 0."""
+    return (hidden, *[NOTHING] * (length - 1)) if length else hidden
+
+
+def taken_by(model: nn.Module, arguments: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """Arguments of a model's forward pass; if documents are ``alone``, without those that it does not take: it counts
+    positions by itself then, or needs no mask.
+    """
+    known = signature(model.forward).parameters
+    if not alone or any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return arguments
+    needed = "input_ids", "inputs_embeds"
+    return {name: value for name, value in arguments.items() if name in known or name in needed}
 
 
 class Stub(nn.Module):
@@ -75,8 +96,8 @@ class LayersReached(Exception):
 class Tape:
     """Record of one forward pass: the layers' calls, and the hidden states."""
 
-    def __init__(self, *, returns_tuple: bool) -> None:
-        self.returns_tuple = returns_tuple
+    def __init__(self, returns: int) -> None:
+        self.returns = returns
         self.calls: list[LayerCall] = []
         self.hidden: Tensor | None = None
         self.version = 0
@@ -102,6 +123,9 @@ class Recorder(Stub):
         tape: Tape = self.__dict__["tape"]
         hidden, call = LayerCall.take(args, kwargs)
         assert len(tape.calls) == self.index, "the layers are not called in their order"
+        assert all(leaf is not NOTHING for leaf in tree_leaves((call.args, call.kwargs))), (
+            "a layer is given more of the one before it than hidden states"
+        )
         assert tape.hidden is None or (hidden is tape.hidden and hidden._version == tape.version), (
             "the model changes the hidden states between two layers"
         )
@@ -109,15 +133,14 @@ class Recorder(Stub):
         tape.calls.append(call)
         if self.index == self.count - 1:
             raise LayersReached
-        return (hidden,) if tape.returns_tuple else hidden
+        return as_returned(hidden, tape.returns)
 
 
 class Feed:
     """The hidden states that the layers are to have computed."""
 
-    def __init__(self, *, returns_tuple: bool) -> None:
-        self.returns_tuple = returns_tuple
-        self.hidden: Tensor | None = None
+    def __init__(self, returns: int, hidden: Tensor | None = None) -> None:
+        self.returns, self.hidden = returns, hidden
 
 
 class Feeder(Stub):
@@ -129,7 +152,7 @@ class Feeder(Stub):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         feed: Feed = self.__dict__["feed"]
-        return (feed.hidden,) if feed.returns_tuple else feed.hidden
+        return as_returned(feed.hidden, feed.returns)
 
 
 class Remembered(Stub):

@@ -12,10 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tawpipe.model.stubs import Feed, Feeder, Recorder, Tape
+from tawpipe.model.stubs import Feed, Feeder, Recorder, Tape, as_returned
 
 SAMPLE_TOKENS = 7
 """Tokens in the row that is followed; no likely size of anything else in a model."""
+
+
+_BOOLS = Tensor.__bool__, Tensor.item
 
 
 class Watch(TorchFunctionMode):
@@ -38,10 +41,10 @@ class Watch(TorchFunctionMode):
         self._counted: dict[int, Tensor] = {}
         """Numbers that were counted along the row, and what was made of them."""
 
-    def begin(self, phase: str, inputs: Mapping[str, Tensor]) -> None:
+    def begin(self, phase: str, inputs: Mapping[str, Any]) -> None:
         """Start to follow a forward pass with these arguments."""
         self.phase = phase
-        self._before_head = {id(tensor): (tensor, name) for name, tensor in inputs.items()}
+        self._before_head = {id(value): (value, name) for name, value in inputs.items() if isinstance(value, Tensor)}
         self._positions = {id(inputs["position_ids"]): inputs["position_ids"]}
 
     def note(self, tensor: Tensor, words: str) -> Tensor:
@@ -50,6 +53,8 @@ class Watch(TorchFunctionMode):
         return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BOOLS and args[0].is_meta:
+            return True  # without values: a mask is all ones, as it is for every micro-batch, and no document is packed
         output = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         # Reading `weight.dtype` is no use of the weight; an operation that gives a tensor is.
@@ -96,7 +101,7 @@ class WatchedRecorder(Recorder):
         assert tape.hidden is not None
         tape.take(torch.zeros_like(tape.hidden))  # a new object: the next layer must be given this very one
         assert tape.hidden is not None
-        return (tape.hidden,) if tape.returns_tuple else tape.hidden
+        return as_returned(tape.hidden, tape.returns)
 
 
 class WatchedFeeder(Feeder):
@@ -112,7 +117,7 @@ class WatchedFeeder(Feeder):
             watch.phase = "head"
             return super().forward(*args, **kwargs)
         hidden = watch.note(torch.zeros_like(feed.hidden), f"what layer {self.index} gives")
-        return (hidden,) if feed.returns_tuple else hidden
+        return as_returned(hidden, feed.returns)
 
 
 class SavedWeights(TorchDispatchMode):

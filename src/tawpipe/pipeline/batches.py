@@ -57,6 +57,7 @@ class Deal:
     Args:
         micro_batch: rows in one; the last of a global batch may have fewer.
         ranks: so many neighbours compute the same micro-batches together.
+        alone: why a row may hold one document only; empty where it may hold several.
         positions: how the model uses them.
         vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
     """
@@ -68,6 +69,7 @@ class Deal:
     vocabulary: int | None = None
     own_loss: bool = False
     ranks: int = 1
+    alone: str = ""
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -135,9 +137,18 @@ class Deal:
                         f", or {IGNORE}" if name == "labels" else ""
                     )
                     raise UserError("batch", given, expected)
+        last = int(batch.position_ids.max())
+        if self.alone:
+            if not batch.alone:
+                expected = f"one document in each row, with padding behind it: {self.alone}"
+                raise UserError("batch", "several documents in a row", expected)
+            last = max(last, batch.input_ids.shape[1] - 1)  # where the model counts by itself
+            if int(batch.position_ids[:, 0].max()):
+                expected = f"rows that begin at position 0: {self.alone}"
+                raise UserError("position_ids", batch.position_ids[:, 0].tolist()[:5], expected)
         limit = self.positions.limit
-        first = 0 if batch.positions_given else self.positions.first
-        if limit is not None and (last := int(batch.position_ids.max()) + first) >= limit:
+        last += 0 if batch.positions_given else self.positions.first
+        if limit is not None and last >= limit:
             expected = f"below {limit}: the model looks positions up in a table of that size; give shorter documents"
             raise UserError("batch", f"position {last}", expected)
         return batch

@@ -23,7 +23,7 @@ from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.cut import plan_cut, small_copy
 from tawpipe.model.loss import Loss, sum_of_loss
-from tawpipe.model.stubs import HIDDEN
+from tawpipe.model.stubs import HIDDEN, taken_by
 from tawpipe.model.tested import TESTED_FAMILIES, TESTED_TRANSFORMERS
 from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import LocalBatch
@@ -46,7 +46,7 @@ MOST_PARAMETERS = 4_000_000_000
 
 Run = Callable[[nn.Module, MicroBatch, torch.dtype], "tuple[float, dict[str, Tensor], list[Tensor]]"]
 """One step of a copy as a pipeline on this process: the mean loss, the gradients of all trainable parameters, and the
-hidden states [1, S, H] before the first layer and after every layer."""
+hidden states [b, S, ...] before the first layer and after every layer."""
 
 
 def is_tested(model: nn.Module, loss: Loss | None) -> bool:
@@ -89,7 +89,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         return f"{name} was not checked: {cut.layers} layers of it have {cut.parameters / 1e9:.1f} billion parameters"
     dtype = torch.float64 if cut.parameters <= WIDE_PARAMETERS else torch.float32
     limit = 2e-5 if dtype == torch.float64 else 2e-3
-    batch = _batch(cut.tokens)
+    batch = _batch(cut.tokens, alone=bool(chain.alone))
     try:
         copy = small_copy(chain, source, cut, dtype)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
@@ -99,7 +99,8 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
     if random.drew:
         return f"{name} was not checked: it draws random numbers that no setting of it switches off"
     with _quiet():
-        ours = run(copy, batch, dtype)
+        loss_value, gradients, hidden = run(copy, batch, dtype)
+        ours = loss_value, gradients, [torch.cat(_documents(one, batch))[None] for one in hidden]
     largest = _compare(name, plain, ours, limit)
     return (
         f"{name}: {cut.layers} of {len(chain.layers)} layers checked against the model's own forward pass, largest "
@@ -119,17 +120,29 @@ def _quiet() -> Iterator[None]:
         top.setLevel(level)
 
 
-def _batch(vocabulary: int) -> MicroBatch:
+def _batch(vocabulary: int, *, alone: bool) -> MicroBatch:
+    """Documents of random tokens in a row; or each in a row of its own, where padding behind one must not be seen."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, sum(DOCUMENTS)), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, IGNORE)
-    return MicroBatch.of_documents(ids, labels, DOCUMENTS)
+    if not alone:
+        return MicroBatch.of_documents(ids, labels, DOCUMENTS)
+    rows = zip(ids.split(DOCUMENTS, dim=1), labels.split(DOCUMENTS, dim=1), DOCUMENTS, strict=True)
+    return MicroBatch.padded([MicroBatch.of_documents(own, learned, [length]) for own, learned, length in rows])
 
 
-def run_watched(chain: Chain, step: Callable[[], None]) -> list[Tensor]:
-    """The hidden states before the first layer and after every layer while ``step`` runs one row through the chain."""
+def _documents(tensor: Tensor, batch: MicroBatch) -> list[Tensor]:
+    """What a tensor [b, S, ...] has of each of ``DOCUMENTS``."""
+    parts = zip(tensor.flatten(0, 1).split(batch.lengths), batch.lengths, strict=True)
+    return [part for part, length in parts if length in DOCUMENTS]
+
+
+def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Tensor]:
+    """The hidden states before the first layer and after every layer while ``step`` runs rows of ``length`` tokens
+    through the chain.
+    """
     places: dict[int, list[Tensor]] = {}
-    layer, length = chain.layer, sum(DOCUMENTS)
+    layer = chain.layer
 
     def keep(place: int, value: Tensor) -> None:
         parts = places.setdefault(place, [])
@@ -165,16 +178,19 @@ def _by_itself(
     )
     for layer in dict.fromkeys(layers):
         layer.register_forward_hook(
-            lambda _, __, output: after.append((output[0] if isinstance(output, tuple) else output).detach().clone())
+            lambda _, __, output: after.append(
+                (output[0] if isinstance(output, tuple | list) else output).detach().clone()
+            )
         )
     given.train()
     total, tokens = 0.0, batch.tokens
-    ids, labels = batch.input_ids[0].split(batch.lengths), batch.labels[0].split(batch.lengths)
+    ids, labels = _documents(batch.input_ids, batch), _documents(batch.labels, batch)
     for document, targets in zip(ids, labels, strict=True):
         # Shifted back: the model shifts by itself.
         unshifted = torch.cat([torch.tensor([IGNORE]), targets[:-1]])[None]
         count = int((targets != IGNORE).sum())
-        output = given(input_ids=document[None].clone(), labels=unshifted, use_cache=False)
+        arguments = {"input_ids": document[None].clone(), "labels": unshifted, "use_cache": False}
+        output = given(**taken_by(model, arguments, alone=True))
         value = output.loss * count if loss is None else sum_of_loss(loss, output.logits, targets[None])
         (value / tokens).backward()
         total += float(value.detach()) / tokens
@@ -246,6 +262,7 @@ def check_on_rank_0(
             dtype=dtype,
             clip_norm=None,
             check="never",
+            micro_batch=batch.input_ids.shape[0],
             world=alone,
             schedule=ScheduleSettings(sequence_chunk=CHUNK if in_chunks else 0),
         )
@@ -256,7 +273,7 @@ def check_on_rank_0(
             steps.append(one.step(LocalBatch(rows, length, [batch])))
             one.drain()
 
-        hidden = run_watched(one.chain, step)
+        hidden = run_watched(one.chain, batch.input_ids.shape[1], step)
         trainable = [slot.name for unit in one.chain.units if unit.trainable for slot in unit.slots]
         gradients = {name: value for name in trainable if (value := one.gradient(name)) is not None}
         one.close()

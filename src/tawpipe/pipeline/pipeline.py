@@ -34,6 +34,7 @@ from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.quantized import NONE
+from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.bins import rows_of
@@ -95,6 +96,7 @@ class Pipeline:
             alone. torch's default generators are left to the caller.
         check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
             ``auto``, for models that the tests do not cover (docs/models.md), and where rows run in chunks.
+        without_mtp: train and export a model without its multi-token-prediction heads, which are not trained here.
         world: the processes; found from torchrun's variables by default.
         strict: check the sequence number and action of every message.
         timeout: after which a communication fails, or later where steps are known to take long (``limit``).
@@ -124,6 +126,7 @@ class Pipeline:
         quantize: str = NONE,
         seed: int = 0,
         check: str = "auto",
+        without_mtp: bool = False,
         world: World | None = None,
         strict: bool = False,
         timeout: timedelta = timedelta(minutes=10),
@@ -157,6 +160,11 @@ class Pipeline:
             raise UserError("compile_layers", True, expected)
         _ = share_in_sets(0, self.world.topology, self.settings)
         self.chain = Chain(model, loss=loss)
+        settle_mtp(self.chain.model, without=without_mtp)
+        for name, value in (("sequence_chunk", self.settings.sequence_chunk), ("sequence_ranks", self.sequence_ranks)):
+            if self.chain.alone and (value or 0) > (name == "sequence_ranks"):
+                expected = f"unset: rows of {self.chain.name} cannot be cut, because {self.chain.alone}"
+                raise UserError(f"schedule.{name}", value, expected)
         self.work = work or work_of(self.chain)
         self._deal = Deal(
             micro_batch,
@@ -166,6 +174,7 @@ class Pipeline:
             self.chain.config.get_text_config().vocab_size,
             own_loss=loss is not None,
             ranks=self.sequence_ranks,
+            alone=self.chain.alone,
         )
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
@@ -277,8 +286,13 @@ class Pipeline:
         return self._deal.shares(rows)
 
     def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
-        """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number."""
-        parts = [MicroBatch.cat([row(number) for number in share.rows]) for share in self.shares(rows)]
+        """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number. Shorter rows
+        of a micro-batch are padded.
+
+        Args:
+            sequence_length: the most tokens that a row has.
+        """
+        parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.shares(rows)]
         if self.world.device.type == "cuda":
             parts = [part.pin_memory() for part in parts]
         return LocalBatch(rows, sequence_length, parts)
@@ -523,7 +537,7 @@ class Pipeline:
         config = self.chain.config.get_text_config()
         if "graph" not in self._kept_per_token:
             return frozenset()
-        each = max(1, self._kept_per_token["graph"] - config.hidden_size * self.dtype.itemsize)
+        each = max(1, self._kept_per_token["graph"] - self.chain.width * self.dtype.itemsize)
         tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
         first = max(settings.offloaded_layers + 1, self.spec.first_backward)
         return layers_that_keep(batch.lengths, windows(config), settings.keep_mib * 2**20 // (each * tokens), first)
@@ -649,9 +663,8 @@ class Pipeline:
             optimizer_states=self.optimizers.states_per_element,
             unpacked=self.chain.unpacked_elements,
         )
-        hidden = self.chain.config.get_text_config().hidden_size
         own = -(-tokens // self.sequence_ranks)
-        boundary = own * hidden * self.dtype.itemsize
+        boundary = own * self.chain.width * self.dtype.itemsize
         sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
         if self.sequence_ranks > 1:
             keys = key_elements(self.chain.config.get_text_config()) * tokens

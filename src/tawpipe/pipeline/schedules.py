@@ -10,6 +10,7 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
+from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
@@ -106,9 +107,7 @@ class Schedules:
             return {}
         if self.settings.sequence_chunk:  # attention's output, and a sum for every head
             config = chain.config.get_text_config()
-            return {
-                "kept": attention_width(config) * dtype.itemsize + config.num_attention_heads * max(4, dtype.itemsize)
-            }
+            return {"kept": attention_width(config) * dtype.itemsize + num_heads(config) * max(4, dtype.itemsize)}
         try:
             per_token = kept_per_token(chain)
         except UserError as error:

@@ -56,7 +56,7 @@ class Bench:
     @property
     def boundary(self) -> int:
         """Bytes of a boundary activation for every token."""
-        return self.chain.config.get_text_config().hidden_size * self.dtype.itemsize
+        return self.chain.width * self.dtype.itemsize
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -144,6 +144,8 @@ def request_of(
     )
     made = Chain(built.model)
     made.quantise(quantize, dtype)
+    if made.alone:
+        documents, why_whole = (row,), why_whole or f"each holds one document, because {made.alone}"
     if sequence_length is None:
         row = min(row, longest_allowed(made.config))
         documents = (row,)

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
 from tawpipe.model.flops import attention_width, key_elements, key_width
+from tawpipe.model.shapes import num_heads
 from tawpipe.plan.bench import Bench, Case
 from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
@@ -224,9 +225,9 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
     them; of the whole row are keys and values, and in the backward pass their gradients in fp32.
     """
     config, size = chain.config.get_text_config(), dtype.itemsize
-    boundary = config.hidden_size * size
-    wide = config.hidden_size * max(4, size)
-    heads = config.num_attention_heads
+    boundary = chain.width * size
+    wide = chain.width * max(4, size)
+    heads = num_heads(config)
     queries = attention_width(config) * size
     keys = key_width(config) * size
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -253,7 +254,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         {
             "graph": boundary + norms + attention + 3 * inner,
             "kept": boundary + queries + 4 * heads,
-            "ctx": 2 * queries // heads + 32,
+            "ctx": 2 * queries // max(1, heads) + 32,
         },
         {
             "layer": layer,

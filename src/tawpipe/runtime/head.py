@@ -25,7 +25,7 @@ def loss_in_chunks(
     Args:
         head: takes the place of the chain's.
     """
-    rows, length, _ = hidden.shape
+    rows, length = hidden.shape[:2]
     step = max(1, chunk_tokens // rows)
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     training = torch.is_grad_enabled()

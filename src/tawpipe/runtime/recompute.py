@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
+from tawpipe.model.discovery import kind_of
 from tawpipe.runtime.randomness import draws
 
 PROBED_TOKENS = 32
@@ -106,9 +107,10 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     """Bytes that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``; of it, ``attention``) keep of a layer for
     every token.
 
-    Counted by running the first and the last layer on a few tokens; the layer that keeps more counts. What is kept
-    grows with the tokens alone, because no kernel keeps a matrix of scores. A layer's input counts, its output does
-    not: that is the next block's input; nor does what all layers of a micro-batch share, such as position embeddings.
+    Counted by running the first layer, the last one and one of every kind on a few tokens; the layer that keeps most
+    counts. What is kept grows with the tokens alone, because no kernel keeps a matrix of scores. A layer's input
+    counts, its output does not: that is the next block's input; nor does what all layers of a micro-batch share, such
+    as position embeddings.
     To be called before the first step, while parameters are placeholders: they do not count.
     """
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
@@ -117,8 +119,8 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)
     shared = {_place(one) for one in tree_leaves([vars(call) for call in context]) if isinstance(one, Tensor)}
-    layers = [i for i, block in enumerate(chain.blocks) if block.kind == "layer"]
-    for block in {layers[0], layers[-1]}:
+    kinds = {kind_of(layer, index): index + 1 for index, layer in enumerate(chain.layers)}
+    for block in {1, len(chain.layers), *kinds.values()}:
         stored: dict[int, Tensor] = {}
 
         def store(saved: Tensor, stored: dict[int, Tensor] = stored) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tawpipe.data.lengths import in_like_lengths
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.model.batch import MicroBatch
@@ -81,9 +82,15 @@ class Batches:
             self._dealer.close()
 
     def _of_rows(self, source: RowSource, first: int, rows: int) -> Given:
-        length = self.config.sequence_length
-        batch = self.pipeline.part_of(rows, length, lambda row: source.sample(first + row))
-        return Given(batch, rows, rows * length)
+        length, order = self.config.sequence_length, range(rows)
+        computed = rows * length
+        if self.config.packing == "none":
+            lengths, size = [source.length(first + row) for row in range(rows)], self.config.micro_batch
+            order = in_like_lengths(lengths, size)
+            groups = (order[at : at + size] for at in range(0, rows, size))
+            computed = sum(len(group) * max(lengths[row] for row in group) for group in groups)
+        batch = self.pipeline.part_of(rows, length, lambda place: source.sample(first + order[place]))
+        return Given(batch, rows, computed)
 
     def _of_documents(
         self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins, *, training: bool = True

@@ -256,6 +256,9 @@ class TrainConfig(DataSettings):
     """Faults on purpose, for tests: rank=2,step=7,at=push:3,kind=kill; several with semicolons between them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
+    without_mtp: bool = False
+    """Train and export a model without its multi-token-prediction heads (DeepSeek-V3, GLM-4.5, Qwen3.5 and others),
+    which are not trained here. Without this setting such a model is refused."""
     check: Literal["auto", "always", "never"] = "auto"
     """Comparison of a few layers with the model's own forward pass before the first step: auto does so for
     models that the project's tests do not cover (docs/models.md). Takes seconds."""

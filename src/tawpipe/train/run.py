@@ -42,7 +42,7 @@ from tawpipe.plan.predict import Needs
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, Work
+from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
@@ -151,6 +151,10 @@ def run(config: TrainConfig) -> int:
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
     kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
+    if pipeline.chain.own_code:
+        kernel = (
+            f"the model's own ({text._attn_implementation}), which may hold scores of a row's tokens times its tokens"
+        )
     computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
     if config.rope.changes:
         computing.append(("rotary positions", rope_words(text)))
@@ -324,8 +328,8 @@ def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
     """The steps of the run, should its documents be dealt."""
 
     @cache
-    def work() -> Work:
-        return work_of(Chain(_build(config, longest=1).model))
+    def chain_of_model() -> Chain:
+        return Chain(_build(config, longest=1).model)
 
     against = ""
     if config.micro_batch > 1:
@@ -340,10 +344,13 @@ def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
         config.step_tokens,
         world.size,
         bins.bin_tokens,
-        work,
+        lambda: work_of(chain_of_model()),
         ranks=config.schedule.sequence_ranks or 1,
         pretrained=folder is not None and has_weights(folder),
         asked=config.asks_for_balance,
+        alone="" if config.packing == "none" else chain_of_model().alone,
+        rows=config.global_batch,
+        micro_batch=config.micro_batch,
         against="" if config.asks_for_balance else against,
     )
 
@@ -384,6 +391,7 @@ def _make_pipeline(
         quantize=config.quantize,
         seed=config.seed,
         check=config.check,
+        without_mtp=config.without_mtp,
         world=world,
         strict=config.strict,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
@@ -440,9 +448,8 @@ def _without_effect(config: TrainConfig, world: World) -> list[str]:
 
 def _batch_words(config: TrainConfig, data: PreparedData, bins: Bins | None) -> str:
     if bins is None:
-        return (
-            f"{config.global_batch} sequences x {config.sequence_length} tokens, micro-batches of {config.micro_batch}"
-        )
+        each = f"of up to {config.sequence_length}" if config.packing == "none" else f"x {config.sequence_length}"
+        return f"{config.global_batch} sequences {each} tokens, micro-batches of {config.micro_batch}"
     shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
     modelled = f"; modelled imbalance of the first steps {found.after:.2f}" if (found := data.report.balance) else ""
     rounds = f"{sum(bins.shape)} round{'s' if sum(bins.shape) > 1 else ''}"
