@@ -10,8 +10,9 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from family_configs import tiny_config
 from plan_requests import LAYERS, plan_request, profile, step_of
 from schedules import llama, spell_recompute
 from tawpipe.cli import main
@@ -75,6 +76,18 @@ def test_an_estimate_counts_the_operations():
     assert layer.forward.per_token == pytest.approx(2 * numel / 0.5e12)
     assert layer.backward.of(size_of([64])) == pytest.approx(3 * layer.forward.of(size_of([64])))
     assert found.blocks[0].forward == Seconds() and "estimated" in found.source
+
+
+def test_an_estimate_counts_the_experts_that_a_token_meets():
+    config = tiny_config("mixtral")
+    config.num_experts_per_tok = 1
+    chain = Chain(AutoModelForCausalLM.from_config(config))
+    experts = sum(slot.numel for slot in chain.units[1].slots if ".experts." in slot.name)
+    met = chain.units[1].numel - experts + experts / config.num_local_experts
+    assert 0 < met < chain.units[1].numel
+    assert estimate(chain, dtype=torch.bfloat16, flops=1e12).blocks[1].forward.per_token == pytest.approx(
+        2 * met / 0.5e12
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,25 @@ def windows(config: Any) -> list[int | None]:
     return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
+def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0) -> float:
+    """Elements of a block's weights that a token meets: of a mixture's experts the share that it is sent to.
+
+    Args:
+        least_dimensions: of the parameters that count; 2 for matrices.
+    """
+    config = chain.config.get_text_config()
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    slots = [slot for unit in chain.blocks[block].units for slot in chain.units[unit].slots]
+    counted = [slot for slot in slots if len(slot.shape) >= least_dimensions]
+    return sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in counted)
+
+
 def work_of(chain: Chain) -> Work:
     """FLOPs of a document in a step, forward and backward with the recomputation: what documents are dealt by where
     nothing was measured. Experts count as far as a token meets them.
     """
     config = chain.config.get_text_config()
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     # Queries and keys have one width, values may have another (MLA).
     keys = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0)
     one = attention_width(config) // config.num_attention_heads
@@ -132,8 +144,7 @@ def work_of(chain: Chain) -> Work:
     for number, block in enumerate(chain.blocks):
         if block.kind == "embedding":
             continue
-        slots = [slot for unit in block.units for slot in chain.units[unit].slots]
-        matrices = sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in slots if len(slot.shape) > 1)
+        matrices = met_elements(chain, number, least_dimensions=2)
         if block.kind == "head":
             kinds[2 * IN_HEAD * matrices, 0.0, None] += 1
         elif block.needs_backward:

@@ -18,7 +18,7 @@ import torch
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width, key_width, windows
+from tawpipe.model.flops import attention_width, key_width, met_elements, windows
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
 from tawpipe.runtime.rows import OnDevice
@@ -180,9 +180,9 @@ def _with_chunks(
 def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
-    A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
-    element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more. In chunks
-    queries, keys and values are projected once more.
+    A token is multiplied with every weight of a layer that it meets, of a mixture those of the experts that it is sent
+    to, 2 operations each; attention takes 4 for every pair of a query's element and a key before it, half of all pairs.
+    Backward takes twice as much, and recomputation once more. In chunks queries, keys and values are projected twice.
     """
     config = chain.config.get_text_config()
     width = attention_width(config)
@@ -191,8 +191,7 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     seen = windows(config)
     for number, block in enumerate(chain.blocks):
-        numel = sum(chain.units[unit].numel for unit in block.units)
-        per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
+        per_token = 0.0 if block.kind == "embedding" else 2 * met_elements(chain, number) / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
         backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
