@@ -41,7 +41,7 @@ from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
 from tawpipe.model.batch import MicroBatch
 from tawpipe.runtime.world import connect
-from tawpipe.train.loop import learning_rate_factor
+from tawpipe.train.learning_rate import Span, factor
 
 WARMUP, LEAST = 100, 0.1
 VALIDATION = 128
@@ -202,9 +202,9 @@ def work(name: str, folder: Path, steps: int) -> None:
     begin, seconds = time.perf_counter(), 0.0
     count = row.steps or steps
     for step in range(count):
-        factor = learning_rate_factor(step, steps=steps, warmup=WARMUP, least=LEAST)
+        scale = factor("cosine", step, Span(steps, WARMUP, least=LEAST))
         batch = {field: tensor[step * BATCH : (step + 1) * BATCH] for field, tensor in train.items()}
-        results.append(side.step(batch, factor))
+        results.append(side.step(batch, scale))
         if (step + 1) % EVERY == 0 or step + 1 == count:
             validations.append(side.evaluate(validation))
             seconds = time.perf_counter() - begin

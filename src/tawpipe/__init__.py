@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tawpipe.pipeline.batches import LocalBatch, Share
     from tawpipe.pipeline.pipeline import Pipeline
     from tawpipe.runtime.executor import StepResult
-    from tawpipe.runtime.optimizer import adamw
+    from tawpipe.runtime.named_optimizers import muon
+    from tawpipe.runtime.optimizer import adamw, whole_matrices
     from tawpipe.runtime.storage import piece_of
     from tawpipe.runtime.world import World, connect
     from tawpipe.schedule.settings import ScheduleSettings
@@ -48,7 +49,9 @@ _HOMES = {
     "World": "tawpipe.runtime.world",
     "adamw": "tawpipe.runtime.optimizer",
     "connect": "tawpipe.runtime.world",
+    "muon": "tawpipe.runtime.named_optimizers",
     "piece_of": "tawpipe.runtime.storage",
+    "whole_matrices": "tawpipe.runtime.optimizer",
 }
 
 __all__ = [
@@ -71,8 +74,10 @@ __all__ = [
     "World",
     "adamw",
     "connect",
+    "muon",
     "piece_of",
     "register_strategy",
+    "whole_matrices",
 ]
 
 

@@ -32,6 +32,29 @@ T = TypeVar("T")
 Choices = Mapping[str, Mapping[str, str]]
 
 
+class Open:
+    """A number that nobody has set: ``null`` for the user, and for whoever computes with it what is usual, until the
+    run knows what suits.
+    """
+
+
+class _OpenInt(Open, int):
+    pass
+
+
+class _OpenFloat(Open, float):
+    pass
+
+
+def open_number(usual: Any) -> Any:
+    """The default of a setting that the run chooses where it is not set; a number like ``usual``.
+
+    >>> open_number(60) + 1, isinstance(open_number(60), Open)
+    (61, True)
+    """
+    return (_OpenFloat if isinstance(usual, float) else _OpenInt)(usual)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One setting: where it is in the tree, what it may be and what it is for."""
@@ -56,6 +79,7 @@ class Leaf:
 
     def text(self, value: Any) -> str:
         """A value of the setting in YAML, on one line."""
+        value = None if isinstance(value, Open) else value
         value = list(value) if self.is_list else value
         text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
         return text.removesuffix("...\n").strip()
@@ -65,7 +89,8 @@ class Leaf:
         """The values that the setting may have, in words."""
         if choices := self.metadata.get("choices"):
             return f"one of {', '.join(choices)}"
-        return describe(self.hint, describe_bounds(self.metadata))
+        words = describe(self.hint, describe_bounds(self.metadata))
+        return f"{words} or null" if isinstance(self.default, Open) else words
 
     def read(self, value: object) -> Any:
         """The setting's value from what a file or a word of the command line says.
@@ -73,6 +98,8 @@ class Leaf:
         Raises:
             UserError: it is of another type. Bounds are not looked at.
         """
+        if isinstance(self.default, Open) and value in (None, "null"):
+            return self.default
         if self.is_list:
             with contextlib.suppress(ValueError, OverflowError):
                 items = value if isinstance(value, list) else [value]

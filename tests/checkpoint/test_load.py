@@ -183,6 +183,7 @@ def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimi
     ("first", "second", "words"),
     [
         (plain, adamw(), "saved with SGD, here it is AdamW"),
+        (adamw(), partial(torch.optim.Adam, lr=0.1), "saved with AdamW, here it is Adam"),
         (momentum, adamw(), "SGD"),
         (adamw(), plain, "AdamW"),
         (plain, momentum, None),

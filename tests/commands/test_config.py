@@ -73,7 +73,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, befo
     assert config.optimizer.eps == TrainConfig().optimizer.eps
 
 
-@pytest.mark.parametrize("name", ["steps", "plan", "inject", "dtype", "validation_fraction"])
+@pytest.mark.parametrize("name", ["global_batch", "plan", "inject", "dtype", "validation_fraction"])
 def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{name}: null\n")
@@ -143,7 +143,7 @@ def test_settings_are_values_of_plain_types() -> None:
     """So that no file can name a class, and every setting has words for what it may be."""
     for leaf in train_options().leaves.values():
         assert describe(leaf.hint)
-        assert yaml.safe_load(yaml.safe_dump(leaf.default)) == leaf.default
+        assert leaf.read(yaml.safe_load(leaf.text(leaf.default))) == leaf.default
     assert all(dataclasses.is_dataclass(getattr(TrainConfig(), group.path[0])) for group in train_options().groups)
 
 

@@ -40,6 +40,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "setting", "value", "expected"),
     [
         ("--steps 0 --evaluation.every 0", "--steps", "0", "at least 1"),
+        ("--lora.rank 0", "--lora.rank", "0", "at least 1"),
+        ("--lora.dropout 1 --lora.rank 2", "--lora.dropout", "1.0", "below 1"),
+        ("--lora.alpha 16", "--lora.alpha", "16", "unset without --lora.rank"),
+        ("--lora.adapter nowhere", "--lora.adapter", "'nowhere'", "a folder with an adapter"),
+        ("--export.merge", "--export.merge", "True", "false without --lora.rank"),
         ("--steps many", "--steps", "'many'", "a whole number at least 0"),
         ("--steps 1.5", "--steps", "1.5", "a whole number"),
         ("--steps 1e3", "--steps", "'1e3'", "a whole number"),

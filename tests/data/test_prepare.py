@@ -503,6 +503,20 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
     assert prepare_data(settings, sequence_length=512, seed=0, dealing=even).report.packing == "split"
 
 
+@pytest.mark.parametrize("packing", ["split", "fit", "balanced"])
+def test_so_many_steps_show_the_data_so_many_times(corpus, settings_for, packing):
+    prepared = prepare_data(settings_for(corpus / "*.txt", packing=packing), sequence_length=64, seed=0)
+    assert isinstance(prepared.train, PackedDataset)
+    for epochs in (0.5, 1.0, 3.0):
+        steps, first = prepared.steps_in(epochs, rows=8, tokens=200), [0]
+        while first[-1] < epochs * (prepared.samples_per_epoch or 0):
+            taken = len(prepared.train.step(first[-1], 200).lengths) if packing == "balanced" else 8
+            first.append(first[-1] + taken)
+        assert steps == len(first) - 1
+    stream = prepare_data(settings_for(corpus / "*.txt", streaming=True), sequence_length=64, seed=0)
+    assert stream.samples_per_epoch is None and stream.steps_in(1, rows=8, tokens=200) is None
+
+
 def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="1 empty document"):

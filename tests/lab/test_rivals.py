@@ -200,6 +200,14 @@ def test_without_an_optimizer_weights_stay(pool: WorkerPool, name: str) -> None:
         assert rank == pytest.approx([INITIAL_WEIGHT] * len(rank))
 
 
+def test_frozen_weights_of_a_layer_stay(pool: WorkerPool) -> None:
+    workload = {**WORKLOAD, "frozen_bytes": 400}
+    for name in ("fsdp2", "hsdp"):
+        for rank in pool.run(f"{__name__}:run_once", 2, 2, name=name, workload=workload, knobs={}):
+            assert rank.count(pytest.approx(INITIAL_WEIGHT, rel=1e-7)) == len(rank) // 2
+            assert rank.count(pytest.approx(INITIAL_WEIGHT - 2e-4, rel=1e-4)) == len(rank) // 2
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical"])
 def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tuple[int, int]) -> None:

@@ -8,16 +8,18 @@ import pytest
 
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
-from tawpipe.lab.bounds import shipped_bounds, workload_costs, workload_model
+from tawpipe.lab.bounds import schedule_bytes, shipped_bounds, workload_costs, workload_model
 from tawpipe.lab.rivals.timed_modules import TimedChain, TimedLayer, TimedTask
 from tawpipe.lab.sleeper import BusyTime
 from tawpipe.lab.workload import TimedWorkload
+from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 
 PLAIN = TimedWorkload(4, 4_000, 0.1, 0.2, 0.1, 8, 100)
 ENDS = replace(PLAIN, embedding_bytes=8_000, head_bytes=8_080, head_s=0.3)
+FROZEN = replace(PLAIN, frozen_bytes=40_000)
 TIED = replace(ENDS, head_bytes=0, tied=True)
 
 
@@ -61,3 +63,22 @@ def test_ends_that_cannot_be():
         replace(ENDS, tied=True)
     with pytest.raises(UserError, match="rivals"):
         TimedTask(TIED, BusyTime())
+
+
+def test_what_is_frozen_travels_and_has_no_gradients():
+    topology, link = Topology.grid(2, 2), LinkModel(10_000)
+    for row, visits in (("tawpipe-spread", 2 * 2), ("tawpipe-step", 1), ("hsdp-ours", 0)):
+        schedule = ours.schedule_of(row, FROZEN, topology, {"reuse": False} if visits > 1 else {})
+        plain = ours.schedule_of(row, PLAIN, topology, {"reuse": False} if visits > 1 else {})
+        sent, without = (schedule_bytes(one, topology, Widths(4, 4, 4, 0))[0][0] for one in (schedule, plain))
+        assert sent - without == pytest.approx(visits * 4 * 40_000 / 2, rel=0.01), row  # stripes are padded
+    for name, knobs, share in (
+        ("fsdp2", {}, 3 / 4 * (2 + 2 * 3 / 4 - 1 / 4)),  # the first layer stays from round to round, the last in each
+        ("fsdp2", {"keep_weights": True}, 3 / 4),
+        ("fsdp2-hierarchical", {}, 1 / 2 * (2 + 2 * 3 / 4 - 1 / 4)),
+        ("hsdp", {}, 0),
+    ):
+        moved, without = (shipped_bounds(name, one, topology, link, knobs).sent_bytes[0] for one in (FROZEN, PLAIN))
+        assert moved - without == pytest.approx(share * 4 * 40_000), (name, knobs)
+    layers = [part for part in TimedTask(FROZEN, BusyTime()).parts() if isinstance(part, TimedLayer)]
+    assert all(sum(p.numel() for p in one.parameters() if not p.requires_grad) == 10_000 for one in layers)

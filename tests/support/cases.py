@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
 from tawpipe.errors import RunError
+from tawpipe.model.quantized import NF4
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import InitSource
 from tawpipe.pipeline.batches import Deal, LocalBatch
@@ -331,46 +333,85 @@ def families(
     return worst
 
 
-def lora(world: World, *, recompute: str = "full") -> tuple[float, list[str]]:
-    """A frozen model with adapters: the difference to a plain loop, and the parameters that changed."""
+def from_bits(form: str, values: Tensor) -> Tensor:
+    """What is left of a matrix in ``nf4`` or ``int8``, element by element as the papers say it."""
+    blocks = F.pad(values.detach().float().flatten(), (0, -values.numel() % 64)).view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    if form == "nf4":
+        table = torch.tensor(NF4)
+        near = table[((blocks / largest)[..., None] - table).abs().argmin(-1)]
+        found = near * largest
+    else:
+        found = (blocks / (largest / 127)).round() * (largest / 127)
+    return found.flatten()[: values.numel()].view(values.shape).to(values)
+
+
+def lora(
+    world: World, *, quantize: str = "none", dtype: str = "float64", steps: int = 2, delays: float = 0.0, **knobs: Any
+) -> tuple[float, list[str], list[float]]:
+    """A frozen model with adapters: the difference to a plain loop, the parameters that changed, and all losses."""
     from peft import LoraConfig, get_peft_model
 
+    kind = getattr(torch, dtype)
+
     def make() -> Any:
-        model = llama(torch.float64)
+        model = llama(kind)
         torch.manual_seed(11)
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-        return adapted.to(torch.float64)
+        return adapted.to(kind)
 
     plain = make()
+    if quantize != "none":
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                if ".layers." in name and not parameter.requires_grad and parameter.ndim == 2:
+                    parameter.copy_(from_bits(quantize, parameter))
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
     pipeline = make_pipeline(
         make(),
         optimizer=adamw(1e-3, betas=(0.9, 0.999)),
-        dtype=torch.float64,
+        dtype=kind,
+        quantize=quantize,
         world=world,
         strict=True,
-        recompute=recompute,
+        delay=(lambda lane: random_delays(hash(lane) + world.rank, delays)) if delays else None,
+        **knobs,
     )
-    for batch in batches(6, 2):
+    worst, losses = 0.0, []
+    for batch in batches(6, steps):
         logits = plain(input_ids=batch["input_ids"]).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        pipeline.step(batch)
-    pipeline.drain()
-    worst, changed = 0.0, []
+        losses.append(pipeline.step(batch).loss)
+        worst = max(worst, abs(losses[-1] / loss.item() - 1))
+    worst = max(worst, abs(pipeline.evaluate(batches(6, 1)[0]).loss / _loss_of(plain, batches(6, 1)[0]) - 1))
+    changed = []
     expected = dict(plain.get_base_model().named_parameters())
+    pipeline.check_copies()
     for name in pipeline.parameter_names:
         value = pipeline.parameter(name)
         if value is not None:
             worst = max(worst, relative(value, expected[name].detach()))
             if not torch.equal(value, before[name]):
                 changed.append(name)
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline.export(f"{folder}/merged", dtype=kind, merge=True)
+        if world.rank == 0:
+            merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=kind)
+            for name, value in plain.merge_and_unload().named_parameters():
+                worst = max(worst, relative(merged.get_parameter(name), value))
     pipeline.close()
-    return worst, changed
+    return worst, changed, losses
+
+
+@torch.no_grad()
+def _loss_of(model: Any, batch: Mapping[str, Tensor]) -> float:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100).item()
 
 
 def groups_of_lanes(world: World) -> bool:

@@ -46,8 +46,9 @@ def everything(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         for piece in pieces:
             found[f"weight {piece.name}"] = piece.value.detach().clone()
             found[f"gradient {piece.name}"] = piece.gradient.clone()
-            for key, value in pipeline.optimizers.optimizers[unit].state.get(piece.value, {}).items():
-                found[f"{key} {piece.name}"] = value.clone()
+        for piece, state in zip(pipeline.optimizers.pieces[unit], pipeline.optimizers.states()[unit], strict=True):
+            for key, value in state.items():
+                found[f"{key} {piece.name}@{piece.start}"] = value.clone()
     return found
 
 

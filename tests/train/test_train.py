@@ -15,6 +15,7 @@ import sys
 import time
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 
+PROMPTS = ("def return", "class", " ".join(WORDS * 2))
 QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
 
 
@@ -42,7 +44,8 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(home) -> Path:
     """Four steps on two nodes of two, by a plan that is made at the start; step 3 is recorded."""
-    done = run(home, "first", "--plan", "auto", "--log.trace-step", "3", "--report", str(home / "first.html"))
+    words = ("--sample.temperature", "0", "--sample.prompt", *PROMPTS, "--log.trace-step", "3")
+    done = run(home, "first", "--plan", "auto", "--report", str(home / "first.html"), *words)
     assert done.returncode == 0, done.stderr
     assert "4 processes = 2 nodes x 2" in done.stdout
     assert "link of a node" in done.stdout and "sample" in done.stdout
@@ -95,6 +98,18 @@ def test_the_export_opens_and_computes(trained):
     assert total / tokens == pytest.approx(rows(trained, "first")[-1]["validation_loss"], rel=1e-5)
     words = " ".join(WORDS)
     assert AutoTokenizer.from_pretrained(output / "model")(words).input_ids == data.tokenizer(words).input_ids
+
+
+def test_samples_are_what_transformers_writes(trained):
+    """Texts of three lengths, which grow together on four processes."""
+    model: Any = AutoModelForCausalLM.from_pretrained(trained / "first" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "first" / "model")
+    texts = [json.loads(line) for line in (trained / "first" / "samples.jsonl").read_text().splitlines()]
+    assert [one["prompt"] for one in texts] == [*PROMPTS]
+    for one in texts:
+        ids = tokenizer(one["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        assert one["text"] == tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import checksum
-from tawpipe.runtime.optimizer import States, UnitOptimizers
-from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.storage import HomePiece, Storage
+from tawpipe.runtime.unit_optimizers import States, UnitOptimizers
 
 FORMAT = 2
 MARKER = "tawpipe.json"
@@ -117,21 +117,31 @@ def state_pieces(
     for unit, pieces in storage.pieces.items():
         if saving and not storage.is_first_copy(unit):
             continue
-        for piece, state in zip(pieces, states.get(unit) or [{}] * len(pieces), strict=True):
+        for piece in pieces:
             yield StatePiece(f"model.{piece.name}", piece.numel, piece.start, piece.value.detach())
+        own = optimizers.pieces.get(unit, ())
+        for piece, state in zip(own, states.get(unit) or [{}] * len(own), strict=True):
             for key, value in state.items():
-                name = f"{STATE}{key}.{piece.name}"
-                if not isinstance(value, Tensor):
-                    raise RunError(
-                        f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved"
-                    )
-                if value.numel() == piece.value.numel() and value.ndim == 1:
-                    yield StatePiece(name, piece.numel, piece.start, value)
-                elif value.numel() == 1:
-                    if not saving or piece.start == 0:
-                        yield StatePiece(name, 1, 0, value.view(1))
-                else:
-                    raise RunError(f"the optimizer's state {key!r} of {piece.name} has the shape {tuple(value.shape)}")
+                if (found := _state_piece(piece, key, value)).numel > 1 or not saving or piece.start == 0:
+                    yield found
+
+
+def _state_piece(piece: HomePiece, key: str, value: Any) -> StatePiece:
+    """An optimizer's state of a piece: as large as it, one number for all of its parameter, or, of a whole matrix, of
+    any size, which follows that of the matrix before it.
+    """
+    name = f"{STATE}{key}.{piece.name}"
+    if not isinstance(value, Tensor):
+        raise RunError(f"the optimizer's state {key!r} is a {type(value).__name__}; only tensors can be saved")
+    if value.ndim == 0 or (value.numel() == 1 and piece.numel > 1):
+        return StatePiece(name, 1, 0, value.view(1))
+    if value.numel() == piece.value.numel() and value.is_contiguous() and value.ndim == piece.value.ndim:
+        return StatePiece(name, piece.numel, piece.start, value.view(-1))
+    matrices, rest = divmod(piece.numel, piece.value.numel())
+    if piece.value.ndim < 2 or rest or not value.is_contiguous():
+        raise RunError(f"the optimizer's state {key!r} of {piece.name} has the shape {tuple(value.shape)}")
+    number = piece.start // piece.value.numel()
+    return StatePiece(name, matrices * value.numel(), number * value.numel(), value.view(-1))
 
 
 # the manifest
@@ -148,7 +158,8 @@ def manifest_of(notes: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) 
 
     Args:
         notes: of all ranks, in their order.
-        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``history``.
+        content: ``parameters`` (name to shape), ``step``, ``run``, ``optimizer``, ``history``, and where frozen weights
+            are kept in 4 or 8 bits ``quantize``, their form.
     """
     tensors: dict[str, Any] = {}
     for number, note in enumerate(notes):

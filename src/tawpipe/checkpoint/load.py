@@ -27,8 +27,9 @@ from tawpipe.checkpoint.format import (
     state_pieces,
 )
 from tawpipe.errors import RunError, UserError
-from tawpipe.runtime.optimizer import States, UnitOptimizers
+from tawpipe.model.quantized import NONE
 from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.unit_optimizers import States, UnitOptimizers
 from tawpipe.runtime.world import World
 
 
@@ -88,19 +89,22 @@ class Incoming:
         manifest = source.manifest
         own = {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots}
         check_same_model(str(source.where), manifest["parameters"], own)
+        if (form := manifest.get("quantize", NONE)) != storage.form:
+            expected = f"a state with quantize={storage.form}; what is frozen is kept as quantize={form} in it"
+            raise UserError("--resume", str(source.where), expected)
         tensors = manifest["tensors"]
+        if manifest.get("optimizer", optimizers.name) != optimizers.name:
+            raise RunError(f"it was saved with {manifest['optimizer']}, here it is {optimizers.name}")
         # One saved before any update: the optimizers are new then, as they were there.
-        fresh = manifest.get("optimizer") == optimizers.name and not any(name.startswith(STATE) for name in tensors)
+        fresh = "optimizer" in manifest and not any(name.startswith(STATE) for name in tensors)
         states = {} if fresh else optimizers.full_states()
         pieces = tuple(state_pieces(storage, optimizers, saving=False, states=states))
         names = {piece.name: piece for piece in pieces}
         trained = {piece.name for own_pieces in optimizers.pieces.values() for piece in own_pieces}
         surplus = [one for one in tensors if one.startswith(STATE) and one.split(".", 2)[-1] in trained]
-        whose = f"saved with {manifest['optimizer']}, here it is {optimizers.name}" if "optimizer" in manifest else ""
         for name in [*names, *surplus]:
             if name not in tensors or name not in names:
-                problem = f"{name} is not in it" if name in names else f"it has {name}, which is not here"
-                raise RunError(problem + (f"; it was {whose}" if whose and name.startswith(STATE) else ""))
+                raise RunError(f"{name} is not in it" if name in names else f"it has {name}, which is not here")
         for piece in pieces:
             if tensors[piece.name]["numel"] != piece.numel:
                 raise RunError(f"{piece.name} has {tensors[piece.name]['numel']} elements in it, {piece.numel} here")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ class RunState:
         plan: that the run followed, empty for none; it is followed again on the same topology.
         dtype: in which the run computed; empty in states of earlier versions.
         rope: the model's rotary positions; empty without any, and in states of earlier versions.
+        best: step, loss and since of the lowest validation loss so far; empty if there is none.
+        lora: the settings of the model's adapter; empty without one.
+        freeze: patterns of names of parameters that were not trained.
+        settled: settings that the run chose by what it started from; empty in states of earlier versions.
         topology, versions: for the reader.
     """
 
@@ -50,6 +54,10 @@ class RunState:
     plan: str = ""
     dtype: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+    freeze: list[str] = field(default_factory=list)
+    settled: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -70,6 +78,10 @@ class RunState:
                 "plan": str,
                 "dtype": str,
                 "rope": dict,
+                "best": dict,
+                "lora": dict,
+                "freeze": list,
+                "settled": dict,
             }
             for name, kind in kinds.items():
                 if not isinstance(getattr(state, name), kind):
@@ -86,6 +98,27 @@ def read_run(folder: Path) -> RunState:
         UserError: it was not saved by a run, or is damaged.
     """
     return RunState.of(read_manifest(folder), str(folder))
+
+
+def refuse_other_trained(state: RunState, lora: Mapping[str, Any], freeze: Sequence[str], where: str) -> None:
+    """Refuse to go on with another adapter, or other frozen parameters, than the state was trained with.
+
+    Args:
+        lora: the settings of the adapter here; empty without one.
+        freeze: the patterns here.
+
+    Raises:
+        UserError: they differ; it names the setting.
+    """
+    if bool(lora) != bool(state.lora):
+        expected = f"unset: {where} has no adapter" if lora else f"{state.lora['rank']}, as in {where}"
+        raise UserError("--lora.rank", lora.get("rank"), expected)
+    for name, value in lora.items():
+        if value != state.lora.get(name):
+            raise UserError(f"--lora.{name}", value, f"{state.lora.get(name)}, as in {where}")
+    if sorted(freeze) != sorted(state.freeze):
+        expected = f"{' '.join(state.freeze) if state.freeze else 'nothing'}, as in {where}"
+        raise UserError("--freeze", " ".join(freeze) or "nothing", expected)
 
 
 # choosing

@@ -83,7 +83,11 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
 
 
 def _finite(value: Tensor) -> Tensor:
-    """True if every element is finite. Allocates no temporary of the tensor's size, which no plan has counted."""
+    """True if every element is finite, as all bytes are. Allocates no temporary of the tensor's size, which no plan has
+    counted.
+    """
+    if not value.is_floating_point():
+        return torch.ones((), dtype=torch.bool, device=value.device)
     return (torch.linalg.vector_norm(value, float("inf")) if value.numel() else value).isfinite().all()
 
 

@@ -87,7 +87,8 @@ class Disk:
         keep: how many of the newest stay; 0 for all.
         keep_every: those whose step it divides stay besides; 0 for none.
 
-    ``resumed_step`` is what this run has gone on from, None as long as that has not been asked.
+    ``resumed_step`` is what this run has gone on from, None as long as that has not been asked. ``best`` are steps each
+    of which was the best of those before: the last of them that is there stays besides.
     """
 
     group: World | None = None
@@ -100,6 +101,7 @@ class Disk:
         self.folder, self.world, self.keep, self.keep_every, self.injector = folder, world, keep, keep_every, injector
         self.leads = world.rank == 0
         self.resumed_step: int | None = None
+        self.best: list[int] = []
         self._mine: set[str] = set()
 
     def clear(self) -> None:
@@ -127,7 +129,7 @@ class Disk:
             complete = [path for path in complete if path not in going]
             going += self.folder.glob(f"step-*{ABANDONED}")
         try:
-            for old in going + superfluous(complete, keep=self.keep, keep_every=self.keep_every):
+            for old in going + superfluous(complete, keep=self.keep, keep_every=self.keep_every, best=self.best):
                 remove(old)
         except OSError as error:
             raise RunError(f"{error.filename} could not be removed: {error.strerror}") from error
@@ -145,14 +147,20 @@ class Disk:
                 path.rename(path.with_suffix(ABANDONED))
 
 
-def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0) -> list[Path]:
+def superfluous(complete: list[Path], *, keep: int, keep_every: int = 0, best: Sequence[int] = ()) -> list[Path]:
     """The ones that may go of complete states, oldest first.
 
-    >>> [path.name for path in superfluous([Path(f"step-{n}") for n in (10, 20, 30, 40)], keep=2, keep_every=20)]
-    ['step-10']
+    Args:
+        best: steps each of which was the best of those before; the last of them that is there stays.
+
+    >>> paths = [Path(f"step-{n}") for n in (10, 20, 30, 40, 50)]
+    >>> [path.name for path in superfluous(paths, keep=2, keep_every=20, best=[10, 25])]
+    ['step-30']
     """
     old = complete[:-keep] if keep else []
-    return [path for path in old if not keep_every or step_of(path) % keep_every]
+    steps = {step_of(path) for path in complete}
+    stays = next((step for step in reversed(best) if step in steps), None)
+    return [p for p in old if (not keep_every or step_of(p) % keep_every) and step_of(p) != stays]
 
 
 class Memory:

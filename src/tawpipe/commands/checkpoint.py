@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, is_complete, read_manifest, remove
-from tawpipe.checkpoint.resume import read_run
+from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
 
@@ -41,10 +42,18 @@ def _list(_: argparse.Namespace, path: Path) -> int:
             continue
         size = sum(entry["bytes"] for entry in manifest["files"])
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MARKER).stat().st_mtime))
-        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  step {run.step}, {run.samples} samples, {run.topology}")
+        best = f"; lowest validation loss {run.best['loss']:.4f} after step {run.best['step']}" if run.best else ""
+        done = f"step {run.step}, {run.samples} samples, {run.topology}{_trained(run)}{best}"
+        print(f"{folder}  {size / 2**20:.1f} MiB  {when}  {done}")
     for folder in _partial(path):
         print(f"{folder}  not complete: being written, or left by a crash")
     return 0
+
+
+def _trained(run: RunState) -> str:
+    """What a run trained, where that is not the whole model."""
+    adapter = f", LoRA of rank {run.lora['rank']}" if run.lora else ""
+    return adapter + (f", frozen: {' '.join(run.freeze)}" if run.freeze else "")
 
 
 def _verify(_: argparse.Namespace, path: Path) -> int:
@@ -73,7 +82,7 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
     if is_complete(path):
         raise UserError("FOLDER", str(path), "the output folder of a run, not one checkpoint")
     complete = _checkpoints(path)
-    old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every)
+    old = superfluous(complete, keep=arguments.keep, keep_every=arguments.keep_every, best=_best(complete))
     if old and not any(not problem_of(one) for one in reversed(complete) if one not in old):
         expected = f"so many that a sound checkpoint is among them; {complete[-1].name}: {problem_of(complete[-1])}"
         raise UserError("--keep", arguments.keep, expected)
@@ -83,6 +92,15 @@ def _prune(arguments: argparse.Namespace, path: Path) -> int:
     if not old:
         print("no complete checkpoint to remove")
     return 0
+
+
+def _best(complete: Sequence[Path]) -> list[int]:
+    """The steps that checkpoints name as the best until then."""
+    steps = []
+    for folder in complete:
+        with suppress(UserError):
+            steps += [run.best["step"]] if (run := read_run(folder)).best else []
+    return steps
 
 
 def _partial(path: Path) -> list[Path]:
@@ -102,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "prune",
             _prune,
-            "remove older checkpoints, while no run is writing there, if a sound one stays",
+            "remove older checkpoints but the best, while no run is writing there, if a sound one stays",
         ),
     ):
         one = commands.add_parser(name, help=words, description=words)

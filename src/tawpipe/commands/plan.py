@@ -8,19 +8,22 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Leaf, tree
+from tawpipe.train.config import TAKES
 
 if TYPE_CHECKING:
     from tawpipe.plan.lengths import Lengths
     from tawpipe.plan.request import PlanRequest
 
+T = TypeVar("T", RopeSettings, LoraSettings)
 PROBE = "probe"
 ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
+LORA = [leaf for leaf in tree(LoraSettings, ("lora",)) if isinstance(leaf, Leaf)]
 OF_DATA = ("data", "rows", "text_column", "tokenizer", "cache_dir")
 DATA = [leaf for leaf in tree(DataSettings) if isinstance(leaf, Leaf) and leaf.path[-1] in OF_DATA]
 CORPUS = "corpus"
@@ -33,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
     arguments = _parse(argv)
     _check(arguments)
-    rope = _rope(arguments)
+    rope, lora = _group(arguments, ROPE, RopeSettings), _group(arguments, LORA, LoraSettings)
     import torch
 
     from tawpipe.model.attention_kernel import activate_flash
@@ -47,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.remedy import smaller
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
+    from tawpipe.runtime.named_optimizers import BY_NAME
     from tawpipe.runtime.world import pick_device
     from tawpipe.schedule.settings import ScheduleSettings
 
@@ -91,7 +95,10 @@ def run(argv: Sequence[str]) -> int:
             offload_dir=arguments.offload_dir,
         ),
         rope=rope,
+        lora=lora,
+        frozen=arguments.freeze,
         trust_remote_code=arguments.trust_remote_code,
+        optimizer=BY_NAME[arguments.optimizer](1e-3),
         here=here,
         tell=tell,
     )
@@ -265,13 +272,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--explain", arguments.explain, f"one of {', '.join(strategies())}")
 
 
-def _rope(arguments: argparse.Namespace) -> RopeSettings:
-    given = [(leaf, leaf.read(word)) for leaf in ROPE if (word := getattr(arguments, leaf.key)) is not None]
+def _group(arguments: argparse.Namespace, leaves: Sequence[Leaf], kind: type[T]) -> T:
+    """The settings of a group as they were given, which are checked."""
+    given = [(leaf, leaf.read(word)) for leaf in leaves if (word := getattr(arguments, leaf.key)) is not None]
     for leaf, value in given:
         leaf.check(value)
-    rope = RopeSettings(**{leaf.path[-1]: value for leaf, value in given})
-    rope.check()
-    return rope
+    made = kind(**{leaf.path[-1]: value for leaf, value in given})
+    made.check()
+    return made
 
 
 def _lengths(words: str | None) -> list[int] | None:
@@ -344,15 +352,23 @@ def _parser() -> argparse.ArgumentParser:
         expected = "as in the training run, for --lengths corpus"
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(TAKES),
+        default="adamw",
+        help="as in the training run's optimizer.name: its states and updates; adafactor and muon need whole matrices",
+    )
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
         "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
-    for leaf in ROPE:
-        many = "*" if leaf.is_list else None
-        parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help="as in the training run")
+    for leaf in [*ROPE, *LORA]:
+        how: dict[str, Any] = {"nargs": "*"} if leaf.is_list else {}
+        how |= {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+        parser.add_argument(leaf.option, dest=leaf.key, metavar="X", help="as in the training run", **how)
+    parser.add_argument("--freeze", nargs="*", default=(), metavar="PATTERN", help="as in the training run")
     parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
     parser.add_argument(
         "--sequence-chunk",

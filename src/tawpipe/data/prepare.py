@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,31 @@ class PreparedData:
     def longest(self) -> int:
         """Tokens of the longest document, or piece of one, in a row; when streaming, of what has been read so far."""
         return max(self.train.longest, 0 if self.validation is None else self.validation.longest)
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples in one pass of the training data: rows, under ``balanced`` documents and pieces of them. None when
+        streaming, as nobody has counted them.
+        """
+        return None if isinstance(self.train, StreamedDataset) else len(self.train)
+
+    def steps_in(self, epochs: float, *, rows: int, tokens: int) -> int | None:
+        """Steps from the beginning of the data after which it has been seen so many times; None when streaming.
+
+        Args:
+            rows: samples of a step; of no effect under ``balanced``.
+            tokens: of a step under ``balanced``, which has as many documents as stay within them.
+        """
+        if isinstance(self.train, StreamedDataset):
+            return None
+        samples = math.ceil(epochs * len(self.train))
+        if self.report.packing != "balanced":
+            return -(-samples // rows)
+        steps = first = 0
+        while first < samples:
+            first += len(self.train.step_lengths(first, tokens))
+            steps += 1
+        return steps
 
 
 def changed_parts(before: str, now: str) -> list[str]:

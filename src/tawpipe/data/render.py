@@ -166,6 +166,18 @@ class Renderer:
         return text
 
 
+def with_generation_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A user's message as the chat template shows it to a model that shall answer."""
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        chat_template=None if tokenizer.chat_template else BUILTIN_CHAT_TEMPLATE,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
 def raw_text(row: RawRow) -> str:
     """Text of a row without any template, on which a tokenizer is trained."""
     texts: list[str] = []

@@ -66,15 +66,19 @@ def workload_model(workload: TimedWorkload) -> ModelSpec:
     """The workload as builders see it: equal layers, an embedding and a head with weights or without."""
     last, units = workload.layers + 1, list[UnitSpec]()
 
-    def unit(size_bytes: int, *blocks: int) -> tuple[int, ...]:
+    def unit(size_bytes: int, *blocks: int, trainable: bool = True) -> tuple[int, ...]:
         if not size_bytes:
             return ()
-        units.append(UnitSpec(size_bytes // 4, True, blocks))
+        units.append(UnitSpec(size_bytes // 4, trainable, blocks))
         return (len(units) - 1,)
+
+    def layer(block: int) -> BlockSpec:
+        frozen = unit(workload.frozen_bytes, block, trainable=False)
+        return BlockSpec((*frozen, *unit(workload.layer_bytes, block)), "layer")
 
     ends = (0, last) if workload.tied else (0,)
     embedding = unit(workload.embedding_bytes, *ends)
-    layers = [BlockSpec(unit(workload.layer_bytes, i), "layer") for i in range(1, last)]
+    layers = [layer(block) for block in range(1, last)]
     head = embedding if workload.tied else unit(workload.head_bytes, last)
     first = BlockSpec(embedding, "embedding", backward_reads_weights=False, needs_backward=bool(embedding))
     return ModelSpec((first, *layers, BlockSpec(head, "head")), tuple(units))
@@ -138,7 +142,7 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
             again = schedule.step.recomputes(action.block)
             total += own.backward_s(rank, action.block, action.micro_batch, again)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe)
+            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
     return total
 
 
@@ -162,6 +166,8 @@ def scope_bounds(
     * gradients per ``visit``: once in every round, R (1 - 1/D) W; per ``step``: (1 - 1/D) W.
     * weights of a ``replica``: every node is home to all of them, with optimizer state of its own (HSDP), and no
       weights cross. Its gradients are all-reduced over the nodes: twice the above.
+
+    What is frozen counts as weights and has no gradients.
     """
     if weights not in ("visit", "step", "replica"):
         raise UserError("scope of weights", weights, "one of visit, step, replica")
@@ -176,6 +182,7 @@ def scope_bounds(
         gradients=2 * share if weights == "replica" else share,
         reduce_last=gradients == "step",
         once=weights == "step",
+        trained=_trained(workload),
     )
     return _sharded_bounds(workload, topology, between, kind)
 
@@ -222,12 +229,19 @@ def shipped_bounds(
         keys_bytes = 3 * workload.micro_batches * workload.layers * workload.keys_bytes * passed
         workload = replace(workload.faster(devices), micro_batches=workload.micro_batches * devices)
     first, last = 1, 1
-    sizes = [part.elements for part in workload.parts]
+    sizes = [part.elements + part.frozen for part in workload.parts]
     if name == "zero3":
         first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), len(sizes))
     shares = {"first": sum(sizes[:first]) / sum(sizes), "last": sum(sizes[-last:]) / sum(sizes)}
+    shares["trained"] = _trained(workload)
     kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
     return _sharded_bounds(workload, topology, between, kind, besides=keys_bytes)
+
+
+def _trained(workload: TimedWorkload) -> float:
+    """Share of all weights that is trained."""
+    trained, frozen = (sum(sizes) for sizes in zip(*((p.elements, p.frozen) for p in workload.parts), strict=True))
+    return trained / (trained + frozen)
 
 
 def _sharded_bounds(
@@ -241,20 +255,20 @@ def _sharded_bounds(
     other parts' backward passes of the last round, all gradients of that round, because none exists before.
     """
     parts = workload.parts
-    weight = 4 * sum(part.elements for part in parts)
+    weight = 4 * sum(part.elements + part.frozen for part in parts)
     per_device = -(-workload.micro_batches // topology.world_size)
     compute = per_device * sum(part.forward_s + part.backward_s for part in parts)
     begins = next(i for i, part in enumerate(parts) if part.forward_s or i == len(parts) - 1)
-    share_of_first = 4 * sum(part.elements for part in parts[: begins + 1]) / weight
+    share_of_first = 4 * sum(part.elements + part.frozen for part in parts[: begins + 1]) / weight
     size = -(-per_device // kind.rounds)
     first = min(size, per_device)
     last = per_device - (kind.rounds - 1) * size
     moved = weight * kind.total + besides
     rate = between.node_rate(topology.local_size)
-    weights_in, gradients_out = weight * kind.forward / rate, weight * kind.gradients / rate
+    weights_in, gradients_out = weight * kind.forward / rate, weight * kind.trained * kind.gradients / rate
     before = max(weights_in * share_of_first, weights_in - first * sum(part.forward_s for part in parts[:-1]))
     last_s = last * sum(part.backward_s for part in parts[:-1])
-    after = max(gradients_out * 4 * parts[0].elements / weight, gradients_out - last_s)
+    after = max(4 * parts[0].elements * kind.gradients / rate, gradients_out - last_s)
     link = between.busy_s(topology.local_size, moved, moved)
     each = (moved,) * topology.num_nodes
     return Bounds(compute, link, max(link, before + compute + after), each, each)

@@ -23,10 +23,11 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import Executor, UpdateRule
-from tawpipe.runtime.optimizer import UnitOptimizers, adamw
+from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
@@ -93,7 +94,7 @@ class OurContender:
         units = []
         for i, spec in enumerate(self.schedule.model.units):
             slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
-            units.append(Unit(i, slot.name, True, (slot,), spec.blocks, spec.numel))
+            units.append(Unit(i, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
         device = torch.device("cpu")
         storage = Storage(
             units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
@@ -237,5 +238,5 @@ def _row(action: Action) -> str:
 class _NoOptimizer:
     """An optimizer for workloads that leave the optimizer's arithmetic out."""
 
-    def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
+    def step(self, unit: int, finite: Tensor | None, rate: float, chosen: object) -> None:
         pass

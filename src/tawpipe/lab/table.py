@@ -85,12 +85,14 @@ def describe(row: dict[str, Any]) -> str:
             f"vocabulary; {workload['micro_batches']} micro-batches of {workload['sequence_length']} tokens, AdamW."
         )
     backward_s = workload["backward_input_s"] + workload["backward_weight_s"]
-    ends = ""
+    ends, frozen = "", ""
+    if untrained := workload.get("frozen_bytes"):
+        frozen = f" and {untrained / 1e6:g} MB that are frozen"
     if embedding := workload.get("embedding_bytes"):
         head = "tied to it" if workload["tied"] else f"of {workload['head_bytes'] / 1e6:g} MB"
         ends = f"an embedding of {embedding / 1e6:g} MB, a head {head} with {workload['head_s']:g} s, "
     return (
-        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB, each "
+        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB{frozen}, each "
         f"{workload['forward_s']:g} s forward and {backward_s:g} s backward, {ends}"
         f"{workload['micro_batches']} micro-batches."
     )

@@ -60,6 +60,8 @@ class TimedPart(NamedTuple):
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
+    frozen: int = 0
+    """Elements besides that travel and are not trained."""
 
     @property
     def backward_s(self) -> float:
@@ -84,6 +86,7 @@ class TimedWorkload:
         tied: the head uses the weights of the embedding, which it has none of its own besides.
         keys_bytes: keys and values of a layer for one micro-batch, which processes that compute one together exchange:
             in this project's rows those of a node, where a micro-batch is one document.
+        frozen_bytes: of a layer besides, as it travels: quantised, of a model under adapters. No gradient of it exists.
 
     Raises:
         UserError: ends that contradict each other.
@@ -102,6 +105,7 @@ class TimedWorkload:
     head_s: float = 0.0
     tied: bool = False
     keys_bytes: int = 0
+    frozen_bytes: int = 0
 
     kind: ClassVar[str] = "timed"
 
@@ -117,7 +121,7 @@ class TimedWorkload:
         """
         if parts < 1 or self.layer_elements % parts:
             raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
-        sizes = {"layer_bytes": self.layer_bytes // parts, "keys_bytes": self.keys_bytes // parts}
+        sizes = {name: getattr(self, name) // parts for name in ("layer_bytes", "keys_bytes", "frozen_bytes")}
         each = replace(self.faster(parts), layers=self.layers * parts, **sizes)
         return replace(each, head_s=self.head_s)
 
@@ -150,9 +154,16 @@ class TimedWorkload:
     @property
     def parts(self) -> tuple[TimedPart, ...]:
         """Embedding, layers and head, as far as there are any. The head's time is a third for each of its passes."""
-        layer = TimedPart(self.layer_elements, self.forward_s, self.backward_input_s, self.backward_weight_s)
+        layer = TimedPart(
+            self.layer_elements,
+            self.forward_s,
+            self.backward_input_s,
+            self.backward_weight_s,
+            frozen=self.frozen_bytes // 4,
+        )
         before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
-        head = TimedPart(self.head_bytes // 4, *[self.head_s / 3] * 3)
+        third = self.head_s / 3
+        head = TimedPart(self.head_bytes // 4, third, third, third)
         return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
 
 

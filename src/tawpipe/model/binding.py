@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.units import Unit
+from tawpipe.model.units import ALIGNED_ELEMENTS, Unit
 
 NEED_WEIGHTS = (
     *("forward", "generate", "state_dict", "load_state_dict", "save_pretrained", "push_to_hub"),
@@ -80,6 +80,25 @@ class UnitBinding:
         self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
         self._collections: dict[int, _Collection] = {}
+        self._span_of: dict[int, tuple[int, int]] = {}
+        self._unpacked: dict[int, Tensor] = {}
+        """Packed units whose numbers are there, and where. What is frozen changes with a load alone (``forget``)."""
+        self._room = torch.empty(0)
+
+    @property
+    def unpacked_elements(self) -> int:
+        """Elements of the room for the numbers of all packed units of any one block."""
+        return max((end for _, end in self._spans().values()), default=0)
+
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """Every packed unit's place in that room: apart from those that the same blocks use."""
+        spans: dict[int, tuple[int, int]] = {}
+        for unit in self.units:
+            if unit.packing is not None:
+                beside = [other for other in spans if set(self.units[other].blocks) & set(unit.blocks)]
+                begin = max((spans[other][1] for other in beside), default=0)
+                spans[unit.index] = begin, begin + -(-unit.numel // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+        return spans
 
     def empty(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Make every parameter of ``model`` a placeholder on ``device``; values that it has go with the old ones."""
@@ -97,7 +116,9 @@ class UnitBinding:
         by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
         self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
-        self._collections = {}
+        self._collections, self._unpacked = {}, {}
+        self._room = torch.empty(self.unpacked_elements, dtype=dtype, device=device)
+        self._span_of = self._spans()
         for unit in self.units:
             if unit.trainable:
                 for index, parameter in enumerate(self._parameters[unit.index]):
@@ -115,12 +136,37 @@ class UnitBinding:
                         f"{now} before the Pipeline is made, not after",
                     )
 
-    def bind(self, unit: int, flat: Tensor) -> None:
-        """Make the unit's parameters views of ``flat`` ([numel] or longer, of the device and dtype of ``empty``)."""
+    def bind(self, unit: int, flat: Tensor) -> Tensor:
+        """Make the unit's parameters views of what is returned: ``flat`` (of the device and dtype of ``empty``, as
+        long as the unit's spec says or longer), or the numbers of a packed unit.
+        """
         assert flat.dtype == self.dtype and flat.device.type == self.device.type, (flat.dtype, flat.device)
-        assert flat.numel() >= self.units[unit].numel
+        assert flat.numel() >= self.units[unit].spec.numel
+        flat = self._numbers(unit, flat)
         for slot, parameter in zip(self.units[unit].slots, self._parameters[unit], strict=True):
             parameter.data = slot.view(flat)
+        return flat
+
+    @torch.no_grad()
+    def _numbers(self, unit: int, flat: Tensor) -> Tensor:
+        """The numbers of a unit: computed once for all micro-batches of a visit, and for a backward pass that comes
+        right after.
+        """
+        packing = self.units[unit].packing
+        if packing is None:
+            return flat
+        if unit not in self._unpacked:
+            begin, end = self._span_of[unit]
+            over = [u for u in self._unpacked if self._span_of[u][0] < end and begin < self._span_of[u][1]]
+            for other in over:
+                del self._unpacked[other]
+            packing.unpack(flat, self._room[begin:end])
+            self._unpacked[unit] = self._room[begin:end]
+        return self._unpacked[unit]
+
+    def forget(self) -> None:
+        """Packed units have other bytes from now on."""
+        self._unpacked.clear()
 
     def release(self, unit: int) -> None:
         """End a visit: the parameters are placeholders again and hold no buffer."""

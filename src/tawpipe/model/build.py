@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,19 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.chain import Chain
-from tawpipe.model.pretrained import SafetensorsSource, check_weights, conversion, count_files, has_weights
+from tawpipe.model.adapters import adapter_facts, adapter_words, freeze, with_adapter
+from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.pretrained import (
+    SafetensorsSource,
+    check_weights,
+    conversion,
+    count_files,
+    has_weights,
+    stored_dtype,
+)
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.rope import apply_rope, check_rope
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.model.weights import InitSource, WeightSource
 
 _LLAMA_3 = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
@@ -43,6 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Llama shapes with random weights: 8, 124, 1236 and 8030 million parameters with their own vocabularies."""
 
 OWN_ROPE = RopeSettings()
+NO_ADAPTER = LoraSettings()
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -51,23 +61,43 @@ class BuiltModel:
     """A model on the meta device, and the origin of its values."""
 
     model: Any
-    """A transformers PreTrainedModel."""
+    """A transformers PreTrainedModel, or the PeftModel around one."""
     spec: str
     folder: Path | None
     """The folder with its weights; None for a model that starts from random values."""
+    adapter: Path | None = None
+    """The folder with its adapter's values; None for one that is new, or none."""
 
     def source(self, chain: Chain, *, seed: int) -> WeightSource:
         """Initial values for ``chain``, which was made of this model (or of a ``peft`` model around it)."""
         if self.folder is None:
             return InitSource(chain, seed)
-        return SafetensorsSource(chain, self.folder, seed=seed)
+        return SafetensorsSource(chain, self.folder, seed=seed, adapter=self.adapter)
 
     def origin(self, *, seed: int) -> str:
         """Origin of its values, in words."""
         if self.folder is None:
             return f"random (seed {seed})"
         files = count_files(self.folder)
-        return f"{self.folder}, {files} safetensors file{'s' if files > 1 else ''}"
+        words = f"{self.folder}, {files} safetensors file{'s' if files > 1 else ''}"
+        return words if self.adapter is None else f"{words}; adapter: {self.adapter}"
+
+    @property
+    def adapter_settings(self) -> dict[str, Any]:
+        """The settings of its adapter, by their names; empty without one."""
+        return adapter_facts(self.model)
+
+    @property
+    def adapter_words(self) -> str:
+        """What its adapter covers, in a sentence; empty without one."""
+        return adapter_words(self.model)
+
+    def dtype_on_disk(self, *, merge: bool) -> torch.dtype:
+        """The type in which it is exported where nobody has said another: that of the weights that it started from. An
+        adapter alone is as small in fp32, in which ``peft`` keeps them.
+        """
+        alone = bool(self.adapter_settings) and not merge
+        return torch.float32 if self.folder is None or alone else stored_dtype(self.folder)
 
 
 def build_model(
@@ -77,6 +107,8 @@ def build_model(
     max_positions: int,
     longest: int | None = None,
     rope: RopeSettings = OWN_ROPE,
+    lora: LoraSettings = NO_ADAPTER,
+    frozen: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> BuiltModel:
     """Build the model that ``spec`` names, without memory for its weights.
@@ -89,10 +121,13 @@ def build_model(
         max_positions: tokens in a row, which a preset is made for.
         longest: tokens of the longest document in a row, whose positions any other model must have; a row's by default.
         rope: rotary positions instead of the model's own.
+        lora: an adapter on the model.
+        frozen: patterns of names of parameters that are not trained; see ``adapters.freeze``.
         trust_remote_code: run model code that comes with the folder or from the Hub.
 
     Raises:
-        UserError: for an unknown spec, a model that is no causal LM, or one that the tokenizer or length does not fit.
+        UserError: for an unknown spec, a model that is no causal LM, or one that the tokenizer or length does not fit;
+            an adapter or a pattern that fits nothing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +143,12 @@ def build_model(
             spec, f"expected a decoder-only causal language model; a {config.model_type} model is none"
         ) from error
     check_rope(spec, model, rope)
-    return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None)
+    if lora.active:
+        local = Path(spec).expanduser()
+        model = with_adapter(spec, model, lora, str(local.resolve()) if local.is_dir() else spec)
+    freeze(inner_model(model), frozen)
+    adapter = Path(lora.adapter).expanduser() if lora.adapter else None
+    return BuiltModel(model, spec, folder if folder is not None and has_weights(folder) else None, adapter)
 
 
 def config_of(

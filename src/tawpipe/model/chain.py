@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tawpipe.errors import UserError
 from tawpipe.model import attention
 from tawpipe.model.attention import PackedMask
 from tawpipe.model.batch import MicroBatch
@@ -23,6 +24,7 @@ from tawpipe.model.discovery import discover
 from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
+from tawpipe.model.quantized import NONE, check_form, matrices_of
 from tawpipe.model.refuse import refuse_adapters, refuse_unsupported, unsupported
 from tawpipe.model.stubs import (
     Feed,
@@ -35,8 +37,8 @@ from tawpipe.model.stubs import (
     remember_angles,
     view_with_layers,
 )
-from tawpipe.model.units import build_blocks, build_units
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.model.units import Unit, build_blocks, build_units
+from tawpipe.schedule.spec import BlockSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
 PROBED_LENGTHS = 5, 7
@@ -121,6 +123,30 @@ class Chain(UnitBinding):
         remember_angles(own_too)
         self._views = [*own, *own_too]
 
+    def quantise(self, form: str, dtype: torch.dtype) -> None:
+        """Let frozen matrices of layers live and travel in 4 or 8 bits; before ``spec`` is asked for.
+
+        Args:
+            form: ``nf4``, ``int8``, or ``none`` for nothing of the kind.
+            dtype: that ``prepare`` will be given.
+
+        Raises:
+            UserError: no such form, or nothing that could have it.
+        """
+        check_form(form)
+        if form == NONE:
+            return
+        matrices, layers = matrices_of(self.model), range(1, len(self.blocks) - 1)
+
+        def has_some(unit: Unit) -> bool:
+            own = not unit.trainable and all(block in layers for block in unit.blocks)
+            return own and any(slot.name in matrices for slot in unit.slots)
+
+        if not any(map(has_some, self.units)):
+            expected = "none, where no matrix of a layer is frozen: train an adapter (LoRA), or freeze layers"
+            raise UserError("quantize", form, expected)
+        self.units = tuple(unit.packed(matrices, form, dtype) if has_some(unit) else unit for unit in self.units)
+
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """Take the values out of the model: every parameter becomes a placeholder, every buffer moves to ``device``.
 
@@ -161,7 +187,7 @@ class Chain(UnitBinding):
     @property
     def spec(self) -> ModelSpec:
         """The sizes of the model: all that builders of schedules see of it."""
-        return ModelSpec(self.blocks, tuple(UnitSpec(unit.numel, unit.trainable, unit.blocks) for unit in self.units))
+        return ModelSpec(self.blocks, tuple(unit.spec for unit in self.units))
 
     def set_training(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

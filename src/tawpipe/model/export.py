@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -22,8 +23,9 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_folder
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
+from tawpipe.model.merged import Merged
 from tawpipe.model.refuse import unsupported
-from tawpipe.model.weights import Conversion, canonical_names, is_adapter
+from tawpipe.model.weights import Conversion, base_name, canonical_names, is_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def export_hugging_face(
     get_parameter: GetParameter,
     *,
     dtype: torch.dtype,
+    merge: bool = False,
     max_shard_bytes: int = 5 * 2**30,
     is_writer: bool,
     tokenizer: Any = None,
@@ -52,7 +55,9 @@ def export_hugging_face(
         folder: the folder to make.
         get_parameter: gives the values; see ``GetParameter``. Every rank must call this function.
         dtype: the type of the weights on disk.
-        max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor.
+        merge: write the whole model of a ``peft`` model, with the adapter in its weights.
+        max_shard_bytes: size of a file, and of what the writer holds; exceeded only by a single larger tensor, and by
+            adapters, which ``peft`` reads from one file.
         is_writer: True on the rank that writes. The others only take part in ``get_parameter``.
         tokenizer: a transformers tokenizer to be saved beside the weights.
 
@@ -60,7 +65,9 @@ def export_hugging_face(
         RunError: it could not be written, on the writer when all have taken part; what was there before is untouched.
     """
     folder = Path(folder)
-    adapter = getattr(chain.given, "peft_config", None) is not None
+    adapter = getattr(chain.given, "peft_config", None) is not None and not merge
+    if merge:
+        get_parameter = Merged(chain, get_parameter).parameter
     tensors = _adapter_tensors(chain, get_parameter) if adapter else _model_tensors(chain, get_parameter)
     if not is_writer:
         _finish(tensors)
@@ -73,7 +80,8 @@ def export_hugging_face(
     except OSError as error:
         raise UserError("--output", str(folder), f"expected a writable place for the export ({error})") from error
     try:
-        writer = _ShardWriter(partial, "adapter_model" if adapter else "model", dtype, max_shard_bytes)
+        stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
+        writer = _ShardWriter(partial, stem, dtype, limit)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.finish()
@@ -167,6 +175,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
 
     declared = getattr(chain.model, "all_tied_weights_keys", {})
     for name, canonical in canonical_names(chain.model).items():
+        name, canonical = base_name(name), base_name(canonical)
         if (
             name != canonical and name not in declared and canonical not in declared
         ):  # tied by hand: opening the folder would not tie it
@@ -175,7 +184,7 @@ def _model_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tuple[
     parameters = {name for name, _ in chain.model.named_parameters(remove_duplicate=False)}
     for name, buffer in chain.model.named_buffers():
         if name in persistent and name not in parameters:
-            yield apply_renamings(name, renamings), buffer
+            yield apply_renamings(base_name(name), renamings), buffer
 
 
 def _groups(chain: Chain) -> tuple[list[Conversion], list[Any]]:
@@ -196,7 +205,10 @@ def _groups(chain: Chain) -> tuple[list[Conversion], list[Any]]:
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
     groups: dict[str, Conversion] = {}
-    for name, _ in chain.model.named_parameters():
+    for given, _ in chain.model.named_parameters():
+        if is_adapter(chain.model, given):
+            continue
+        name = base_name(given)
         target, pattern = apply_converters(name, converters)
         if pattern is None:
             target, pattern = apply_renamings(name, renamings), name
@@ -222,7 +234,9 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
         if value is None:
             yield name, None
             continue
-        state = get_peft_model_state_dict(given, {full: value}, adapter_name=given.active_adapter)
+        state = get_peft_model_state_dict(
+            given, {full: value}, adapter_name=given.active_adapter, save_embedding_layers=False
+        )
         if not state and not is_adapter(chain.model, name):
             raise unsupported(
                 name,

@@ -12,40 +12,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tawpipe.model.adapters import AdapterValues
 from tawpipe.model.chain import Chain
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.units import Unit
-from tawpipe.model.weights import Conversion, InitSource, canonical_names, flatten, is_adapter
+from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|distcp)(\.index(\.json)?)?$")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Types of numbers as safetensors names them."""
 _TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)(\.|_\d)")
 """Files that a trainer leaves beside a model."""
-
-
-def base_name(name: str) -> str:
-    """The name that a parameter has without ``peft`` around its module."""
-    return name.replace(".base_layer.", ".")
 
 
 class SafetensorsSource:
     """Values from a Hugging Face folder with ``model.safetensors`` or its shards.
 
     Names and layouts are converted by transformers' own rules (experts stored one by one become one tensor). Only the
-    tensors of the unit asked for are read. Adapters, which are in no such folder, come from an ``InitSource``.
+    tensors of the unit asked for are read. Adapters, which are in no such folder, come from a folder of ``peft``, or
+    from an ``InitSource``.
 
     Raises:
         UserError: where the folder's tensors do not fit the model, with the names of missing and unexpected ones.
     """
 
-    def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0) -> None:
+    def __init__(self, chain: Chain, folder: Path | str, *, seed: int = 0, adapter: Path | None = None) -> None:
         self._folder, self._model = Path(folder), chain.model
         self._files = _files_by_key(self._folder)
         self._init: InitSource | None = None
+        self._trained = None if adapter is None else AdapterValues(chain, adapter)
         self._adapters = {n for n, _ in self._model.named_parameters() if is_adapter(self._model, n)}
         if self._adapters:
-            self._init = InitSource(chain, seed)
+            self._init = InitSource(chain, seed, base=lambda name: self._read(self._group_of[name])[name])
         self._aliases = {base_name(name): canonical for name, canonical in canonical_names(self._model).items()}
         state = {base_name(name): value for name, value in self._model.state_dict().items()}
         self._buffer_names = set(state) - set(self._aliases)
@@ -106,7 +106,8 @@ class SafetensorsSource:
             for slot in unit.slots:
                 if slot.name in self._adapters:
                     assert self._init is not None
-                    yield self._init.parameter(slot.name)
+                    stored = self._trained
+                    yield stored.parameter(slot.name) if stored else self._init.parameter(slot.name, dtype)
                     continue
                 if slot.name not in pending:
                     pending.update(self._read(self._group_of[slot.name]))
@@ -179,6 +180,20 @@ def has_weights(folder: Path) -> bool:
 def count_files(folder: Path) -> int:
     """Number of safetensors files that hold a folder's weights."""
     return len(set(_files_by_key(folder).values()))
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type that most of a folder's numbers have."""
+    from safetensors import safe_open
+
+    counts: dict[torch.dtype, int] = {}
+    for path in sorted(set(_files_by_key(folder).values())):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                dtype = _DTYPES.get(part.get_dtype(), torch.float32)
+                counts[dtype] = counts.get(dtype, 0) + torch.Size(part.get_shape()).numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
 
 
 def check_weights(folder: Path) -> None:

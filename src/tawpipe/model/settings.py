@@ -1,4 +1,6 @@
-"""The settings of rotary positions, as a dataclass that the command line shows as options without loading torch."""
+"""The settings of a model, rotary positions and adapters, as dataclasses that the command line shows as options without
+loading torch.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +73,42 @@ class RopeSettings:
 def option(name: str) -> str:
     """The setting as users write it."""
     return "--rope." + name.replace("_", "-")
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A LoRA adapter (peft) on weights that are frozen, so that it alone is trained."""
+
+    rank: int | None = bounded(None, minimum=1)
+    """Rank of the adapter's matrices. null for no adapter, or for that of lora.adapter."""
+    alpha: int | None = bounded(None, minimum=1)
+    """What the adapter adds is scaled by alpha / rank. null for twice the rank, or for that of lora.adapter."""
+    dropout: float | None = bounded(None, minimum=0, below=1)
+    """Share of the adapter's inputs that is dropped in training. null for 0, or for that of lora.adapter."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Modules that get an adapter, by the ends of their names (target_modules of peft): q_proj v_proj. all-linear means
+    all linear layers but the head, or those of lora.adapter; experts that are one tensor are no linear layers."""
+    dora: bool = False
+    """DoRA: the norms of the adapted weights are trained besides."""
+    rslora: bool = False
+    """rsLoRA: scale by alpha / sqrt(rank)."""
+    adapter: str = ""
+    """A folder with a LoRA adapter of peft to go on from, with its values and its settings. Empty for a new one."""
+
+    @property
+    def active(self) -> bool:
+        """True if there is an adapter."""
+        return self.rank is not None or bool(self.adapter)
+
+    def check(self) -> None:
+        """Raise UserError for values that cannot work with any model."""
+        if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
+            raise UserError("--lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
+        if self.active:
+            return
+        for one in fields(self):
+            if (value := getattr(self, one.name)) != getattr(LoraSettings(), one.name):
+                raise UserError(f"--lora.{one.name}", value, "unset without --lora.rank or --lora.adapter")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
-from tawpipe.schedule.spec import BlockSpec
+from tawpipe.model.quantized import BLOCK, dequantise, quantise
+from tawpipe.schedule.spec import BlockSpec, UnitSpec
 
 ALIGNED_ELEMENTS = 8
 """Parameters whose size is a multiple of this come first in a unit, so that one odd scalar does not take the 16-byte
 alignment (of bf16) that grouped and vectorised kernels want from all that follow."""
+ALIGNED_BYTES = 16
+"""Of the places of parameters in a packed unit: any dtype can be read there."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,110 @@ class ParameterSlot:
     """First element in the unit's flat layout."""
     numel: int
 
+    def part(self, flat: Tensor) -> Tensor:
+        """Its elements in its unit's flat layout."""
+        return flat[self.offset : self.offset + self.numel]
+
     def view(self, flat: Tensor) -> Tensor:
         """The parameter in its unit's flat layout."""
-        return flat[self.offset : self.offset + self.numel].view(self.shape)
+        return self.part(flat).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter's place in its packed unit: first byte, bytes of its codes or of itself, and of its scales."""
+
+    begin: int
+    codes: int
+    scales: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.codes + self.scales
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The bytes in which a frozen unit lives and travels: of every matrix its codes and its scales, of the rest, which
+    is small, its numbers.
+
+    To schedules, homes and transport they are a buffer of so many elements of the compute dtype, which are no numbers:
+    nothing may compute with them.
+
+    Args:
+        form: of the matrices.
+        slots: the unit's.
+        places: of the same.
+        compute_dtype: in which the unit travels, as far as transport knows, and in which blocks compute.
+        exact_dtype: of the numbers that are kept as they are.
+    """
+
+    form: str
+    slots: tuple[ParameterSlot, ...]
+    places: tuple[_Place, ...]
+    compute_dtype: torch.dtype
+    exact_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, slots: Sequence[ParameterSlot], matrices: Collection[str], form: str, compute_dtype: torch.dtype
+    ) -> Packing:
+        """The packing of a unit with these slots, of which ``matrices`` are quantised."""
+        exact, places, begin = torch.promote_types(compute_dtype, torch.float32), list[_Place](), 0
+        for slot in slots:
+            blocks = -(-slot.numel // BLOCK)
+            codes = blocks * BLOCK // (2 if form == "nf4" else 1)
+            place = _Place(begin, codes, 4 * blocks)
+            if slot.name not in matrices:
+                place = _Place(begin, slot.numel * exact.itemsize, 0)
+            places.append(place)
+            begin += -(-(place.codes + place.scales) // ALIGNED_BYTES) * ALIGNED_BYTES
+        return cls(form, tuple(slots), tuple(places), compute_dtype, exact)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the compute dtype in as many bytes."""
+        last = self.places[-1]
+        return -(-last.end // ALIGNED_BYTES) * ALIGNED_BYTES // self.compute_dtype.itemsize
+
+    def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, Tensor, Tensor | None]]:
+        """Every slot with its codes and its scales, or with its numbers and None, as views."""
+        raw = packed.view(torch.uint8)
+        for slot, place in zip(self.slots, self.places, strict=True):
+            own = raw[place.begin : place.begin + place.codes]
+            if place.scales:
+                yield slot, own, raw[place.begin + place.codes : place.end].view(torch.float32)
+            else:
+                yield slot, own.view(self.exact_dtype), None
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        """Write the flat layout of a unit [numel] as bytes.
+
+        Args:
+            out: [elements] or longer, of the compute dtype.
+        """
+        for slot, own, scales in self._parts(out):
+            given = slot.part(values)
+            if scales is None:
+                own.copy_(given)
+            else:
+                quantise(self.form, given, own, scales)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """The opposite of ``pack``; where ``out`` has another dtype than blocks compute in, matrices are rounded to
+        that first: they are what computes.
+        """
+        rounds = torch.promote_types(out.dtype, self.compute_dtype) != self.compute_dtype
+        for slot, own, scales in self._parts(packed):
+            target = slot.part(out)
+            if scales is None:
+                target.copy_(own)
+            elif rounds:
+                computes = torch.empty(slot.numel, dtype=self.compute_dtype, device=out.device)
+                dequantise(self.form, own, scales, computes)
+                target.copy_(computes)
+            else:
+                dequantise(self.form, own, scales, target)
 
 
 @dataclass(frozen=True)
@@ -42,6 +147,20 @@ class Unit:
     """The blocks that use it, ascending. A tied embedding is used by the first and the last."""
     numel: int
     """Elements of all slots, without any padding."""
+    packing: Packing | None = None
+    """The form in which it lives and travels, if not in that of its numbers."""
+
+    @property
+    def spec(self) -> UnitSpec:
+        """All that schedules see of it."""
+        if self.packing is None:
+            return UnitSpec(self.numel, self.trainable, self.blocks)
+        return UnitSpec(self.packing.elements, self.trainable, self.blocks, packed=self.numel)
+
+    def packed(self, matrices: Collection[str], form: str, compute_dtype: torch.dtype) -> Unit:
+        """The same in bytes, of which those of ``matrices`` are quantised."""
+        packing = Packing.of(self.slots, matrices, form, compute_dtype)
+        return replace(self, name=f"{self.name}.{form}", packing=packing)
 
 
 def build_units(

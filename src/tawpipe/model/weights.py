@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,10 +62,13 @@ class InitSource:
     So the values depend neither on the topology nor on what is frozen. The model's own ``_init_weights`` runs on a copy
     of the module tree in which everything but one parameter is on the meta device. Initialised in fp32 and then
     converted. LoRA adapters are initialised by ``peft``.
+
+    Args:
+        base: gives the weights that adapters are put on, by name; by default they are drawn, too.
     """
 
-    def __init__(self, chain: Chain, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, chain: Chain, seed: int, *, base: Callable[[str], Tensor] | None = None) -> None:
+        self._seed, self._base = seed, base or self.parameter
         # The memo makes deepcopy put these in the place of the tensors, with ties kept.
         memo: dict[int, Any] = {}
         for parameter in chain.model.parameters():
@@ -79,18 +82,22 @@ class InitSource:
             thing._is_hf_initialized = True  # transformers' mark for "leave it alone"
 
     def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        return flatten(unit, (self.parameter(slot.name) for slot in unit.slots), dtype)
+        return flatten(unit, (self.parameter(slot.name, dtype) for slot in unit.slots), dtype)
 
     def buffers(self) -> dict[str, Tensor]:
         return {}  # computed by Chain.prepare
 
     @torch.no_grad()
-    def parameter(self, name: str) -> Tensor:
-        """The initial value of one parameter, fp32 on the CPU."""
+    def parameter(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The initial value of one parameter, fp32 on the CPU.
+
+        Args:
+            dtype: in which what follows from other parameters is computed.
+        """
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            value = self._adapter(name) if is_adapter(self._model, name) else self._own(name)
+            value = self._adapter(name, dtype) if is_adapter(self._model, name) else self._own(name)
         if poisoned(value):
             raise unsupported(
                 type(self._model).__name__,
@@ -115,11 +122,14 @@ class InitSource:
         finally:
             holder._parameters[leaf] = on_meta
 
-    def _adapter(self, name: str) -> Tensor:
+    def _adapter(self, name: str, dtype: torch.dtype) -> Tensor:
         path = next(p for p in _prefixes(name) if hasattr(self._model.get_submodule(p), "reset_lora_parameters"))
         layer: Any = self._model.get_submodule(path)
-        adapter = name.removeprefix(f"{path}.").split(".")[1]
+        part, adapter = name.removeprefix(f"{path}.").split(".")[:2]
         how = self._peft[adapter].init_lora_weights
+        if part == "lora_magnitude_vector" and how is not False:  # norms of the base: nothing is added yet
+            weight = self._base(canonical_names(self._model)[f"{path}.base_layer.weight"]).to(dtype)
+            return layer.lora_magnitude_vector[adapter].get_weight_norm(weight, torch.zeros((), dtype=dtype), 1.0)
         if not isinstance(how, bool) and str(how).lower() != "gaussian":
             raise UserError(
                 "init_lora_weights", how, "on the meta device it must be true or gaussian; or give a model with values"
@@ -166,6 +176,11 @@ class Conversion:
             rule.add_tensor(self.target, name, pattern, value)
         converted = rule.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has without ``peft`` around its module."""
+    return name.replace(".base_layer.", ".")
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -33,6 +33,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
+from tawpipe.model.quantized import NONE
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.bins import rows_of
@@ -43,13 +44,15 @@ from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.groups import PipelineOptimizer
 from tawpipe.runtime.leaving import leave_at_exit
 from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.measures import AnswersByRow, Measure
-from tawpipe.runtime.optimizer import OptimizerFactory, UnitOptimizers, adamw
+from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.unit_optimizers import UnitOptimizers, refuse_cut_matrices
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
@@ -71,7 +74,8 @@ class Pipeline:
             default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
             one-dimensional pieces of the model's parameters; ``tawpipe.piece_of(parameter)`` has name and shape of the
-            whole one. ``adamw`` by default.
+            whole one. ``adamw`` by default. For one that looks at whole matrices (Muon, Adafactor)
+            ``tawpipe.whole_matrices(factory)``, under ``tawpipe-whole``.
         loss: instead of cross-entropy: ``(logits [b, c, V], shifted labels [b, c]) -> summed loss`` for some positions.
         micro_batch: rows computed at once.
         bin_tokens: of documents of uneven lengths, the most that a process computes at once (``part_of_documents``).
@@ -85,6 +89,8 @@ class Pipeline:
             ``ScheduleSettings.early_updates`` does: what is not finite has then reached the weights when ``step``,
             ``drain`` or ``save`` says so.
         compile_layers: whether layers are compiled by ``torch.compile``, those of one kind once.
+        quantize: form in which frozen matrices of layers live and travel, ``nf4`` or ``int8``; they are dequantised
+            where a block computes. ``none`` for that of all others.
         seed: of initial weights and of dropout and the like, whose numbers depend on (seed, step, micro-batch, block)
             alone. torch's default generators are left to the caller.
         check: whether a few layers of the model are compared with its own forward pass first: ``always``, ``never``, or
@@ -115,6 +121,7 @@ class Pipeline:
         dtype: torch.dtype | str = AUTO,
         clip_norm: float | None = 1.0,
         compile_layers: bool = False,
+        quantize: str = NONE,
         seed: int = 0,
         check: str = "auto",
         world: World | None = None,
@@ -171,8 +178,14 @@ class Pipeline:
         in_chunks = bool(self.settings.sequence_chunk) or self.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
+        self.chain.quantise(quantize, dtype)
+        if quantize != NONE and self.settings.weights_compression != "none":
+            expected = f"none with quantize={quantize}: what is frozen travels in fewer bits already"
+            raise UserError("schedule.weights_compression", self.settings.weights_compression, expected)
         self.spec = self.chain.spec
+        optimizer = optimizer or adamw()
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
+        refuse_cut_matrices(optimizer, self.chain.units, self._schedules.smallest.homes, self.settings.strategy)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._adopted: set[int] = set()
         """Schedules, which are all kept, whose buffers are there."""
@@ -200,7 +213,7 @@ class Pipeline:
         if compile_layers:
             self.chain.compile_layers()
         del source
-        self.optimizers = UnitOptimizers(self.storage, optimizer or adamw())
+        self.optimizers = UnitOptimizers(self.storage, optimizer)
         self.transport = Transport(
             self._schedules.smallest.topology,
             self.world.rank,
@@ -233,6 +246,11 @@ class Pipeline:
         )
         self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
+
+    @property
+    def optimizer(self) -> PipelineOptimizer:
+        """The optimizer's parameter groups, for ``torch.optim.lr_scheduler``: ``scheduler.step()`` after ``step``."""
+        return self.optimizers.groups
 
     # what a step does
 
@@ -319,7 +337,7 @@ class Pipeline:
             batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
                 convention, optionally ``position_ids`` (restarting at each packed document) or ``attention_mask``; or
                 only this rank's part of it.
-            rate: multiplies the learning rates that the optimizer was made with; what else sets them is overwritten.
+            rate: multiplies the learning rates of ``optimizer``'s groups, for this step alone.
             recording: takes down when the step's actions run; complete after ``drain``.
 
         Raises:
@@ -332,6 +350,7 @@ class Pipeline:
         self._set_training(True)
         result = self._play(local, training=True, rate=rate, recording=recording)
         self._recent.append(result)
+        self.optimizer.step()  # schedulers want to have seen it
         self.step_number += 1
         self._generation += 1
         return result
@@ -434,8 +453,8 @@ class Pipeline:
             raise UserError(
                 "batch",
                 "different ones on different ranks",
-                "the same global batch (and rate) on all ranks, each of which computes its own part of it; a rank that "
-                "knows only its own rows gives a LocalBatch of what Pipeline.shares says",
+                "the same global batch (and learning rates) on all ranks, each of which computes its own part of it; a "
+                "rank that knows only its own rows gives a LocalBatch of what Pipeline.shares says",
             )
 
     def _check(self, result: StepResult) -> None:
@@ -477,13 +496,14 @@ class Pipeline:
         schedule = self._schedule(bins.shape if bins else self._deal.count(local.rows), training=training)
         if training and not self.limit.known_s:
             self._estimate(local)
+        chosen = self.optimizer.chosen()  # as they are now: the step itself runs later
         micro_batches = self._deal.numbered(local, schedule.step.micro_batches[self.world.rank])
         given = StepInput(
             micro_batches,
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=self.seed if training else None,
             step=self.step_number,
-            digest=zlib.crc32(struct.pack("d", rate), local.digest or 0) % 2**20,
+            digest=zlib.crc32(struct.pack("d", rate) + repr(chosen).encode(), local.digest or 0) % 2**20,
             measure=measure,
             place=self.world.topology.local_of(self.world.rank) % self.sequence_ranks,
             shared=schedule.step.shared,
@@ -492,7 +512,7 @@ class Pipeline:
         if schedule.step.settings.offloaded_layers:
             tokens = self.bin_tokens if bins else 0
             self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype, tokens)
-        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
+        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0, chosen=chosen)
         return self.executor.play(schedule, given, rule, recording=recording)
 
     def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
@@ -548,6 +568,7 @@ class Pipeline:
             "run": dict(run or {}),
             "optimizer": self.optimizers.name,
             "history": store.history,
+            **({"quantize": self.storage.form} if self.storage.form != NONE else {}),
         }
         staged_s = time.perf_counter() - begin
         self._savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s))
@@ -574,6 +595,7 @@ class Pipeline:
             raise
         finally:
             self._generation += 1
+            self.chain.forget()
         self._whole = True
         self._recent.clear()  # of the state that is replaced
         self.skipped = 0
@@ -591,11 +613,12 @@ class Pipeline:
         folder: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
+        merge: bool = False,
         max_shard_bytes: int = 4 * 2**30,
         tokenizer: Any = None,
     ) -> Path:
-        """Write a folder for ``AutoModelForCausalLM.from_pretrained`` (for a ``peft`` model its adapter); on all
-        ranks.
+        """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
+        ``merge`` puts into the weights of the whole model instead; on all ranks.
         """
         self._require_whole()
         self.drain()
@@ -604,6 +627,7 @@ class Pipeline:
             folder,
             self.parameter,
             dtype=dtype,
+            merge=merge,
             max_shard_bytes=max_shard_bytes,
             is_writer=self.world.rank == 0,
             tokenizer=tokenizer,
@@ -623,6 +647,7 @@ class Pipeline:
             gradient=self.reduce_dtype.itemsize,
             master=self.storage.master_dtype.itemsize,
             optimizer_states=self.optimizers.states_per_element,
+            unpacked=self.chain.unpacked_elements,
         )
         hidden = self.chain.config.get_text_config().hidden_size
         own = -(-tokens // self.sequence_ranks)

@@ -73,7 +73,8 @@ class Bench:
         types = getattr(self.chain.config.get_text_config(), "layer_types", None)
         found: dict[tuple, list[int]] = {}
         for block, spec in enumerate(self.chain.blocks):
-            shapes = tuple(slot.shape for unit in spec.units for slot in self.chain.units[unit].slots)
+            units = [self.chain.units[unit] for unit in spec.units]
+            shapes = tuple((unit.trainable, slot.shape) for unit in units for slot in unit.slots)
             kind = spec.kind, shapes, types[block - 1] if types and spec.kind == "layer" else None, spec.needs_backward
             found.setdefault(kind, []).append(block)
         return found

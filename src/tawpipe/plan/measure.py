@@ -11,17 +11,20 @@ from typing import Any
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.model.build import OWN_ROPE, build_model, longest_allowed
+from tawpipe.model.adapters import adapter_facts
+from tawpipe.model.build import NO_ADAPTER, OWN_ROPE, build_model, longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
-from tawpipe.model.settings import RopeSettings
+from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
-from tawpipe.plan.profile import Profile, estimate, measure, size_of
+from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
+from tawpipe.plan.updates import states_of
+from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -83,8 +86,11 @@ def request_of(
     memory_bytes: int | None = None,
     settings: ScheduleSettings = DEFAULT,
     rope: RopeSettings = OWN_ROPE,
+    lora: LoraSettings = NO_ADAPTER,
+    frozen: Sequence[str] = (),
     trust_remote_code: bool = False,
     why_whole: str = "",
+    optimizer: OptimizerFactory = USUAL,
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> PlanRequest:
@@ -99,7 +105,10 @@ def request_of(
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``PlanRequest``.
         rope: rotary positions instead of the model's own.
+        lora: an adapter on the model.
+        frozen: patterns of names of parameters that are not trained.
         why_whole: the reason why rows may not be cut, if they may not.
+        optimizer: whose states and updates are planned for.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
@@ -126,6 +135,8 @@ def request_of(
         max_positions=row,
         longest=1 if sequence_length is None else max(documents),
         rope=rope,
+        lora=lora,
+        frozen=frozen,
         trust_remote_code=trust_remote_code,
     )
     made = Chain(built.model)
@@ -140,7 +151,7 @@ def request_of(
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
-    ranks = settings.sequence_ranks or 1
+    ranks, states = settings.sequence_ranks or 1, states_of(optimizer, made.units)
 
     def asked(found: Profile) -> PlanRequest:
         if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
@@ -158,14 +169,15 @@ def request_of(
             micro_batch=micro_batch,
             sequence_length=row,
             size=size_of(documents * micro_batch, found.windows),
-            widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, 2, exact=_exact(made, dtype, master)),
+            widths=Widths(dtype.itemsize, reduce.itemsize, master.itemsize, states, exact=_exact(made, dtype, master)),
             memory_bytes=int(limit),
             flops=(chain_flops(made, documents) or 0.0) * global_batch,
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
-            drops=_drops(made.config),
+            drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
+            needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 
@@ -184,6 +196,7 @@ def request_of(
         "chunk_tokens": chunk,
         "packed": len(documents) > 1,
         "row": row,
+        "optimizer": optimizer,
         "chunks": chunks,
         "tell": tell,
     }
@@ -254,7 +267,7 @@ def _profile(
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
     dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
-    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk)
+    found = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk, optimizer=measuring["optimizer"])
     if (sizes := measuring["chunks"](found)) is None:
         return replace(found, in_chunks=())
     why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()

@@ -145,7 +145,9 @@ class _Task:
         self.full_duplex = [link.full_duplex for link in links]
         weights, gradients = far_widths(step.settings, widths)
         self.sizes = tuple([home.padded * width for home in homes] for width in (gradients, weights))
-        self.kept = np.array([unit.numel * widths.at_home(trainable=unit.trainable) for unit in model.units])
+        self.kept = np.array(
+            [one.numel * widths.at_home(unit, trainable=one.trainable) for unit, one in enumerate(model.units)]
+        )
 
         assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
         tour = step.strategy.tour(step)

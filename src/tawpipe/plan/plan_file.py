@@ -86,6 +86,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "units": _packed([unit.numel, unit.trainable] for unit in model.units),
         "profile": {
             "update_s": profile.update_s,
+            "update_of": list(profile.update_of),
             "memory": json.loads(json.dumps(asdict(memory))),  # YAML has no tuples
             "source": profile.source,
         },
@@ -126,7 +127,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             profile=_profile(costs, **content["profile"]),
             machine=machine_from(content["machine"], where=where),
             size=replace(size, within=tuple((window, pairs) for window, pairs in size.within)),
-            widths=Widths(**content["widths"]),
+            widths=_widths(**content["widths"]),
             settings=ScheduleSettings(**content.get("settings", first_format)),
             **{name: content[name] for name in NUMBERS},
             **{name: content.get(name, 0) for name in SYSTEM},
@@ -162,7 +163,14 @@ def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> Sch
     return made if made.sequence_chunk else replace(made, offload_dir="")  # whole rows wait in no files
 
 
-def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **memory: Any) -> Profile:
+def _widths(*, optimizer_states: float | list[float], **widths: int) -> Widths:
+    of_units = tuple(optimizer_states) if isinstance(optimizer_states, list) else optimizer_states
+    return Widths(optimizer_states=of_units, **widths)
+
+
+def _profile(
+    blocks: tuple[BlockCost, ...], *, update_s: float, source: str, update_of: Iterable[float] = (), **memory: Any
+) -> Profile:
     """A profile; earlier versions knew one working set for all blocks."""
     if "memory" in memory:
         known = BlockMemory(**memory["memory"])
@@ -170,7 +178,7 @@ def _profile(blocks: tuple[BlockCost, ...], *, update_s: float, source: str, **m
             kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
             for kind, of_kind in known.working.items()
         }
-        return Profile(blocks, update_s, replace(known, working=lines), source)
+        return Profile(blocks, update_s, replace(known, working=lines), source, update_of=tuple(update_of))
     line = {f"backward {name}": (memory["fixed_working"], memory["working"]) for name in RECOMPUTE}
     known = BlockMemory(memory["boundary"], memory["kept"], {"layer": line, "head": line})
     return Profile(blocks, update_s, known, source)

@@ -21,6 +21,8 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, key_width, met_elements, windows
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
+from tawpipe.plan.updates import Updates, estimated, measured
+from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.balance import LayerKind, Work
 from tawpipe.schedule.footprint import BlockMemory
@@ -28,10 +30,10 @@ from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, size_of
 
 EFFICIENCY = 0.5
 """Share of a device's peak that is reached where nothing was measured: what good trainers report for large layers."""
-UPDATE_BYTES = 28
-"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three and a copy written."""
 ESTIMATED_BYTES_PER_S = 1e12
 """Rate of a device's memory where nothing was measured."""
+USUAL = adamw()
+"""The optimizer whose updates are timed where nobody has said which it is."""
 REPEATS = 3
 LONG_S = 4.0
 """Seconds that the longest row in chunks may take that is run."""
@@ -45,7 +47,8 @@ class Profile:
 
     Args:
         blocks: costs of every block.
-        update_s: of the optimizer, for one element.
+        update_s: of the optimizer, for one element, on the mean.
+        update_of: the same for every unit; empty where they are alike.
         memory: what a micro-batch needs in them.
         source: in words, for the reader.
         in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
@@ -61,6 +64,7 @@ class Profile:
     in_chunks: tuple[BlockCost, ...] = ()
     cuts: bool = False
     why_whole: str = ""
+    update_of: tuple[float, ...] = ()
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -96,6 +100,8 @@ def fit(sizes: Sequence[MicroBatchSize], seconds: Sequence[float], chunks: Seque
     counts = chunks or [1] * len(sizes)
     terms = np.array([[count, size.tokens, size.pairs] for count, size in zip(counts, sizes, strict=True)])
     target = np.array(seconds)
+    if not target.any():  # a backward pass that there is none of
+        return Seconds()
     scaled, ones = terms / target[:, None], np.ones(len(target))
     chosen = [0, 1, 2]
     while chosen:
@@ -116,6 +122,7 @@ def measure(
     chunk_tokens: int = 1024,
     packed: bool = False,
     timed: bool = True,
+    optimizer: OptimizerFactory = USUAL,
     row: int = 0,
     chunks: Callable[[Profile], Sequence[int] | None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
@@ -127,6 +134,7 @@ def measure(
         chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
         packed: rows hold several documents.
         timed: False for memory alone, which takes less time; all seconds are 0.
+        optimizer: whose updates are timed.
         row: tokens of the rows that are asked about.
         chunks: is given the profile of whole rows, and says in chunks of which sizes rows should be looked at,
             ascending; none where only shares of rows are asked about, None where rows stay whole.
@@ -152,7 +160,8 @@ def measure(
         forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
         costs |= dict.fromkeys(blocks, BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window))
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
-    whole = Profile(in_order, clock.update_seconds(), memory, source)
+    update_s, update_of = clock.updates(optimizer)
+    whole = Profile(in_order, update_s, memory, source, update_of=update_of)
     return _with_chunks(whole, clock, chunks, tokens, row)
 
 
@@ -177,7 +186,14 @@ def _with_chunks(
     return replace(whole, memory=memory, in_chunks=blocks)
 
 
-def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: int = 1024) -> Profile:
+def estimate(
+    chain: Chain,
+    *,
+    dtype: torch.dtype,
+    flops: float,
+    chunk_tokens: int = 1024,
+    optimizer: OptimizerFactory = USUAL,
+) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
     A token is multiplied with every weight of a layer that it meets, of a mixture those of the experts that it is sent
@@ -194,18 +210,22 @@ def estimate(chain: Chain, *, dtype: torch.dtype, flops: float, chunk_tokens: in
         per_token = 0.0 if block.kind == "embedding" else 2 * met_elements(chain, number) / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        backward = Seconds(0.0, 3 * per_token, 3 * per_pair)  # the head's has its forward pass in it
+        trained = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].trainable)
+        passes = 2 + trained / max(1, numel)  # frozen weights have no gradients; the head's has its forward pass in it
+        backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window))
         again = replace(backward, per_token=backward.per_token + 2 * projected / rate)
         in_chunks.append(replace(blocks[-1], backward=again) if block.kind == "layer" else blocks[-1])
+    update_s, update_of = estimated(optimizer, chain.units, rate, ESTIMATED_BYTES_PER_S)
     largest = max(sum(chain.units[u].numel for u in block.units) for block in chain.blocks if block.kind == "layer")
     return Profile(
         tuple(blocks),
-        UPDATE_BYTES / ESTIMATED_BYTES_PER_S,
+        update_s,
         estimate_memory(chain, dtype=dtype, chunk_tokens=chunk_tokens),
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
         tuple(in_chunks),
+        update_of=update_of,
     )
 
 
@@ -247,9 +267,8 @@ class Clock:
                 torch.autograd.backward(forward(case.hidden.detach().requires_grad_()), case.hidden)
 
             is_head = spec.kind == "head"
-            trained = any(chain.units[unit].trainable for unit in spec.units)
             forward_s = self._time(head if is_head else lambda: forward(case.hidden), grad=False)
-            backward_s = self._time(head if is_head else backward, grad=True) if is_head or trained else 0.0
+            backward_s = self._time(head if is_head else backward, grad=True) if is_head or spec.needs_backward else 0.0
         return forward_s, backward_s
 
     def in_chunks(self, whole: Profile, tokens: int, row: int, least: int) -> tuple[BlockCost, ...]:
@@ -319,10 +338,7 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def update_seconds(self, elements: int = 4_000_000) -> float:
-        """Seconds of AdamW for one element."""
-        value = torch.nn.Parameter(torch.zeros(elements, device=self.device))
-        value.grad = torch.ones_like(value)
+    def updates(self, factory: OptimizerFactory) -> Updates:
+        """Seconds of the optimizer for one element, and for one of every unit."""
         self._doing = "the optimizer"
-        optimizer = torch.optim.AdamW([value], fused=True)
-        return self._time(lambda: optimizer.step(), grad=False) / elements
+        return measured(factory, self.bench.chain.units, self.device, lambda run: self._time(run, grad=False))

@@ -46,6 +46,7 @@ class PlanRequest:
         key_value_bytes: of a layer's keys and values, for every token; 0 if unknown.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
+        needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
 
@@ -65,6 +66,7 @@ class PlanRequest:
     communicator_bytes: int = 0
     drops: bool = False
     key_value_bytes: int = 0
+    needs_whole: str = ""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -128,6 +130,7 @@ class PlanRequest:
             weight_bytes=self.widths.weight,
             gradient_bytes=self.widths.gradient,
             update_s=profile.update_s,
+            update_of=profile.update_of,
             size=self.size,
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
@@ -165,7 +168,12 @@ class PlanRequest:
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
         shares = share_in_sets(self.micro_batches, self.topology, settings)
-        return step_of(self.model, self.topology, settings, shares, strategy=strategy)
+        step = step_of(self.model, self.topology, settings, shares, strategy=strategy)
+        for unit, home in zip(self.model.units, step.homes, strict=True):
+            if self.needs_whole and step.strategy.runs and unit.trainable and len(home.ranks) > 1:
+                expected = f"one that keeps whole units, for {self.needs_whole}, which looks at whole matrices"
+                raise UserError("schedule.strategy", step.strategy.name, f"{expected}: tawpipe-whole")
+        return step
 
     def compute_s(self, step: StepSpec) -> float:
         """Seconds in which a device computes its share of one micro-batch, forward and backward."""

@@ -138,7 +138,7 @@ class Compute:
         """Blocks that have been seen to give the same twice."""
         self._held: dict[Buffer, Any] = {}
         self._bound: dict[int, Tensor] = {}
-        """Unit -> the buffer that its parameters are views of."""
+        """Unit -> what its parameters are views of."""
         self._places: dict[tuple[Buffer, torch.dtype], Room] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
         self.places = Places(chain.device, offload_dir)
@@ -491,8 +491,7 @@ class Compute:
     def _bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         if action.weights:
             for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
-                self.chain.bind(unit, buffers[buffer])
-                self._bound[unit] = buffers[buffer]
+                self._bound[unit] = self.chain.bind(unit, buffers[buffer])
 
     def _release(self, action: Action) -> None:
         """End a computation: whatever reads a weight outside of its visit finds NaN, and what is not needed goes."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,9 @@ class BlockCompute(Protocol):
 class Optimizers(Protocol):
     """``UnitOptimizers``, or something that stands for it in a measurement."""
 
-    def step(self, unit: int, finite: Tensor | None, rate: float) -> None: ...
+    def step(
+        self, unit: int, finite: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None
+    ) -> None: ...
 
 
 class StepResult:
@@ -120,7 +122,8 @@ class UpdateRule:
 
     Args:
         clip_norm: largest global norm, None for no clipping; None where updates are early.
-        rate: multiplies every initial learning rate.
+        rate: multiplies every learning rate.
+        chosen: options of the optimizers' groups, see ``UnitOptimizers.step``.
         memory: of numbers that were not finite: 1, and no later step changes the weights either; 0, and each step is
             looked at by itself.
     """
@@ -128,6 +131,7 @@ class UpdateRule:
     clip_norm: float | None = 1.0
     rate: float = 1.0
     memory: float = 1.0
+    chosen: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -355,5 +359,6 @@ class Executor:
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
         self._buffers[home_gradient(action.unit)].mul_(self._factor)
-        self.optimizers.step(action.unit, self._finite if NORM in action.reads else None, step.rule.rate)
+        finite = self._finite if NORM in action.reads else None
+        self.optimizers.step(action.unit, finite, step.rule.rate, step.rule.chosen)
         self.storage.refresh(action.unit)

@@ -76,7 +76,7 @@ class LossByPosition:
         """Mean loss per token over all ranks, by the edge of its bucket; None where no token counts. Call on all ranks,
         with nothing under way.
         """
-        pairs = zip(self.edges, *_over_ranks(world, self._sums, self._tokens), strict=True)
+        pairs = zip(self.edges, *over_ranks(world, self._sums, self._tokens), strict=True)
         return {str(edge): total / count if count else None for edge, total, count in pairs}
 
 
@@ -137,10 +137,10 @@ class AnswersByRow:
 
     def answers(self, world: World) -> list[Answer]:
         """Of every row, over all ranks. Call on all ranks, with nothing under way."""
-        return [Answer(*row) for row in zip(*_over_ranks(world, self._sums, self._right, self._tokens), strict=True)]
+        return [Answer(*row) for row in zip(*over_ranks(world, self._sums, self._right, self._tokens), strict=True)]
 
 
-def _over_ranks(world: World, *numbers: Tensor) -> list[list[float]]:
+def over_ranks(world: World, *numbers: Tensor) -> list[list[float]]:
     """The sums of vectors over all ranks, element by element, in the order of the ranks."""
     everyone = world.together(lambda: [each.tolist() for each in numbers])
     return [[sum(own) for own in zip(*each, strict=True)] for each in zip(*everyone, strict=True)]

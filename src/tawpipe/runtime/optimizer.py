@@ -1,35 +1,69 @@
-"""Optimizers on home stripes: one per unit, so that a unit can be updated by itself; and the norm of gradients.
+"""Factories of optimizers: what they are given, what they may return, and the trial that each has to pass; and the norm
+of gradients.
 
-A stripe is a one-dimensional piece of some parameters, so only optimizers that treat every element by itself are right
-here.
+A factory is given one-dimensional pieces, for which only optimizers that treat every element by itself are right, or,
+where it asks for them, whole matrices, which only homes on one device have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.storage import Piece, Storage, piece_of
+from tawpipe.runtime.storage import HomePiece, Piece, piece_of
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
-"""Makes an optimizer for a list of parameters, each of which is a one-dimensional piece of one of the model's: for
-example ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. It is called for every unit by itself. ``piece_of``
-says of a parameter what it is a piece of, so that groups (no decay for vectors) can be chosen."""
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+"""Makes an optimizer, or several that share them, for a list of parameters, each of which is a one-dimensional piece of
+one of the model's: for example ``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``. It is called for every unit
+by itself. ``piece_of`` says of a parameter what it is a piece of, so that groups (no decay for vectors) can be chosen.
+Under ``whole_matrices`` it is given whole parameters."""
 
-States = dict[int, list[Mapping[str, Any]]]
-"""Unit to the optimizer's state of each of its pieces; empty where it has none."""
-
-CONTRACT = "a factory: it is given a list of nn.Parameter, one-dimensional pieces of the model's parameters"
+WHOLE_ADVICE = 'tawpipe.whole_matrices(factory) with schedule="tawpipe-whole" is given whole matrices'
+OF_A_UNIT = "those of one unit, which may have no matrix or no vector"
+CONTRACT = (
+    f"a factory: it is given a list of nn.Parameter ({OF_A_UNIT}), one-dimensional pieces of the model's; "
+    f"{WHOLE_ADVICE}"
+)
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
 PROBE = (Piece("probe.weight", (4, 6), 0),)
 AT_ONCE = 2**16
 """Elements that are converted at once on a CPU; twice as many bytes as in fp32 stay in its cache."""
+
+
+@dataclass(frozen=True)
+class WholeMatrices:
+    """A factory that is given whole parameters in their own shape; see ``whole_matrices``."""
+
+    factory: OptimizerFactory
+
+    @property
+    def __name__(self) -> str:
+        return name_of(self.factory)
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer | Sequence[Optimizer]:
+        return self.factory(parameters)
+
+
+def whole_matrices(factory: OptimizerFactory) -> WholeMatrices:
+    """The same factory for an optimizer that looks at whole matrices (Muon, Adafactor, Shampoo).
+
+    Every parameter that it is given is whole and has its own shape; one of several matrices (``[experts, rows,
+    columns]``) comes as these, one by one. So all of a unit has to be on one device: under ``tawpipe-whole``, or with
+    one process under any strategy.
+    """
+    return WholeMatrices(factory)
+
+
+def name_of(factory: OptimizerFactory) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)
 
 
 def adamw(
@@ -42,46 +76,125 @@ def adamw(
     """AdamW with decay for matrices and none for vectors (norms, biases); fused where torch has it."""
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        groups = [
-            {"params": [p for p in parameters if len(piece_of(p).shape) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if len(piece_of(p).shape) < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+        groups = decayed(parameters, weight_decay)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
     return make
 
 
-def make_optimizer(factory: OptimizerFactory, parameters: Sequence[Any]) -> Optimizer:
-    """The optimizer that a factory makes for marked parameters.
+def decayed(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of parameters: matrices, which decay, and vectors, which do not."""
+    groups = [
+        {"params": [p for p in parameters if len(piece_of(p).shape) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if len(piece_of(p).shape) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizers(factory: OptimizerFactory, parameters: Sequence[Any]) -> tuple[Optimizer, ...]:
+    """The optimizers that a factory makes for marked parameters.
 
     Raises:
-        UserError: it cannot work on them, leaves some out or adds others.
+        UserError: it cannot work on them, leaves some out, takes some twice or adds others.
     """
-    name = getattr(factory, "__name__", type(factory).__name__)
+    name = name_of(factory)
+    whole = isinstance(factory, WholeMatrices)
     try:
         made = factory(list(parameters))
     except Exception as error:  # a factory may raise anything
-        raise UserError("optimizer", name, f"{CONTRACT}; {BY_SHAPE} ({type(error).__name__}: {error})") from error
-    if not isinstance(made, Optimizer):
-        raise UserError("optimizer", name, f"a factory that returns a torch.optim.Optimizer, not {made!r}")
-    taken = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+        contract = f"a factory: it is given a list of whole nn.Parameter ({OF_A_UNIT})" if whole else CONTRACT
+        raise UserError("optimizer", name, f"{contract}; {BY_SHAPE} ({type(error).__name__}: {error})") from error
+    found = list(made) if isinstance(made, list | tuple) else [made]
+    several = tuple(one for one in found if isinstance(one, Optimizer))
+    if not several or len(several) < len(found):
+        raise UserError("optimizer", name, f"a factory that returns a torch.optim.Optimizer, or several, not {made!r}")
+    name = "+".join(type(one).__name__ for one in several)
+    taken = [id(parameter) for one in several for group in one.param_groups for parameter in group["params"]]
     if left := [piece_of(parameter).name for parameter in parameters if id(parameter) not in taken]:
         expected = f"an optimizer for all parameters that it is given: it leaves out {left[0]}"
         hint = "requires_grad_(False) before Pipeline is made freezes a parameter"
-        raise UserError("optimizer", type(made).__name__, f"{expected} ({hint}; {BY_SHAPE})")
-    if taken - {id(parameter) for parameter in parameters}:
-        raise UserError("optimizer", type(made).__name__, f"parameters that are given and no others; {CONTRACT}")
-    return made
+        raise UserError("optimizer", name, f"{expected} ({hint}; {BY_SHAPE})")
+    if len(set(taken)) < len(taken):
+        raise UserError("optimizer", name, "every parameter in one optimizer and in one group")
+    if set(taken) - {id(parameter) for parameter in parameters}:
+        raise UserError("optimizer", name, f"parameters that are given and no others; {CONTRACT}")
+    return several
 
 
-def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> tuple[str, int]:
-    """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
+class Tried(NamedTuple):
+    """What a trial of a factory has shown.
+
+    Args:
+        name: of the optimizers' classes.
+        states: how many tensors of a parameter's size they keep for it; on the mean of all elements, where matrices are
+            whole.
+        options: of every parameter's group, by the parameter's name, with its class before them.
+    """
+
+    name: str
+    states: float
+    options: dict[str, list[Any]]
+
+
+def check_whole(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> Tried:
+    """Let the optimizers make a step on small matrices with the names of real ones.
 
     Args:
         pieces: name whole parameters.
 
-    Returns:
-        the name of the optimizer's class, and how many tensors of a parameter's size it keeps for it.
+    Raises:
+        UserError: they cannot, with their name.
+    """
+    generator = torch.Generator().manual_seed(0)
+    matrices: list[HomePiece] = []
+    for piece in pieces:
+        shape = tuple(min(size, 4 + 2 * at) for at, size in enumerate(piece.shape))
+        small = Piece(piece.name, shape, 0, piece.in_layer)
+        value = small.mark(torch.randn(math.prod(shape), generator=generator))
+        value.grad = torch.randn(value.shape, generator=generator)
+        whole = HomePiece(piece.name, shape, 0, piece.in_layer, value=value)
+        for matrix in whole.matrices():
+            gradient, at = matrix.gradient, Piece(piece.name, piece.shape, matrix.start, piece.in_layer)
+            value = at.mark(matrix.value.detach())
+            value.grad = gradient
+            matrices.append(HomePiece(piece.name, piece.shape, matrix.start, piece.in_layer, value=value))
+    made = make_optimizers(factory, [matrix.value for matrix in matrices])
+    name = _names(made)
+    try:
+        for one in made:
+            one.step()
+    except Exception as error:  # an optimizer may raise anything
+        raise UserError("optimizer", name, f"it must work on whole parameters ({error})") from error
+    first = {matrix.name: matrix for matrix in reversed(matrices)}
+    states = sum(_elements_kept(made, matrix) for matrix in first.values())
+    return Tried(name, states / max(1, sum(piece.numel for piece in pieces)), _options(made))
+
+
+def _elements_kept(made: Sequence[Optimizer], small: HomePiece) -> int:
+    """Elements of the states of a real parameter, by those of a small matrix that stands for it."""
+    value = small.value
+    shape = small.shape[-value.ndim :] if value.ndim else ()
+    number, kept = small.numel // max(1, math.prod(shape)), 0
+    for state in state_of(made, value).values():
+        if isinstance(state, Tensor) and state.ndim:
+            sizes = [
+                size if state.ndim == value.ndim and own == tried else own
+                for own, tried, size in zip(state.shape, value.shape, shape, strict=False)
+            ]
+            kept += math.prod(sizes)
+    return kept * number
+
+
+def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
+    """What optimizers keep for a parameter; empty where nothing is."""
+    return next((one.state[value] for one in made if value in one.state), {})
+
+
+def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> Tried:
+    """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
+
+    Args:
+        pieces: name whole parameters.
 
     Raises:
         UserError: an element's update depends on other elements or on how a parameter is cut, with the optimizer's
@@ -97,136 +210,61 @@ def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE
         for piece, start, gradient in zip(pieces, starts, gradients, strict=True):
             middle = [start.numel() // 3] if cut and start.numel() > 2 else []
             for a, b in pairwise([0, *middle, start.numel()]):
-                part = piece if not a else Piece(piece.name, piece.shape, a)
+                part = piece if not a else Piece(piece.name, piece.shape, a, piece.in_layer)
                 parts.append((part.mark(start.flatten()[a:b].clone()), gradient[:, a:b]))
-        optimizer = make_optimizer(factory, [value for value, _ in parts])
-        name = type(optimizer).__name__
-        options.append(_options(optimizer))
+        made = make_optimizers(factory, [value for value, _ in parts])
+        name = _names(made)
+        options.append(_options(made))
         try:
             for step in range(3):
                 for value, gradient in parts:
                     value.grad = gradient[step].clone()
-                optimizer.step()
+                for optimizer in made:
+                    optimizer.step()
         except Exception as error:  # an optimizer may raise anything
-            expected = f"it must work on one-dimensional pieces of parameters ({error})"
+            expected = f"it must work on one-dimensional pieces of parameters ({error}); {WHOLE_ADVICE}"
             raise UserError("optimizer", name, expected) from error
         for value, _ in parts:
-            kept = [one for one in optimizer.state.get(value, {}).values() if isinstance(one, Tensor) and one.ndim == 1]
+            kept = [one for one in state_of(made, value).values() if isinstance(one, Tensor) and one.ndim == 1]
             states = max(states, sum(one.numel() == value.numel() for one in kept))
         results.append(torch.cat([value.detach() for value, _ in parts]))
     shaped = [piece.mark(start.clone()) for piece, start in zip(pieces, starts, strict=True)]
     try:
-        options.append(_options(factory(shaped)))
+        options.append(_options(make_optimizers(factory, shaped)))
     except Exception:  # it counts on pieces that have one dimension, as they do
         options.append(options[0])
     for piece in pieces:
         if any(other.get(piece.name) != options[0].get(piece.name) for other in options[1:]):
             expected = f"groups that do not depend on p.ndim or p.shape of a piece p, as that of {piece.name} does"
-            raise UserError("optimizer", name, f"{expected}: p has one dimension; use tawpipe.piece_of(p).shape")
+            raise UserError(
+                "optimizer", name, f"{expected}: p has one dimension; use tawpipe.piece_of(p).shape; {WHOLE_ADVICE}"
+            )
     if not torch.allclose(results[0], results[1], rtol=1e-5, atol=1e-7):
         expected = "an optimizer that treats every element by itself (AdamW, Adam, SGD, RMSprop, ...)"
-        raise UserError("optimizer", name, f"{expected}; this one gives other numbers when a parameter is cut")
-    return name, states
+        words = f"{expected}; this one gives other numbers when a parameter is cut; {WHOLE_ADVICE}"
+        raise UserError("optimizer", name, words)
+    return Tried(name, states, options[0])
 
 
-def _options(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """The options of every parameter's group, by the parameter's name; alike ones once."""
+def _names(made: Sequence[Optimizer]) -> str:
+    return "+".join(sorted({type(one).__name__ for one in made}))
+
+
+def _options(made: Sequence[Optimizer]) -> dict[str, list[Any]]:
+    """The options of every parameter's group, by the parameter's name, after its class; alike ones once."""
     options: dict[str, list[Any]] = {}
-    for group in optimizer.param_groups:
-        said: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            own = options.setdefault(piece_of(parameter).name, [type(optimizer)])
-            if said not in own:
-                own.append(said)
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            said: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
+            for parameter in group["params"]:
+                own = options.setdefault(piece_of(parameter).name, [type(optimizer)])
+                if said not in own:
+                    own.append(said)
     return options
-
-
-def _begins_unset(optimizer: Optimizer) -> bool:
-    """torch's fused SGD makes its momentum in the first step, and leaves it unset if that one is left out."""
-    return isinstance(optimizer, torch.optim.SGD) and not optimizer.state
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-class UnitOptimizers:
-    """The optimizers of one rank, one per trainable unit with a home here.
-
-    ``name`` is that of their class, ``states_per_element`` how many tensors of a parameter's size they keep for it.
-    """
-
-    def __init__(self, storage: Storage, factory: OptimizerFactory) -> None:
-        trainable = [unit for unit in storage.units if unit.trainable]
-        # Every unit on every rank, whoever has its home: all refuse alike.
-        tried = [
-            check_elementwise(factory, [Piece(slot.name, slot.shape, 0) for slot in unit.slots]) for unit in trainable
-        ] or [check_elementwise(factory)]
-        self.name = "+".join(sorted({name for name, _ in tried}))
-        self.states_per_element = max(states for _, states in tried)
-        self.pieces = {u.index: pieces for u in trainable if (pieces := storage.pieces.get(u.index))}
-        self._factory = factory
-        self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
-
-    def _make(self, values: Sequence[Tensor]) -> Any:
-        optimizer = make_optimizer(self._factory, values)
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        return optimizer
-
-    def states(self) -> States:
-        """The states that the optimizers hold now."""
-        return {
-            unit: [self.optimizers[unit].state.get(piece.value, {}) for piece in pieces]
-            for unit, pieces in self.pieces.items()
-        }
-
-    def full_states(self) -> States:
-        """The states, and for a unit that has none those that its optimizer would hold after a step: something to load
-        into, made by a stand-in.
-        """
-        states = self.states()
-        for unit, pieces in self.pieces.items():
-            if all(states[unit]):
-                continue
-            values = [piece.mark(torch.zeros_like(piece.value)) for piece in pieces]
-            for value in values:
-                value.grad = torch.zeros_like(value)
-            stand_in = self._make(values)
-            stand_in.step()
-            states[unit] = [stand_in.state.get(value, {}) for value in values]
-        return states
-
-    def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
-        """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
-        for unit, optimizer in self.optimizers.items():
-            optimizer.state.clear()
-            for piece, state in zip(self.pieces[unit], states.get(unit, ()), strict=False):
-                if state:
-                    optimizer.state[piece.value] = state
-
-    def step(self, unit: int, finite: Tensor | None, rate: float) -> None:
-        """Update the unit from its home gradients, unless ``finite`` is zero.
-
-        Args:
-            finite: a one-element tensor on the device of the gradients; None for no such condition.
-            rate: multiplies every group's initial learning rate.
-        """
-        optimizer: Any = self.optimizers.get(unit)
-        if optimizer is None:
-            return
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * rate
-        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if on_device and not (self.states_per_element and _begins_unset(optimizer)):
-            # The fused step looks at this flag on the device: no host sync for the finite check.
-            optimizer.grad_scale, optimizer.found_inf = (
-                None,
-                None if finite is None else (finite == 0).to(torch.float32),
-            )
-        elif finite is not None and not bool(finite):
-            return
-        optimizer.step()
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,10 +2,12 @@
 
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
 trainable, and the compute copy, which has the compute dtype and travels (the master itself where the dtypes are the
-same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches.
+same). Optimizer parameters are views of the master stripe, one per model parameter that the stripe touches; where all
+of a parameter is here they can have its shape.
 
 A frozen unit's master is what travels, too, unless that would round its values: the exact ones are then kept in the
-host's memory, for exports and checkpoints.
+host's memory, for exports and checkpoints. Of a packed unit (`model.units.Packing`) stripes are bytes, and so are its
+pieces: master and compute copy are one tensor, with which nothing computes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,24 +24,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.units import Unit
+from tawpipe.model.quantized import NONE
+from tawpipe.model.units import Packing, Unit
 from tawpipe.model.weights import WeightSource
 from tawpipe.schedule.placement import Home
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The place of a one-dimensional piece in its model parameter.
+    """The place of a piece in its model parameter.
 
     Args:
         name: of the model parameter.
         shape: of the whole model parameter.
         start: first element of the piece in the flattened parameter.
+        in_layer: the parameter is one of a layer; False for those of the embedding side and of the head.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    in_layer: bool = True
 
     @property
     def numel(self) -> int:
@@ -49,12 +54,13 @@ class Piece:
     def mark(self, value: Tensor) -> nn.Parameter:
         """A Parameter of ``value``'s elements which ``piece_of`` knows."""
         parameter: Any = nn.Parameter(value)
-        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start)
+        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start, self.in_layer)
         return parameter
 
 
 def piece_of(parameter: Tensor) -> Piece:
-    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, and ``shape`` of the whole.
+    """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole, and
+    ``in_layer``.
 
     Raises:
         UserError: it is no such parameter.
@@ -71,17 +77,45 @@ class HomePiece(Piece):
     """The part of one model parameter that lives on this rank.
 
     Args:
-        value: view of the master stripe, 1-D; a Parameter whose ``grad`` is a view of the home gradient, or, where the
-            unit is frozen, a plain tensor.
+        value: view of the master stripe, 1-D, or a whole matrix; a Parameter whose ``grad`` is a view of the home
+            gradient, or, where the unit is frozen, a plain tensor.
     """
 
-    value: Tensor
+    value: Tensor = field(kw_only=True)
 
     @property
     def gradient(self) -> Tensor:
         """View of the home gradient, like ``value``; only of trainable units."""
         assert self.value.grad is not None
         return self.value.grad
+
+    def matrices(self) -> tuple[HomePiece, ...]:
+        """A whole trainable parameter in its own shape, in the same memory; several matrices (experts) one by one."""
+        number, shape = matrices_in(self.shape)
+        size = self.numel // number
+        return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
+
+    def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
+        piece = Piece(self.name, self.shape, part.start or 0, self.in_layer)
+        value = piece.mark(self.value.detach()[part].view(shape))
+        value.grad = self.gradient[part].view(shape)
+        return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
+
+
+def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """A parameter's number of matrices, and the shape of one of them; anything but a stack of matrices is one.
+
+    >>> matrices_in((8, 512, 256)), matrices_in((512, 256)), matrices_in((512, 1, 4))
+    ((8, (512, 256)), (1, (512, 256)), (1, (512, 1, 4)))
+    """
+    if len(shape) < 3 or min(shape[-2:]) < 2:
+        return 1, shape
+    return torch.Size(shape[:-2]).numel(), shape[-2:]
+
+
+def is_of_layer(unit: Unit, units: Sequence[Unit]) -> bool:
+    """True if only layers use a unit: neither the first block, the embedding side, nor the last, the head."""
+    return not {0, max(block for one in units for block in one.blocks)} & set(unit.blocks)
 
 
 class Storage:
@@ -130,20 +164,44 @@ class Storage:
         home = self.homes[unit.index]
         index, length = home.index(self.rank), home.stripe
         assert index is not None
+        if unit.packing is not None:
+            yield from self._cut_bytes(unit.packing, self.master[unit.index].view(torch.uint8), index)
+            return
+        in_layer = is_of_layer(unit, self.units)
         begin = index * length
         for slot in unit.slots:
             first, last = max(slot.offset, begin), min(slot.offset + slot.numel, begin + length)
             if first >= last:
                 continue
             cut = slice(first - begin, last - begin)
-            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset)
+            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset, in_layer)
             if unit.trainable:
                 value = piece.mark(value)
                 value.grad = self.gradient[unit.index][cut]
-            yield HomePiece(piece.name, piece.shape, piece.start, value)
+            yield HomePiece(piece.name, piece.shape, piece.start, in_layer, value=value)
+
+    @staticmethod
+    def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:
+        """The pieces of a packed unit: bytes, as if every parameter were a vector of them."""
+        begin = index * len(stripe)
+        for slot, place in zip(packing.slots, packing.places, strict=True):
+            first, last = max(place.begin, begin), min(place.end, begin + len(stripe))
+            if first < last:
+                shape, value = (place.end - place.begin,), stripe[first - begin : last - begin]
+                yield HomePiece(slot.name, shape, first - place.begin, value=value)
+
+    @property
+    def form(self) -> str:
+        """The form of packed units (`model.quantized`)."""
+        return next((unit.packing.form for unit in self.units if unit.packing is not None), NONE)
+
+    def _is_packed(self, unit: int) -> bool:
+        return self.units[unit].packing is not None
 
     def widen(self, unit: int) -> None:
         """Keep a frozen unit's values in the host's memory in the master dtype, if they are not."""
+        if self._is_packed(unit):
+            return
         if self.compute_copy[unit] is self.master[unit] and self.compute_dtype != self.master_dtype:
             self.master[unit] = self.compute_copy[unit].to("cpu", self.master_dtype)
             self.pieces[unit] = tuple(self._cut(self.units[unit]))
@@ -229,21 +287,29 @@ class Storage:
                         assert work is not None
                         work.wait()
                 elif home.index(self.rank) is not None:
-                    stripe = torch.empty(home.stripe, dtype=self.master_dtype)
+                    stripe = torch.empty(home.stripe, dtype=self._dtype_of(unit))
                     dist.recv(stripe, root, group=world)
                     self._put(unit.index, stripe)
         self.settle(world)
 
+    def _dtype_of(self, unit: Unit) -> torch.dtype:
+        """The dtype in which a unit is read and collected: the master's, or that of packed bytes."""
+        return self.master_dtype if unit.packing is None else self.compute_dtype
+
     @torch.no_grad()
     def _read(self, source: WeightSource, unit: Unit) -> Tensor:
-        """A unit with its padding, in the master dtype on the CPU."""
-        flat = torch.zeros(self.homes[unit.index].padded, dtype=self.master_dtype)
-        flat[: unit.numel] = source.unit(unit, dtype=self.master_dtype)
+        """A unit with its padding on the CPU."""
+        flat = torch.zeros(self.homes[unit.index].padded, dtype=self._dtype_of(unit))
+        values = source.unit(unit, dtype=self.master_dtype)
+        if unit.packing is None:
+            flat[: unit.numel] = values
+        else:
+            unit.packing.pack(values, flat)
         return flat
 
     def _put(self, unit: int, stripe: Tensor) -> None:
-        """Fill a home from its stripe in the master dtype."""
-        if not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
+        """Fill a home from its stripe, as it was read."""
+        if not self._is_packed(unit) and not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
             self.widen(unit)
         self.master[unit].copy_(stripe)
         self.refresh(unit)
@@ -252,7 +318,8 @@ class Storage:
     def collect(
         self, unit: Unit, world: dist.ProcessGroup | None, *, to: int = 0, gradient: bool = False
     ) -> Tensor | None:
-        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks.
+        """The whole unit (``numel`` elements, master dtype, CPU) on rank ``to``, None elsewhere; call on all ranks. A
+        packed one's numbers are those that blocks compute with.
 
         Args:
             gradient: its home gradient instead of its weights.
@@ -260,16 +327,21 @@ class Storage:
         home = self.homes[unit.index]
         index = home.ranks.index(self.rank) if self.rank in home.ranks else None
         held = self.gradient if gradient else self.master
-        mine = None if index is None else held[unit.index].to("cpu", self.master_dtype)
+        dtype = self._dtype_of(unit)
+        mine = None if index is None else held[unit.index].to("cpu", dtype)
         if self.rank != to:
             if mine is not None:
                 dist.send(mine, to, group=world)
             return None
-        flat = torch.empty(home.padded, dtype=self.master_dtype)
+        flat = torch.empty(home.padded, dtype=dtype)
         for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
             if rank == self.rank:
                 assert mine is not None
                 stripe.copy_(mine)
             else:
                 dist.recv(stripe, rank, group=world)
-        return flat[: unit.numel]
+        if unit.packing is None:
+            return flat[: unit.numel]
+        values = torch.empty(unit.numel, dtype=self.master_dtype)
+        unit.packing.unpack(flat, values)
+        return values

@@ -26,23 +26,27 @@ class Widths:
         weight: of weights that travel and compute.
         gradient: of gradients that are summed and travel.
         master: of weights and gradients at home.
-        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype.
+        optimizer_states: tensors of a parameter's size that the optimizer keeps, in the master's dtype; for every unit,
+            where they differ.
         exact: of a frozen weight's exact value in the host's memory; 0 where the weight's type holds it.
+        unpacked: elements of weights for which there is room besides, into which packed units are dequantised.
     """
 
     weight: int
     gradient: int
     master: int
-    optimizer_states: int
+    optimizer_states: float | tuple[float, ...]
     exact: int = 0
+    unpacked: int = 0
 
-    def at_home(self, *, trainable: bool) -> int:
-        """Bytes of an element where it lives: weight, gradient, optimizer state, the copy that travels; of a frozen one
-        only the latter.
+    def at_home(self, unit: int, *, trainable: bool) -> float:
+        """Bytes of an element of a unit where it lives: weight, gradient, optimizer state, the copy that travels; of a
+        frozen one only the latter.
         """
         if not trainable:
             return self.weight
-        return self.master * (2 + self.optimizer_states) + (self.weight if self.weight != self.master else 0)
+        states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
+        return self.master * (2 + states) + (self.weight if self.weight != self.master else 0)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ class Costs:
         strategy, schedule: in words.
         link_sent_bytes, link_received_bytes: for every node's link to the others.
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
-        buffer_bytes: pools of units and slices on their way, messages in 8 bits included.
+        buffer_bytes: pools of units and slices on their way, messages in 8 bits and what packed units are dequantised
+            into included.
         activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
         working_bytes: what computing a block takes besides, if that is known. Where it is, both are those of the moment
             at which they are most together.
@@ -186,25 +191,32 @@ def costs(
     ranks = schedule.played
     traffic = link_elements(schedule, physical=nodes)
     home = [
-        sum(schedule.home_elements(rank, trainable=t) * widths.at_home(trainable=t) for t in (True, False))
+        ceil(
+            sum(
+                home.stripe * widths.at_home(number, trainable=unit.trainable)
+                for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True))
+                if home.index(rank) is not None
+            )
+        )
         for rank in ranks
     ]
     buffers = [
         schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
         + scratch_bytes(schedule, rank)
+        + widths.unpacked * widths.weight
         for rank in ranks
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     held = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
     activations, computing = max(held, key=sum, default=(0, 0))
-    exact = [schedule.home_elements(rank, trainable=False) * widths.exact for rank in ranks]
+    exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     settings, units = schedule.step.settings, schedule.model.units
     left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(settings.offload_dir)
     far = far_widths(settings, widths)
     return Costs(
-        parameters=sum(unit.numel for unit in units),
+        parameters=sum(unit.parameters for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
         strategy=schedule.name + (", homes as given" if settings.homes else ""),
         schedule=(

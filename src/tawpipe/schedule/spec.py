@@ -15,11 +15,17 @@ class UnitSpec:
         numel: elements without padding.
         trainable: whether gradients and an update exist.
         blocks: the blocks that use it, ascending; two for a tied embedding.
+        packed: parameters in it where the elements are none but bytes of them, with which nothing computes; else 0.
     """
 
     numel: int
     trainable: bool
     blocks: tuple[int, ...]
+    packed: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.packed or self.numel
 
 
 @dataclass(frozen=True)

@@ -312,10 +312,15 @@ class Schedule:
         """Elements of all buffers of one kind on a rank."""
         return sum(pool.count * pool.elements for pool in self.pools[rank] if pool.kind is kind)
 
-    def home_elements(self, rank: int, *, trainable: bool) -> int:
-        """Elements of the stripes that live on ``rank``, of trainable or of frozen units."""
+    def home_elements(self, rank: int, *, trainable: bool, packed: bool = True) -> int:
+        """Elements of the stripes that live on ``rank``, of trainable or of frozen units.
+
+        Args:
+            packed: packed units count, too.
+        """
         units = zip(self.homes, self.model.units, strict=True)
-        return sum(home.stripe for home, unit in units if unit.trainable == trainable and home.index(rank) is not None)
+        wanted = (home for home, unit in units if unit.trainable == trainable and (packed or not unit.packed))
+        return sum(home.stripe for home in wanted if home.index(rank) is not None)
 
     def buffer_elements(self, rank: int) -> dict[Buffer, int]:
         """Elements of every pool buffer and home of one rank."""

@@ -124,7 +124,7 @@ class CostModel:
         between, inside: links between nodes and inside a node.
         between_of: links of single nodes that differ from ``between``. A transfer is bound by both its ends.
         weight_bytes, gradient_bytes: of an element that travels.
-        update_s: of the optimizer, for one element at home.
+        update_s: of the optimizer, for one element at home; ``update_of`` of every unit, where they differ.
         add_s: of one addition of a gradient element, where it arrives (ADD, and inside reductions).
         action_s: added to every action: handing it to its lane, and what its call costs whatever it does.
         sizes: of micro-batches, by their global index; ``size`` for all others.
@@ -148,6 +148,7 @@ class CostModel:
     weight_bytes: int = 4
     gradient_bytes: int = 4
     update_s: float = 0.0
+    update_of: tuple[float, ...] = ()
     add_s: float = 0.0
     action_s: float = 0.0
     size: MicroBatchSize = MicroBatchSize()
@@ -286,8 +287,9 @@ class CostModel:
         tokens = self._size(action.micro_batch).tokens
         return self.host.latency_s + self.host.busy_s(1, written * tokens, read * tokens)
 
-    def update_seconds(self, rank: int, elements: int) -> float:
-        return self.update_s * elements * self.compute_factor.get(rank, 1.0)
+    def update_seconds(self, rank: int, elements: int, unit: int) -> float:
+        each = self.update_of[unit] if self.update_of else self.update_s
+        return each * elements * self.compute_factor.get(rank, 1.0)
 
     def _block(self, block: int) -> BlockCost:
         if block >= len(self.blocks):

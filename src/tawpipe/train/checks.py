@@ -14,10 +14,11 @@ from pathlib import Path
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
+from tawpipe.options import Open
 from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.settings import parse_homes
 from tawpipe.schedule.strategies import strategies
-from tawpipe.train.config import TrainConfig, train_options
+from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
@@ -33,6 +34,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     check_bounds(config)
     config.check_data()
     config.rope.check()
+    config.lora.check()
+    if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
+        raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
+    if config.export.merge and not config.lora.active:
+        raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):
@@ -40,7 +46,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
 
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
-    _check_faults(config)
+    check_steps(config)
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
         raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
     if (folder := config.schedule.offload_dir) and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
@@ -61,13 +67,12 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
             setting = "max-document" if config.max_document else "sequence-length"
             expected = f"at most --{setting}, which is {config.document_tokens}"
             raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
+    _check_optimizer(config)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
     _check_packing(config)
     if config.micro_batch > config.global_batch:
         raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
-    if config.log.trace_step > config.steps:
-        raise UserError("--log.trace-step", config.log.trace_step, f"at most --steps, which is {config.steps}")
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
@@ -124,6 +129,48 @@ def naming_documents(config: TrainConfig) -> Iterator[None]:
         if config.packing != "balanced" or error.setting != "--sequence-length":
             raise
         raise UserError("--max-document", error.value, error.expected) from error
+
+
+def check_steps(config: TrainConfig) -> None:
+    """What is to happen in a step has one, as far as their number is known; called again when it is.
+
+    Raises:
+        UserError: it has none.
+    """
+    if isinstance(config.steps, Open):
+        parse_faults(config.inject)
+        return
+    optimizer = config.optimizer
+    if optimizer.decay_steps is not None and optimizer.decay_steps + optimizer.warmup_steps > config.steps > 0:
+        expected = f"at most --steps without the warm-up, which is {config.steps - optimizer.warmup_steps}"
+        raise UserError("--optimizer.decay-steps", optimizer.decay_steps, expected)
+    if config.log.trace_step > config.steps:
+        raise UserError("--log.trace-step", config.log.trace_step, f"at most --steps, which is {config.steps}")
+    _check_faults(config)
+
+
+def _check_optimizer(config: TrainConfig) -> None:
+    """Options belong to the optimizer and the schedule, and nothing is said twice."""
+    settings, usual = config.optimizer, OptimizerConfig()
+    if config.epochs is not None and not isinstance(config.steps, Open):
+        raise UserError("--epochs", config.epochs, "unset with --steps, or --steps unset: both say how long the run is")
+    if config.epochs is not None and config.streaming:
+        raise UserError("--epochs", config.epochs, "--steps with --streaming: how long a stream is, nobody knows")
+    if settings.warmup_ratio is not None and not isinstance(settings.warmup_steps, Open):
+        expected = "unset with --optimizer.warmup-steps: both say how long the warm-up is"
+        raise UserError("--optimizer.warmup-ratio", settings.warmup_ratio, expected)
+    takes = TAKES[settings.name]
+    for name in sorted({one for options in TAKES.values() for one in options} - set(takes)):
+        if (value := getattr(settings, name)) != getattr(usual, name):
+            has = ", ".join(other for other, options in TAKES.items() if name in options)
+            expected = f"unset under --optimizer.name {settings.name}; {has} have it"
+            raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
+    for name, schedules in SHAPES.items():
+        if (value := getattr(settings, name)) is not None and settings.schedule not in schedules:
+            expected = f"unset under --optimizer.schedule {settings.schedule}; {', '.join(schedules)} has it"
+            raise UserError(f"--optimizer.{name.replace('_', '-')}", value, expected)
+    if settings.name == "sgd" and isinstance(config.learning_rate, Open):
+        raise UserError("--learning-rate", "null", "a number under --optimizer.name sgd, for which none is usual")
 
 
 def _check_faults(config: TrainConfig) -> None:

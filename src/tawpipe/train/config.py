@@ -15,31 +15,49 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
-from tawpipe.model.settings import RopeSettings
-from tawpipe.options import Options, bounded
+from tawpipe.model.settings import LoraSettings, RopeSettings
+from tawpipe.options import Options, bounded, open_number
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
 
-Dtype = Literal["float32", "bfloat16", "float64"]
-
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning rate over time and gradient clipping."""
+    """The optimizer, its learning rate over time and gradient clipping."""
 
-    weight_decay: float = bounded(0.1, minimum=0)
-    """Decay of matrices. Vectors (norms, biases) are not decayed."""
+    name: Literal["adamw", "adam", "sgd", "rmsprop", "adafactor", "muon"] = "adamw"
+    """One of torch's. adafactor and muon look at whole matrices, which only tawpipe-whole has on one process; a plan
+    chooses it then. Under muon, embeddings, head, norms and biases are AdamW's."""
+    weight_decay: float = bounded(open_number(0.1), minimum=0)
+    """Decay of matrices. Vectors (norms, biases) are not decayed. null means by what the run starts from: 0.1 for
+    random weights, else 0."""
     beta1: float = bounded(0.9, minimum=0, below=1)
-    """Decay rate of the first moment."""
+    """Decay rate of the first moment, of AdamW and Adam."""
     beta2: float = bounded(0.95, minimum=0, below=1)
-    """Decay rate of the second moment."""
+    """Decay rate of the second moment, of AdamW and Adam."""
     eps: float = bounded(1e-8, above=0)
-    """Term in the denominator against division by zero."""
-    warmup_steps: int = bounded(10, minimum=0)
-    """Steps over which the learning rate rises linearly from zero."""
+    """Term in the denominator against division by zero, of AdamW, Adam and RMSprop."""
+    momentum: float | None = bounded(None, minimum=0, below=1)
+    """Of muon, sgd and rmsprop. null means 0.95, 0.9 and 0."""
+    muon_learning_rate: float | None = bounded(None, above=0)
+    """Highest learning rate of Muon's matrices, as its author counts. null scales their updates to be as large as those
+    of AdamW, so that --learning-rate does for all."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt", "cosine-restarts"] = "cosine"
+    """The learning rate after the warm-up: down to its least in a cosine, in a line or in several cosines
+    (cosine-restarts), not at all (constant), in the last steps alone (wsd: warm-up, stable, decay), or as one over the
+    root of the step (inverse-sqrt)."""
+    warmup_steps: int = bounded(open_number(10), minimum=0)
+    """Steps over which the learning rate rises linearly from zero. null means by what the run starts from: 10 for
+    random weights, else 3 % of the steps."""
+    warmup_ratio: float | None = bounded(None, minimum=0, maximum=1)
+    """The same as a share of the steps."""
     min_learning_rate_ratio: float = bounded(0.1, minimum=0, maximum=1)
-    """Share of --learning-rate at which the cosine ends after the last step."""
+    """Share of --learning-rate below which it does not fall; where a schedule comes down to its end, it ends there."""
+    decay_steps: int | None = bounded(None, minimum=0)
+    """Steps at the end in which the rate falls under wsd. null means 20 % of the steps."""
+    cycles: int | None = bounded(None, minimum=1)
+    """Cosines in the run under cosine-restarts. null means 2."""
     clip_norm: float | None = bounded(1.0, minimum=0)
     """Largest global norm of the gradient; null or 0 for no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -57,6 +75,12 @@ class EvaluationConfig:
     batches: int = bounded(4, minimum=1)
     """Global batches in one evaluation, always the same ones; under --packing balanced so many times the tokens of a
     step."""
+    at_start: bool = False
+    """Evaluate before the first step of a new run, too: how good the model was that training began with."""
+    patience: int = bounded(0, minimum=0)
+    """End the run when so many evaluations in a row have not lowered the validation loss. 0 for never."""
+    least_gain: float = bounded(0.0, minimum=0)
+    """What lowers the validation loss by no more than this counts as nothing for patience."""
     by_position: int = bounded(0, minimum=0)
     """Buckets of positions in a document for which the loss is said besides, up to powers of two and to the row's
     length: a curve that shows how far a model profits from what it has read. 0 for none."""
@@ -79,6 +103,9 @@ class CheckpointConfig:
     """Number of the newest checkpoints that stay on disk. 0 for all."""
     keep_every: int = bounded(0, minimum=0)
     """Checkpoints after multiples of this many steps stay besides. 0 for none."""
+    best: bool = False
+    """Save after every evaluation with a lower validation loss than any before it. That checkpoint stays besides, and
+    it is what is exported in the end."""
     memory_every: int = bounded(0, minimum=0)
     """Each time after this many steps, keep the state in the memory of every process's node and of the next one: after
     the loss of a node, a restart goes on from there. 0 for never."""
@@ -112,20 +139,29 @@ class ExportConfig:
 
     enabled: bool = True
     """Write it after the last step."""
-    dtype: Dtype = "float32"
-    """Type of the exported weights."""
+    merge: bool = False
+    """Write the whole model with the adapter in its weights, instead of the adapter alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the exported weights: auto is that of the weights that the run started from, and float32 for random ones
+    and for adapters alone."""
     max_shard_mib: int = bounded(4096, minimum=1)
     """Largest safetensors file in MiB, unless one tensor alone is larger."""
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """A text that the trained model writes at the end of the run."""
+    """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
-    prompt: str = "def "
-    """The beginning of the text."""
+    prompt: list[str] = field(default_factory=lambda: ["def "])
+    """The beginning of every text; under chat what a user asks."""
     tokens: int = bounded(32, minimum=0)
-    """Tokens that the model adds. 0 for no sample."""
+    """Tokens that the model adds to each. 0 for no samples."""
+    every: int = bounded(0, minimum=0)
+    """Write them each time after this many steps, and at the end of the run. 0 for at the end alone."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Ask through the chat template of the tokenizer: auto does so where there are chats among the training data."""
+    temperature: float = bounded(1.0, minimum=0)
+    """How freely tokens are drawn: below 1 likelier ones come more often, 0 always takes the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +188,9 @@ class TrainConfig(DataSettings):
     model: str = "tiny"
     """A preset (tiny), a folder with config.json and optionally safetensors, or a name on the Hugging Face Hub. Without
     weights the model starts from random ones."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained: patterns with *, ? and [...] of whole names of parameters, or of modules that
+    hold them, as *.embed_tokens or model.layers.[0-3]."""
     nodes: int | None = bounded(None, minimum=1)
     """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
     divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
@@ -176,17 +215,21 @@ class TrainConfig(DataSettings):
     bin_tokens: int | None = bounded(None, minimum=2)
     """Under --packing balanced, the tokens that a process computes at one time at most; what it needs of memory
     follows. null means 3/2 of --max-document, or less if that does for one round."""
-    steps: int = bounded(60, minimum=0)
+    steps: int = bounded(open_number(60), minimum=0)
     """Optimizer steps in the whole run, those before a resume included. 0 only evaluates the model: nothing is trained
-    and nothing exported."""
+    and nothing exported. null means --epochs, or by what the run starts from: 60 for random weights, 2 epochs for a
+    model with weights, 3 for an adapter."""
+    epochs: int | None = bounded(None, minimum=1)
+    """Times that the training data is seen, instead of --steps."""
     seed: int = bounded(0, minimum=0)
     """Seed of weights, order of the data and dropout."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Type in which the model computes and in which weights travel: auto is bfloat16 on GPUs that compute in it, else
     float32, and in a resumed run what it was before. Master weights and optimizer state are float32 (float64 under
     float64)."""
-    learning_rate: float = bounded(2e-3, above=0)
-    """Highest learning rate, after the warm-up."""
+    learning_rate: float = bounded(open_number(2e-3), above=0)
+    """Highest learning rate, after the warm-up. null means by what the run starts from: 2e-3 for random weights, 1e-5
+    for a model with weights, 2e-4 for an adapter; under adafactor 1e-2, 1e-3 and 1e-2; sgd has none that suits."""
     output: str = "runs/{time}"
     """Folder of everything that the run writes. {time} stands for the date and time of the start."""
     resume: str = "none"
@@ -221,6 +264,7 @@ class TrainConfig(DataSettings):
     """Check the sequence number and the action of every message. For the search for faults: costs some time."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -250,6 +294,17 @@ class TrainConfig(DataSettings):
         return " and ".join(f"--{name}" for name, one in {**values, "bin-tokens": self.bin_tokens}.items() if one)
 
 
+TAKES = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adam": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum",),
+    "rmsprop": ("momentum", "eps"),
+    "adafactor": (),
+    "muon": ("momentum", "muon_learning_rate", "beta1", "beta2", "eps"),
+}
+"""Which settings an optimizer has, by its name."""
+SHAPES = {"decay_steps": ("wsd",), "cycles": ("cosine-restarts",)}
+"""Which schedules have a setting."""
 ONE_ROUND = 1.1
 """Of the tokens of a step over all processes, for what bins of one round have room by default."""
 

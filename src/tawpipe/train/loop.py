@@ -5,10 +5,11 @@ Every process of the run makes a :class:`Training`; only rank 0 writes and print
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -16,31 +17,31 @@ from importlib.metadata import version
 import torch
 
 from tawpipe.checkpoint.resume import RunState
-from tawpipe.checkpoint.save import Saving
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
-from tawpipe.data.rows import PackedDataset
 from tawpipe.errors import RunError
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.limits import FACTOR
-from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
+from tawpipe.train.evaluation import Best, Evaluation
+from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
-from tawpipe.train.retrieval import Retrieval, RetrievalCheck
+from tawpipe.train.recipe import settled
+from tawpipe.train.retrieval import RetrievalCheck
+from tawpipe.train.sample import Samples
+from tawpipe.train.saves import Saves
 from tawpipe.train.stopping import StopRequest
-
-LOOK_AT_SAVES = 10
-"""Steps after which the run asks whether the save under way has ended."""
 
 
 @dataclass
@@ -63,9 +64,8 @@ class Training:
         memory: for copies in the memory of the nodes, if there are to be any.
         check: part of every evaluation, if there is to be one.
 
-    ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``validation_loss`` the
-    last one that was measured, ``validation_by_position`` the same by position, if asked for, ``retrieval`` what the
-    last check found, ``stopped`` the signal that ended the run early, ``unsaved`` why the last checkpoint is not there.
+    ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``stopped`` the signal
+    that ended the run early. What else came of it, ``evaluation``, ``saves`` and ``texts`` know.
     """
 
     def __init__(
@@ -82,25 +82,22 @@ class Training:
         memory: Memory | None = None,
         check: RetrievalCheck | None = None,
     ) -> None:
-        self.plan, self.disk, self.memory = plan, disk, memory
+        self.plan = plan
         self.config, self.world, self.console = config, world, console
-        self.pipeline, self.data, self._check = pipeline, data, check
+        self.pipeline, self.data = pipeline, data
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
-        self.unsaved = ""
-        self._stalls: list[float] = []
-        self._saving: Saving | None = None
-        self._copying: Saving | None = None
         self._spikes = Spikes(config.log.spike)
         self._stragglers = Stragglers(config.log.straggler)
         self.samples = state.samples if state else 0
-        self.validation_loss: float | None = None
-        self.validation_by_position: dict[str, float | None] = {}
-        self.retrieval: Retrieval | None = None
-        self._evaluates = config.evaluation.every > 0 and (data.validation is not None or check is not None)
         self._pending: deque[_Pending] = deque()
-        self._saved_step = self._left_out = 0
+        self._left_out = 0
         self._batches = Batches(config, pipeline, data)
+        best = Best(**state.best) if state and state.best else None
+        self.evaluation = Evaluation(config, pipeline, data, self._batches, check=check, best=best)
+        disk.best = [best.step] if best else []
+        self.saves = Saves(config, console, pipeline, disk, memory, self._state)
+        self.texts = Samples(config, console, pipeline, data, first=self.first)
         self._computed_s = self._own_work = 0.0
         self._last = time.perf_counter()
         self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
@@ -120,29 +117,29 @@ class Training:
         self._follow_limit()
         try:
             with StopRequest(self.world) as stop:
+                if config.evaluation.at_start and self.evaluation.due and not self.first:
+                    self._evaluate_before()
                 with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
                     for step, batch in zip(range(self.first, config.steps), batches, strict=True):
+                        if self.evaluation.exhausted:
+                            break
                         self._step(step, batch)
                         self.last = step + 1
                         self.stopped = stop.agreed()
                         if self.stopped is not None and self.last < config.steps:
                             break
                 stop.finish()
-                if self.stopped is not None and self.last < config.steps:
+                if self.first < self.last < config.steps:
                     self._report(keep=0, evaluate=False)
-                    if self._saved_step != self.last:
-                        self._save(self.last)
-                self._end_save()
-                if self._copying is not None:
-                    self._copying.wait(config.timeouts.save_s)
+                    if self.saves.step != self.last and (self.stopped is not None or config.checkpoint.every):
+                        self.saves.save(self.last)
+                self.saves.finish()
             # What follows, an export above all, is no step.
             self._limit(config.timeouts.first_step_s)
             if self.last > self.first:
                 pipeline.drain()
-            elif self._evaluates:
-                values = self._evaluate()
-                if self._writer is not None and not self.last:
-                    self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
+            elif self.evaluation.due and not self.evaluation.measured:
+                self._evaluate_before()
         finally:
             self._batches.close()
             if self._writer is not None:
@@ -151,38 +148,35 @@ class Training:
 
     def _step(self, step: int, given: Given) -> None:
         config, pipeline = self.config, self.pipeline
-        settings = config.optimizer
-        factor = learning_rate_factor(
-            step, steps=config.steps, warmup=settings.warmup_steps, least=settings.min_learning_rate_ratio
-        )
+        rate = factor(config.optimizer.schedule, step, span_of(config.optimizer, config.steps))
         recording = Recording(self.world.device, step + 1) if step + 1 == config.log.trace_step else None
         if recording is not None:
             pipeline.drain()  # so that the picture shows one step and nothing else
             self._report(keep=0, evaluate=False)  # whose time ends here
-        result = pipeline.step(given.batch, rate=factor, recording=recording)
+        result = pipeline.step(given.batch, rate=rate, recording=recording)
         if recording is not None:
             pipeline.drain()
             folder = config.output_path / TRACES / f"step-{step + 1:08}"
             recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
         self.samples += given.samples
-        self._pending.append(_Pending(step + 1, result, factor * config.learning_rate, given))
+        self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, given))
         last = step + 1 == config.steps
-        evaluate = self._evaluates and _due(config.evaluation.every, step + 1, last=last)
+        evaluate = self.evaluation.due and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
+        write = self.texts.due(step + 1) and not last  # which the end of the run does
         # One step stays unread, so that the next one is issued before this one has ended.
-        self._report(keep=0 if evaluate or save or last or step == self.first else 1, evaluate=evaluate)
+        soon = evaluate or save or write or last or step == self.first
+        self._report(keep=0 if soon else 1, evaluate=evaluate)
         self._follow_limit()
         if step == self.first:
             pipeline.drain()
             self._limit(config.timeouts.step_s)
         if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
             pipeline.check_copies()
-        if save:
-            self._save(step + 1)
-        if self.memory is not None and (step + 1) % config.checkpoint.memory_every == 0:
-            self._copy(self.memory, step + 1)
-        if not save and self._saving is not None and (step + 1) % LOOK_AT_SAVES == 0:
-            self._end_save(only_if_ended=True)
+        if write:
+            self._write_samples(step + 1)
+        best = config.checkpoint.best and self.evaluation.best.step == step + 1
+        self._last += self.saves.after(step + 1, save=save or best)
 
     def _limit(self, least_s: float) -> None:
         """Give everything up to a step this time from now on, or more if steps are known to take longer."""
@@ -202,56 +196,6 @@ class Training:
                 f"a step may take {may} before the run is given up, {FACTOR:.0f} times what steps take, as far as is "
                 f"known; --timeouts.step-s, which is {setting:g} s, is the least"
             )
-
-    def _save(self, step: int) -> None:
-        """Begin to save, when the save before has ended."""
-        begin = time.perf_counter()
-        self._end_save(now=step)
-        self._saved_step = step
-        self._saving = self.pipeline.start_saving(self.disk, run=asdict(self._state(step)))
-        if not self.config.checkpoint.background:
-            self._end_save()
-        self._last += time.perf_counter() - begin  # no part of the next step
-
-    def _copy(self, memory: Memory, step: int) -> None:
-        """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
-        begin = time.perf_counter()
-        if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
-            self.console.notice(f"no copy in memory before step {step}, training goes on without: {problem}")
-        self._copying = self.pipeline.start_saving(memory, run=asdict(self._state(step)))
-        self._last += time.perf_counter() - begin
-
-    def _end_save(self, *, only_if_ended: bool = False, now: int = 0) -> None:
-        """Look at what came of the save under way; on all ranks.
-
-        Args:
-            only_if_ended: on all ranks, and go on otherwise.
-            now: the step whose save waits for it.
-        """
-        if self._saving is None:
-            return
-        if only_if_ended and not all(self.world.gather_numbers(float(self._saving.done))):
-            return
-        begin = time.perf_counter()
-        saved, self._saving = self._saving.wait(self.config.timeouts.save_s), None
-        waited = time.perf_counter() - begin
-        if now and waited > 1:
-            self.console.notice(
-                f"the checkpoint after step {self._saved_step} took {saved.written_s:.1f} s to write: the next one, "
-                f"after step {now}, waited {waited:.1f} s for it"
-            )
-        self.unsaved = saved.problem
-        if saved.problem:
-            self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
-            return
-        if saved.left:
-            self.console.notice(f"an old checkpoint stays: {saved.left}")
-        self._stalls.append(saved.staged_s)
-
-    @property
-    def stall_s(self) -> float | None:
-        """The longest time for which training stood still for a checkpoint; None if there was none."""
-        return max(self._stalls, default=None)
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
         """Read the numbers of finished steps; the newest gets the validation loss if it is to be measured."""
@@ -299,10 +243,8 @@ class Training:
                     values["compute_imbalance"] = imbalance
             extra = ""
             if evaluate and not self._pending:
-                values |= self._evaluate()
-                self._last = time.perf_counter()
-                measured = [] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]
-                extra = ", ".join([*measured, *([str(self.retrieval)] if self.retrieval else [])])
+                values |= self._evaluate(done.step)
+                extra = str(self.evaluation)
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
                 self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
             if said := self._spikes.look(result.loss):
@@ -331,36 +273,37 @@ class Training:
             self.console.notice(f"step {step}: {where} computes {times:.1f} times as long as most: all wait for it")
         return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else None
 
-    def _evaluate(self) -> dict[str, Value]:
-        """Measure the model on what is held out, and say it as metrics.jsonl does."""
-        usual_s, values = self.pipeline.limit.least_s, dict[str, Value]()
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Do what is no step: the first time it may take long, and its time is not that of the next step."""
+        usual_s = self.pipeline.limit.least_s
         if not self._evaluated:  # layers are compiled once more, and every block runs twice
             self._limit(self.config.timeouts.first_step_s)
-        if self.data.validation is not None:
-            self.validation_loss = values["validation_loss"] = self._validate(self.data.validation)
-            if self.validation_by_position:
-                values["validation_by_position"] = self.validation_by_position
-        if self._check is not None:
-            self.retrieval = self._check.measure(self.pipeline, self.config.global_batch)
-            values |= self.retrieval.values()
+        yield
         if not self._evaluated:
             self._evaluated = True
             self._limit(usual_s)
+        self._last = time.perf_counter()
+
+    def _evaluate(self, step: int) -> dict[str, Value]:
+        """Measure the model on what is held out, and say it as metrics.jsonl does."""
+        with self._between_steps():
+            values = self.evaluation.measure(step)
+        if step and self.evaluation.best.step == step:
+            self.saves.disk.best.append(step)
         return values
 
-    def _validate(self, source: PackedDataset) -> float:
-        """Mean loss per token over the first batches of the held-out documents, always the same ones."""
-        by_position = None
-        if buckets := self.config.evaluation.by_position:
-            edges = position_edges(buckets, self.config.document_tokens)
-            by_position = LossByPosition(edges, self.world.device)
-        total, tokens = 0.0, 0
-        for batch in self._batches.validation(source):
-            result = self.pipeline.evaluate(batch, measure=by_position)
-            total, tokens = total + result.loss * result.tokens, tokens + result.tokens
-        if by_position is not None:
-            self.validation_by_position = by_position.means(self.world)
-        return total / max(1, tokens)
+    def _evaluate_before(self) -> None:
+        """Evaluate without a step before it; of a new run that is a row of its own."""
+        values = self._evaluate(self.last)
+        if self._writer is not None and not self.last:
+            self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
+            self.console.line(f"before the first step: {self.evaluation}")
+
+    def _write_samples(self, step: int) -> None:
+        with self._between_steps():
+            for one in self.texts.write(step):
+                self.console.line(f"step {step}: {one}")
 
     def _state(self, step: int) -> RunState:
         return RunState(
@@ -373,6 +316,10 @@ class Training:
             plan=self.plan,
             dtype=str(self.pipeline.dtype).removeprefix("torch."),
             rope=rope_of(self.pipeline.chain.config),
+            best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
+            lora=adapter_facts(self.pipeline.chain.given),
+            freeze=sorted(self.config.freeze),
+            settled=settled(self.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
 
@@ -388,19 +335,6 @@ class Training:
             ranks = self.pipeline.sequence_ranks
         flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
-
-
-def learning_rate_factor(step: int, *, steps: int, warmup: int, least: float) -> float:
-    """The factor of the highest learning rate in step 0, 1, ...: linear warm-up, then a cosine down to
-    ``least``.
-
-    >>> [round(learning_rate_factor(s, steps=10, warmup=2, least=0.1), 2) for s in (0, 1, 2, 9)]
-    [0.5, 1.0, 1.0, 0.13]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _due(every: int, step: int, *, last: bool) -> bool:

@@ -16,6 +16,7 @@ from tawpipe.report.page import Section, Table, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import PLAN
 from tawpipe.train.retrieval import Retrieval
+from tawpipe.train.sample import FILE as SAMPLES
 
 CURVES = (
     ("Loss", ("loss", "validation_loss"), "loss per token"),
@@ -29,6 +30,9 @@ CURVES = (
     ("Memory", ("peak_memory_gib",), "GiB at the highest, rank 0"),
 )
 """Title, names in metrics.jsonl, unit."""
+
+SAMPLES_SHOWN = 50
+"""Texts on the page, the latest ones."""
 
 
 def write_run_page(
@@ -60,6 +64,7 @@ def write_run_page(
         *_curves(rows),
         *_by_position(rows),
         *_retrieval(retrieval),
+        *_samples(folder),
         *_recorded(folder),
     ]
     write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
@@ -137,6 +142,14 @@ def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
     words = f"{retrieval}. Depth 0 is the beginning of the row, 1 stands before the question. A fact is found if every "
     words += "token of its answer is the likeliest; the loss is that per token of the answers."
     yield Section("Hidden facts", words, figures=[figure])
+
+
+def _samples(folder: Path) -> Iterator[Section]:
+    """What the model wrote along the way, the latest first."""
+    if (path := folder / SAMPLES).is_file():
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        cells = [[str(row["step"]), row["prompt"], row["text"]] for row in rows[: -SAMPLES_SHOWN - 1 : -1]]
+        yield Section("Samples", table=Table(("step", "prompt", "text"), cells))
 
 
 def _recorded(folder: Path) -> Iterator[Section]:

@@ -31,6 +31,7 @@ from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.train.checks import check_bounds
 from tawpipe.train.config import TrainConfig
+from tawpipe.train.optimizers import factory_of
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
@@ -271,8 +272,11 @@ def ask(
             memory_bytes=int(machine.device.memory_bytes * MEMORY[world.device.type]),
             settings=settings,
             rope=config.rope,
+            lora=config.lora,
+            frozen=config.freeze,
             trust_remote_code=config.trust_remote_code,
             why_whole="--compile compiles layers on whole rows" if config.compile else "",
+            optimizer=factory_of(config),
             here=world.device,
             tell=tell,
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.resume import Start, choose
+from tawpipe.checkpoint.format import step_name
+from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.lengths import Dealing
@@ -26,29 +27,32 @@ from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import work_of
+from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
 from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
-from tawpipe.runtime.dtype import DTYPES, chosen_dtype
+from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
-from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work
 from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.train.checks import check_longest_fits, naming_documents
+from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
+from tawpipe.train.evaluation import Best, check_best, loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
+from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
+from tawpipe.train.recipe import settle, with_settled
 from tawpipe.train.retrieval import retrieval_check
-from tawpipe.train.sample import sample
 
 ROWS_LOOKED_AT = 15
 
@@ -82,6 +86,16 @@ def run(config: TrainConfig) -> int:
     disk, memory = open_stores(config, world, injector)
     start = _choose_start(config, console, disk, memory, injector, restarts)
     earlier = start.state
+    config, chosen = settle(
+        config,
+        _start_from(config),
+        lambda epochs: data.steps_in(epochs, rows=config.global_batch, tokens=config.step_tokens),
+        earlier.settled if earlier is not None else None,
+    )
+    check_steps(config)
+    given = with_settled(given, config)
+    if chosen:
+        console.line(chosen)
     vocab_size = vocabulary_size(data.tokenizer)
     dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
     config = replace(config, dtype=dtype)
@@ -109,15 +123,11 @@ def run(config: TrainConfig) -> int:
     )
     config, needs = with_room_to_keep(config, world, needs)
     with naming_documents(config):
-        built = build_model(
-            config.model,
-            vocab_size=vocab_size,
-            max_positions=config.document_tokens,
-            longest=data.longest,
-            rope=config.rope,
-            trust_remote_code=config.trust_remote_code,
-        )
+        built = _build(config, vocab_size=vocab_size, longest=data.longest)
+    if config.export.enabled and config.export.merge:
+        refuse_unmergeable(built.model)
     retrieval = retrieval_check(config, data, built.model.config)
+    check_best(config, validation=data.validation is not None)
     if not config.steps and data.validation is None and retrieval is None:
         raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
     pipeline = _make_pipeline(config, world, data, built, injector, followed)
@@ -130,6 +140,8 @@ def run(config: TrainConfig) -> int:
         if config.resume == "auto" or restarts:
             console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
         console.line(f"weights: {built.origin(seed=config.seed)}")
+    if built.adapter_words:
+        console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
         start.mark.write(config.output_path)
         _save_settings(given, plan, console)
@@ -148,25 +160,33 @@ def run(config: TrainConfig) -> int:
     )
     seconds = training.run()
 
-    done = training.last - training.first
+    done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
-    if training.stall_s is not None:
-        results.append(("stood still for a checkpoint", f"at most {training.stall_s * 1e3:.0f} ms"))
-    if training.validation_loss is not None:
-        results.append(("validation loss", f"{training.validation_loss:.4f}"))
-    if known := {edge: loss for edge, loss in training.validation_by_position.items() if loss is not None}:
+    if evaluation.exhausted:
+        results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+    if saves.stall_s is not None:
+        results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
+    if evaluation.loss is not None:
+        results.append(("validation loss", loss_words(evaluation.loss)))
+    if known := {edge: loss for edge, loss in evaluation.by_position.items() if loss is not None}:
         results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
-    if training.retrieval is not None:
-        results.append(("retrieval", str(training.retrieval)))
+    if evaluation.retrieval is not None:
+        results.append(("retrieval", str(evaluation.retrieval)))
     peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
-    stopped = training.last < config.steps
+    stopped = training.stopped is not None and training.last < config.steps
+    of_step = training.last
+    if config.checkpoint.best and evaluation.best.step and not stopped:
+        of_step, words = _go_back_to_best(pipeline, disk, evaluation.best, training.last)
+        results.append(("best", words))
     if config.sample.tokens and not stopped:
-        results.append(("sample", sample(config, pipeline, data)))
+        results += [("sample", str(one)) for one in training.texts.write(of_step)]
     if config.export.enabled and training.last and not stopped:
+        named, merge = config.export.dtype, config.export.merge
         folder = pipeline.export(
             config.output_path / "model",
-            dtype=DTYPES[config.export.dtype],
+            dtype=built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named],
+            merge=merge,
             max_shard_bytes=config.export.max_shard_mib * 2**20,
             tokenizer=data.tokenizer,
         )
@@ -175,19 +195,19 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, training.retrieval, data.report)
+        write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
         results.append(("page", config.report))
     console.summary(results)
     if stopped:
         assert training.stopped is not None
-        then = "" if training.unsaved else "; --resume auto goes on from there"
+        then = "" if saves.unsaved else "; --resume auto goes on from there"
         console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
     pipeline.close()
-    if memory is not None and not training.unsaved:
+    if memory is not None and not saves.unsaved:
         memory.remove()
     world.leave()
-    if training.unsaved:
-        raise RunError(f"the last checkpoint could not be written: {training.unsaved}")
+    if saves.unsaved:
+        raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     return 0
 
 
@@ -248,6 +268,10 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     folder = resolve_model(config.model)
     if config.rope.changes:  # refused before documents are tokenised, whose lengths are not known yet
         config_of(config.model, folder, None, config.document_tokens, 1, config.rope, config.trust_remote_code)
+    if config.lora.active and (folder is None or not has_weights(folder)):
+        raise UserError("--model", config.model, "a model with weights: an adapter on random ones is of no use later")
+    if config.lora.active or config.freeze:  # refused before documents are tokenised, too
+        _build(config, longest=1)
     data = prepare_data(
         config,
         sequence_length=config.sequence_length,
@@ -264,23 +288,38 @@ def _prepare_data(config: TrainConfig, world: World, console: Console) -> Prepar
     return data
 
 
+def _start_from(config: TrainConfig) -> str:
+    """What the run starts from: one of ``recipe.RECIPES``."""
+    if config.lora.active:
+        return "adapter"
+    folder = resolve_model(config.model)
+    return "weights" if folder is not None and has_weights(folder) else "random"
+
+
+def _build(config: TrainConfig, *, longest: int | None, vocab_size: int | None = None) -> BuiltModel:
+    """The model as the settings ask for it.
+
+    Args:
+        longest: tokens of the longest document; 1 where it is not known yet.
+    """
+    return build_model(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.document_tokens,
+        longest=longest,
+        rope=config.rope,
+        lora=config.lora,
+        frozen=config.freeze,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
 def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
     """The steps of the run, should its documents be dealt."""
 
     @cache
     def work() -> Work:
-        spec, longest = config.model, config.document_tokens
-        return work_of(
-            Chain(
-                build_model(
-                    spec,
-                    max_positions=longest,
-                    longest=1,
-                    rope=config.rope,
-                    trust_remote_code=config.trust_remote_code,
-                ).model
-            )
-        )
+        return work_of(Chain(_build(config, longest=1).model))
 
     against = ""
     if config.micro_batch > 1:
@@ -328,12 +367,7 @@ def _make_pipeline(
     pipeline = Pipeline(
         built.model,
         weights=lambda chain: built.source(chain, seed=config.seed),
-        optimizer=adamw(
-            config.learning_rate,
-            weight_decay=settings.weight_decay,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        ),
+        optimizer=factory_of(config),
         micro_batch=config.micro_batch,
         bin_tokens=config.bin_tokens or 0,
         work=work_of_plan(followed.text),
@@ -363,6 +397,7 @@ def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: St
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
     refuse_other_rope(state.rope, rope_of(pipeline.chain.config), f"the checkpoint {place}")
+    refuse_other_trained(state, adapter_facts(pipeline.chain.given), config.freeze, f"the checkpoint {place}")
     pipeline.load(start.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
@@ -371,6 +406,20 @@ def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: St
         data.train.load_state_dict(state.data_state)
     if state.step >= config.steps:
         console.notice(f"--steps {config.steps} are done already")
+
+
+def _go_back_to_best(pipeline: Pipeline, disk: Disk, best: Best, last: int) -> tuple[int, str]:
+    """Load the state with the lowest validation loss, which is what is to be exported; the step of the model that there
+    is now, and what was done, in words.
+    """
+    words = f"step {best.step}, validation loss {loss_words(best.loss)}"
+    if best.step != last:
+        try:
+            pipeline.load(examine(disk, [disk.folder / step_name(best.step)]))
+        except RunError as problem:
+            return last, f"{words}, but its checkpoint cannot be loaded ({problem}): what follows is of step {last}"
+        words += ": what follows is of its checkpoint"
+    return best.step, words
 
 
 def _without_effect(config: TrainConfig, world: World) -> list[str]:

@@ -140,8 +140,8 @@ class _Sharded:
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
         self.layers, self.model = self._shard(topology)
-        # The sharded ones: while a layer has its weights gathered, the module shows others.
-        self.parameters = list(self.model.parameters())
+        # The trained ones, sharded: while a layer has its weights gathered, the module shows others.
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.gradient_norm: Tensor | None = None
         self.loss_share: float | None = None
         self._steps = 0

@@ -75,7 +75,7 @@ class CurrentSize:
 
 
 class TimedLayer(nn.Module):
-    """A part of the model, most of which are layers: a flat fp32 weight and sleeps.
+    """A part of the model, most of which are layers: a flat fp32 weight, perhaps a frozen one besides, and sleeps.
 
     An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
 
@@ -86,6 +86,8 @@ class TimedLayer(nn.Module):
     def __init__(self, part: TimedPart, sleeper: Sleeper, size: CurrentSize | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((max(1, part.elements),), INITIAL_WEIGHT))
+        if part.frozen:
+            self.frozen = nn.Parameter(torch.full((part.frozen,), INITIAL_WEIGHT), requires_grad=False)
         self.part, self.sleeper, self.size = part, sleeper, size or CurrentSize()
 
     def forward(self, x: Tensor) -> Tensor:

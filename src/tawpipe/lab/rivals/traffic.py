@@ -23,6 +23,7 @@ class ShardedTraffic:
         gradients: in the backward pass of every round, or of the last one only (``reduce_last``).
         once: weights cross in the first round only.
         first: of the weights that are kept from one round to the next, as a share of W.
+        trained: share of W that has gradients.
     """
 
     rounds: int
@@ -32,6 +33,7 @@ class ShardedTraffic:
     reduce_last: bool = False
     once: bool = False
     first: float = 0.0
+    trained: float = 1.0
 
     @property
     def gathers(self) -> int:
@@ -42,16 +44,24 @@ class ShardedTraffic:
         """Traffic of a step, as a multiple of W."""
         reductions = 1 if self.reduce_last else self.rounds
         kept = (self.gathers - 1) * self.forward * self.first
-        return self.gathers * (self.forward + self.backward) - kept + reductions * self.gradients
+        return self.gathers * (self.forward + self.backward) - kept + reductions * self.gradients * self.trained
 
 
 def sharded_traffic(
-    name: str, micro_batches: int, topology: Topology, knobs: Mapping[str, Any], *, first: float, last: float
+    name: str,
+    micro_batches: int,
+    topology: Topology,
+    knobs: Mapping[str, Any],
+    *,
+    first: float,
+    last: float,
+    trained: float = 1.0,
 ) -> ShardedTraffic:
     """Traffic of rivals that shard, other than HSDP, over every node's link; see ``bounds.shipped_bounds``.
 
     Args:
         first, last: shares of W of what is kept from one round to the next, and from the forward to the backward pass.
+        trained: share of W that has gradients.
     """
     per_gather = int(knobs.get("micro_batches_per_gather", 1))
     nodes, devices = topology.num_nodes, topology.world_size
@@ -71,6 +81,7 @@ def sharded_traffic(
         reduce_last=not knobs.get("reduce_every_round", True),
         once=keep,
         first=first,
+        trained=trained,
     )
 
 

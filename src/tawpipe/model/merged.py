@@ -1,0 +1,91 @@
+"""A model with its LoRA adapter in its weights, one parameter at a time: no process could hold all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import base_name, canonical_names, is_adapter
+
+
+def refuse_unmergeable(given: nn.Module) -> None:
+    """Raise UserError for a model that has no LoRA adapter, or one that does not go into the weights."""
+    model = inner_model(given)
+    setting = "--export.merge"
+    layers = {name: one for name, one in model.named_modules() if hasattr(one, "reset_lora_parameters")}
+    if not layers:
+        raise UserError(setting, True, "false: the model has no LoRA adapter")
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "base_layer") and name not in layers:
+            raise UserError(setting, True, f"false: {name} has an adapter that is not LoRA")
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            raise UserError(setting, True, f"false: {name} is trained as a whole (modules_to_save)")
+    names = canonical_names(model)
+    for name, layer in layers.items():
+        base = names[f"{name}.base_layer.weight"]
+        if tied := [base_name(other) for other, one in names.items() if one == base and other != base]:
+            words = f"false: {base_name(base)} has an adapter and is tied to {tied[0]}, which has none"
+            raise UserError(setting, True, words)
+        if any(layer.lora_bias.values()) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise UserError(setting, True, f"false: the adapter of {name} has a bias (lora_bias), the layer has none")
+
+
+class Merged:
+    """The values of the base model's parameters with what the active adapter adds, by their names without ``peft``.
+
+    The adapter's part of a layer is collected once and kept while the layer's weights are asked for.
+
+    Args:
+        get_parameter: see ``export.GetParameter``; every rank must ask for the same names in the same order.
+    """
+
+    def __init__(self, chain: Chain, get_parameter: Callable[[str], Tensor | None]) -> None:
+        refuse_unmergeable(chain.given)
+        self._model, self._get = chain.model, get_parameter
+        self._names = {base_name(n): n for n in canonical_names(chain.model) if not is_adapter(chain.model, n)}
+        self._units = {slot.name: unit for unit in chain.units for slot in unit.slots}
+        self._adapters: dict[int, dict[str, Tensor | None]] = {}
+        """By unit, of the layer that was asked for last."""
+
+    def parameter(self, name: str) -> Tensor | None:
+        """One parameter in the dtype of the masters on the rank that writes, None elsewhere."""
+        own = self._names[name]
+        path, base, leaf = own.rpartition(".base_layer.")
+        if not base:
+            return self._get(own)
+        layer: Any = self._model.get_submodule(path)
+        parts = {part: f"{path}.{part}" for part, _ in layer.named_parameters() if not part.startswith("base_layer.")}
+        units = {self._units[one].index: self._units[one] for one in parts.values()}
+        self._adapters = {index: self._adapters.get(index) or self._collect(unit) for index, unit in units.items()}
+        value = self._get(own)
+        if value is None:
+            return None
+        return _merge(
+            layer, leaf, value, {part: self._adapters[self._units[one].index][one] for part, one in parts.items()}
+        )
+
+    def _collect(self, unit: Unit) -> dict[str, Tensor | None]:
+        """The parts of adapters in a unit."""
+        return {slot.name: self._get(slot.name) for slot in unit.slots if is_adapter(self._model, slot.name)}
+
+
+@torch.no_grad()
+def _merge(layer: Any, leaf: str, value: Tensor, adapters: dict[str, Tensor | None]) -> Tensor:
+    """A weight or bias of a layer with the adapter in it, by ``peft`` itself on a copy of the layer."""
+    memo: dict[int, Any] = {}
+    for name, parameter in layer.named_parameters():
+        if name == f"base_layer.{leaf}":
+            own = value
+        elif (own := adapters.get(name)) is None:  # of the base layer, which is not asked for
+            own = torch.zeros(parameter.shape, dtype=value.dtype)
+        memo[id(parameter)] = nn.Parameter(own.clone(), requires_grad=False)
+    copy = deepcopy(layer, memo)
+    copy.merge(safe_merge=False)
+    return getattr(copy.get_base_layer(), leaf).data

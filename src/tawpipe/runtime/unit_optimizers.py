@@ -1,0 +1,162 @@
+"""Optimizers on home stripes: one, or several that share the parameters, for each unit, so that a unit can be updated
+by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tawpipe.errors import UserError
+from tawpipe.model.units import Unit
+from tawpipe.runtime.groups import PipelineOptimizer
+from tawpipe.runtime.optimizer import (
+    OptimizerFactory,
+    Tried,
+    WholeMatrices,
+    check_elementwise,
+    check_whole,
+    make_optimizers,
+    name_of,
+    state_of,
+)
+from tawpipe.runtime.storage import HomePiece, Piece, Storage, is_of_layer, piece_of
+from tawpipe.schedule.placement import Home
+
+States = dict[int, list[Mapping[str, Any]]]
+"""Unit to the optimizer's state of each of its pieces; empty where it has none."""
+
+
+def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, Tried]:
+    """The trial of a factory for every trainable unit, whoever has its home: all ranks refuse alike.
+
+    Raises:
+        UserError: see ``check_elementwise`` and ``check_whole``.
+    """
+    check = check_whole if isinstance(factory, WholeMatrices) else check_elementwise
+    tried = {}
+    for unit in units:
+        if unit.trainable:
+            in_layer = is_of_layer(unit, units)
+            tried[unit.index] = check(factory, [Piece(slot.name, slot.shape, 0, in_layer) for slot in unit.slots])
+    return tried or {-1: check(factory)}
+
+
+def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes: Sequence[Home], strategy: str) -> None:
+    """Raise UserError where a factory wants whole matrices and a trainable unit is cut over several devices."""
+    if not isinstance(factory, WholeMatrices):
+        return
+    for unit, home in zip(units, homes, strict=True):
+        if unit.trainable and len(home.ranks) > 1:
+            tried = "+".join(sorted({one.name for one in try_factory(factory, units).values()})) or name_of(factory)
+            expected = (
+                f"tawpipe-whole (--schedule.strategy tawpipe-whole) with {tried}, which looks at whole matrices: here "
+                f"{unit.name} is in pieces on {len(home.ranks)} devices"
+            )
+            raise UserError("schedule.strategy", strategy, expected)
+
+
+def _begins_unset(optimizer: Optimizer) -> bool:
+    """torch's fused SGD makes its momentum in the first step, and leaves it unset if that one is left out."""
+    return isinstance(optimizer, torch.optim.SGD) and not optimizer.state
+
+
+class UnitOptimizers:
+    """The optimizers of one rank, for every trainable unit with a home here.
+
+    ``name`` is that of their classes; ``states_per_element`` says for every unit how many tensors of a parameter's size
+    they keep for it; ``groups`` are their options, which may be changed; ``pieces`` are what they update.
+    """
+
+    def __init__(self, storage: Storage, factory: OptimizerFactory) -> None:
+        tried = try_factory(factory, storage.units)
+        self.name = "+".join(sorted({part for one in tried.values() for part in one.name.split("+")}))
+        self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
+        options = {name: said for one in tried.values() for name, said in one.options.items()}
+        self.groups = PipelineOptimizer(options)
+        self.pieces: dict[int, tuple[HomePiece, ...]] = {}
+        for unit, pieces in storage.pieces.items():
+            if storage.units[unit].trainable and pieces:
+                if isinstance(factory, WholeMatrices):
+                    pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
+                self.pieces[unit] = pieces
+        self._factory = factory
+        self._keeps = any(self.states_per_element)
+        self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
+
+    def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
+        made = make_optimizers(self._factory, values)
+        for group in (group for optimizer in made for group in optimizer.param_groups if group["params"]):
+            group.setdefault("initial_lr", group["lr"])
+            group["of"] = self.groups.group_of[piece_of(group["params"][0]).name]
+        return made
+
+    def states(self) -> States:
+        """The states that the optimizers hold now."""
+        return {
+            unit: [state_of(self.optimizers[unit], piece.value) for piece in pieces]
+            for unit, pieces in self.pieces.items()
+        }
+
+    def full_states(self) -> States:
+        """The states, and for a unit that has none those that its optimizer would hold after a step: something to load
+        into, made by a stand-in.
+        """
+        states = self.states()
+        for unit, pieces in self.pieces.items():
+            if all(states[unit]):
+                continue
+            values = [piece.mark(torch.zeros_like(piece.value)) for piece in pieces]
+            for value in values:
+                value.grad = torch.zeros_like(value)
+            stand_in = self._make(values)
+            for optimizer in stand_in:
+                optimizer.step()
+            states[unit] = [state_of(stand_in, value) for value in values]
+        return states
+
+    def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+        """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
+        for unit, optimizers in self.optimizers.items():
+            whose = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+            for optimizer in optimizers:
+                optimizer.state.clear()
+            for piece, state in zip(self.pieces[unit], states.get(unit, ()), strict=False):
+                if state:
+                    whose[id(piece.value)].state[piece.value] = state
+
+    def step(
+        self, unit: int, finite: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Update the unit from its home gradients, unless ``finite`` is zero.
+
+        Args:
+            finite: a one-element tensor on the device of the gradients; None for no such condition.
+            rate: multiplies every group's learning rate.
+            chosen: options of ``groups``, the learning rate among them; those from the beginning by default.
+        """
+        for optimizer in self.optimizers.get(unit, ()):
+            for group in optimizer.param_groups:
+                if "of" in group and chosen is not None:
+                    group.update(chosen[group["of"]])
+                    group["lr"] = group["lr"] * rate
+                else:
+                    group["lr"] = group["initial_lr"] * rate
+        self._step(self.optimizers.get(unit, ()), finite)
+
+    def _step(self, optimizers: Sequence[Any], finite: Tensor | None) -> None:
+        for optimizer in optimizers:
+            on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+            if on_device and not (self._keeps and _begins_unset(optimizer)):
+                # The fused step looks at this flag on the device: no host sync for the finite check.
+                optimizer.grad_scale, optimizer.found_inf = (
+                    None,
+                    None if finite is None else (finite == 0).to(torch.float32),
+                )
+            elif finite is not None and not bool(finite):
+                continue
+            optimizer.step()

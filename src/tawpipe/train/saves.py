@@ -1,0 +1,107 @@
+"""The checkpoints of a run: when one begins, what came of it, and how long training stood still for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.checkpoint.save import Saving
+from tawpipe.checkpoint.store import Disk, Memory
+from tawpipe.console import Console
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.train.config import TrainConfig
+
+LOOK_EVERY = 10
+"""Steps after which the run asks whether the save under way has ended."""
+
+
+class Saves:
+    """What is saved of a run, on the disk and in the memory of the nodes; called alike on all ranks.
+
+    Args:
+        memory: for copies in the memory of the nodes, if there are to be any.
+        state: the run's part of the state after a step.
+
+    ``step`` is the last one for which a checkpoint was begun, ``unsaved`` why that is not there, if it is not.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        console: Console,
+        pipeline: Pipeline,
+        disk: Disk,
+        memory: Memory | None,
+        state: Callable[[int], RunState],
+    ) -> None:
+        self.config, self.console, self.pipeline, self.disk, self.memory = config, console, pipeline, disk, memory
+        self.step, self.unsaved = 0, ""
+        self._state = state
+        self._saving: Saving | None = None
+        self._copying: Saving | None = None
+        self._stalls: list[float] = []
+
+    @property
+    def stall_s(self) -> float | None:
+        """The longest time for which training stood still for a checkpoint; None if there was none."""
+        return max(self._stalls, default=None)
+
+    def after(self, step: int, *, save: bool) -> float:
+        """Begin what is due after a step; the seconds that this took, which are no part of the next one."""
+        begin = time.perf_counter()
+        if save:
+            self.save(step)
+        elif self._saving is not None and step % LOOK_EVERY == 0:
+            self._end(only_if_ended=True)
+        if self.memory is not None and step % self.config.checkpoint.memory_every == 0:
+            self._copy(self.memory, step)
+        return time.perf_counter() - begin
+
+    def save(self, step: int) -> None:
+        """Begin to save, when the save before has ended."""
+        self._end(now=step)
+        self.step = step
+        self._saving = self.pipeline.start_saving(self.disk, run=asdict(self._state(step)))
+        if not self.config.checkpoint.background:
+            self._end()
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        self._end()
+        if self._copying is not None:
+            self._copying.wait(self.config.timeouts.save_s)
+
+    def _copy(self, memory: Memory, step: int) -> None:
+        """Begin to copy the state into the memory of the nodes, when the copy before has ended."""
+        if self._copying is not None and (problem := self._copying.wait(self.config.timeouts.save_s).problem):
+            self.console.notice(f"no copy in memory before step {step}, training goes on without: {problem}")
+        self._copying = self.pipeline.start_saving(memory, run=asdict(self._state(step)))
+
+    def _end(self, *, only_if_ended: bool = False, now: int = 0) -> None:
+        """Look at what came of the save under way.
+
+        Args:
+            only_if_ended: on all ranks, and go on otherwise.
+            now: the step whose save waits for it.
+        """
+        if self._saving is None:
+            return
+        if only_if_ended and not all(self.pipeline.world.gather_numbers(float(self._saving.done))):
+            return
+        begin = time.perf_counter()
+        saved, self._saving = self._saving.wait(self.config.timeouts.save_s), None
+        waited = time.perf_counter() - begin
+        if now and waited > 1:
+            self.console.notice(
+                f"the checkpoint after step {self.step} took {saved.written_s:.1f} s to write: the next one, "
+                f"after step {now}, waited {waited:.1f} s for it"
+            )
+        self.unsaved = saved.problem
+        if saved.problem:
+            self.console.notice(f"{saved.folder} could not be written, training goes on without it: {saved.problem}")
+            return
+        if saved.left:
+            self.console.notice(f"an old checkpoint stays: {saved.left}")
+        self._stalls.append(saved.staged_s)

@@ -1,0 +1,277 @@
+"""Adapters and frozen parameters as the settings ask for them: the numbers are those of a plain process with peft, and
+folders go both ways.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from borders import rows_of
+from model_families import family_config, keep_fp64, real_model
+from pipelines import make_pipeline
+from tawpipe.errors import UserError
+from tawpipe.model.build import NO_ADAPTER, BuiltModel, build_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.merged import refuse_unmergeable
+from tawpipe.model.settings import LoraSettings
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.optimizer import adamw
+
+peft = pytest.importorskip("peft")
+PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
+KINDS = {
+    "lora": LoraSettings(rank=3, alpha=5, targets=PROJECTIONS),
+    "dora": LoraSettings(rank=3, targets=PROJECTIONS, dora=True),
+    "rslora": LoraSettings(rank=4, alpha=3, rslora=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch):
+    torch.set_num_threads(1)
+    keep_fp64(monkeypatch)
+
+
+def saved(folder: Path, family: str = "llama", *, tied: bool = False, dtype: torch.dtype = torch.float32) -> str:
+    """A folder with a model's weights."""
+    real_model(family_config(family, tied=tied), torch.float32).to(dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def built(folder: str, lora: LoraSettings = NO_ADAPTER, frozen: tuple[str, ...] = ()) -> BuiltModel:
+    return build_model(folder, max_positions=16, lora=lora, frozen=frozen)
+
+
+def piped(model: BuiltModel, **knobs: Any) -> Pipeline:
+    knobs = {"dtype": torch.float64, "optimizer": adamw(1e-2, eps=1e-6), "check": "never"} | knobs
+    return make_pipeline(model.model, weights=lambda chain: model.source(chain, seed=3), **knobs)
+
+
+def with_peft(base: str, lora: LoraSettings, folder: Path) -> Any:
+    """A plain peft model whose adapter does something, in fp64; saved in fp32, which it has been rounded to."""
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * (lora.rank or 0),
+        target_modules="all-linear" if lora.targets == ["all-linear"] else lora.targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(2)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(folder)
+    buffers = {name: (path, value.clone()) for name, value in model.named_buffers() for path in [name.rpartition(".")]}
+    model.double().train()
+    for (path, _, leaf), value in buffers.values():  # rotary frequencies are fp32, whatever the model computes in
+        model.get_submodule(path)._buffers[leaf] = value
+    return model
+
+
+def plain_steps(model: Any, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a plain process with the optimizer of ``piped``."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-6)
+    losses = []
+    for step in range(steps):
+        batch = rows_of(step)
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.get_base_model().named_parameters()}
+
+
+def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    found = {name: pipeline.parameter(name) for name in pipeline.parameter_names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_of_peft_is_trained_as_in_a_plain_process(kind: str, tmp_path: Path):
+    """Loaded, trained, exported as an adapter and merged: all as peft has it."""
+    base = saved(tmp_path / "base")
+    plain = with_peft(base, KINDS[kind], tmp_path / "adapter")
+    model = built(base, LoraSettings(adapter=str(tmp_path / "adapter")))
+    pipeline = piped(model)
+    losses, expected = plain_steps(plain, 3)
+    assert [pipeline.step(rows_of(step)).loss for step in range(3)] == pytest.approx(losses, rel=1e-10)
+    found = weights(pipeline)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.linalg.norm(found[name] - value) <= 1e-10 * torch.linalg.norm(value), name
+
+    pipeline.export(tmp_path / "out", dtype=torch.float64)
+    opened = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base).double(), tmp_path / "out")
+    pipeline.export(tmp_path / "merged", dtype=torch.float64, merge=True, max_shard_bytes=4096)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    pipeline.close()
+    wanted = plain.merge_and_unload()
+    for name, value in opened.merge_and_unload().named_parameters():
+        assert torch.allclose(value, wanted.get_parameter(name), rtol=1e-6, atol=1e-8), name
+        assert torch.allclose(merged.get_parameter(name), wanted.get_parameter(name), rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_adapter_changes_nothing_before_it_is_trained(kind: str, tmp_path: Path):
+    """The norms of DoRA among them, which are those of the base weights."""
+    base = saved(tmp_path)
+    with_one, without = (piped(built(base, lora)) for lora in (KINDS[kind], LoraSettings()))
+    batch = rows_of()
+    assert with_one.evaluate(batch).loss == pytest.approx(without.evaluate(batch).loss, rel=1e-12)
+    assert any("lora_A" in name and value.any() for name, value in weights(with_one).items())
+    with_one.step(batch)
+    assert any("lora_B" in name and value.any() for name, value in weights(with_one).items())
+    assert all(one.trainable == ("lora_" in s.name) for one in with_one.chain.units for s in one.slots)
+    with_one.close(), without.close()
+
+
+def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
+    """With dropout, whose numbers come again."""
+    base, lora = saved(tmp_path / "base"), replace(KINDS["dora"], dropout=0.4)
+    whole = piped(built(base, lora))
+    for step in range(4):
+        whole.step(rows_of(step))
+        if step == 1:
+            whole.save(tmp_path / "state")
+    again = piped(built(base, lora))
+    again.load(tmp_path / "state")
+    for step in (2, 3):
+        again.step(rows_of(step))
+    first, second = weights(whole), weights(again)
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+    without = piped(built(base, KINDS["dora"]))
+    without.load(tmp_path / "state")
+    without.step(rows_of(2)), without.step(rows_of(3))
+    assert any(not torch.equal(first[name], value) for name, value in weights(without).items())
+    for one in (whole, again, without):
+        one.close()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_a_merged_model_computes_what_its_adapter_did(family: str, tmp_path: Path):
+    """Layers of another kind, and weights that are stored in another form."""
+    base = saved(tmp_path / "base", family)
+    model = built(base, LoraSettings(rank=2))
+    assert ("get none" in model.adapter_words) == (family == "qwen3_moe")
+    pipeline = piped(model, dtype=torch.float32)
+    pipeline.step(rows_of())
+    loss = pipeline.evaluate(rows_of()).loss
+    pipeline.export(tmp_path / "merged", merge=True)
+    pipeline.close()
+    merged = piped(built(str(tmp_path / "merged")), dtype=torch.float32)
+    assert merged.evaluate(rows_of()).loss == pytest.approx(loss, rel=1e-5)
+    merged.close()
+
+
+def test_frozen_parameters_stay_and_all_others_are_trained(tmp_path: Path):
+    base = saved(tmp_path)
+    model = built(base, frozen=("model.layers.[01]", "*norm.weight"))
+    before = {name: p.clone() for name, p in AutoModelForCausalLM.from_pretrained(base).named_parameters()}
+    pipeline = piped(model, dtype=torch.float32)
+    pipeline.step(rows_of())
+    changed = {name for name, value in weights(pipeline).items() if not torch.equal(value, before[name])}
+    frozen = {n for n in before if n.startswith(("model.layers.0.", "model.layers.1.")) or n.endswith("norm.weight")}
+    assert changed == before.keys() - frozen and frozen
+    pipeline.close()
+
+
+def test_patterns_name_parameters_without_their_adapter(tmp_path: Path):
+    model = built(saved(tmp_path), LoraSettings(rank=2), ("model.layers.0", "*.lora_A.*")).model.get_base_model()
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert trained and all("lora_B" in name and not name.startswith("model.layers.0.") for name in trained)
+    tied = build_model("tiny", max_positions=16, frozen=["lm_head"]).model
+    assert not tied.get_input_embeddings().weight.requires_grad
+
+
+REFUSED = {
+    "a name that is not there": ({"lora": LoraSettings(rank=2, targets=["q_prj"])}, "q_prj.*did you mean q_proj"),
+    "one of two is not there": ({"lora": LoraSettings(rank=2, targets=["q_proj", "w1"])}, "--lora.targets: got 'w1'"),
+    "a module that is no layer": ({"lora": LoraSettings(rank=2, targets=["mlp"])}, "--lora.targets: got 'mlp'"),
+    "no such parameter": ({"frozen": ("model.layrs.0",)}, "--freeze: got 'model.layrs.0'.*model.layers.0"),
+    "everything": ({"frozen": ("model", "lm_head")}, "--freeze: got 'model lm_head'.*leave a parameter"),
+    "every adapter": ({"lora": LoraSettings(rank=2), "frozen": ("*lora_?.*",)}, "--freeze.*leave a parameter"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_fits_nothing_is_refused_by_name(what: str):
+    arguments, words = REFUSED[what]
+    with pytest.raises(UserError, match=words):
+        build_model("tiny", max_positions=16, **arguments)
+
+
+def test_names_of_experts_are_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(UserError, match="gate_up_proj are stored as one tensor each"):
+        built(saved(tmp_path, "qwen3_moe"), LoraSettings(rank=2, targets=["gate_up_proj"]))
+
+
+def test_an_adapter_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
+    base, folder = saved(tmp_path / "base"), tmp_path / "adapter"
+    with_peft(base, KINDS["lora"], folder)
+    given = LoraSettings(adapter=str(folder))
+    agreeing = replace(given, rank=3, alpha=5, targets=PROJECTIONS, dropout=0.5)
+    assert built(base, agreeing).adapter_settings["dropout"] == 0.5
+    for name, value in {"rank": 4, "alpha": 4, "targets": ["q_proj"], "dora": True, "rslora": True}.items():
+        with pytest.raises(UserError, match=rf"^--lora.{name}: got .* as in .*adapter, or unset"):
+            built(base, replace(given, **{name: value}))
+    wider = family_config("llama", hidden_size=family_config("llama").hidden_size * 2)
+    real_model(wider, torch.float32).save_pretrained(tmp_path / "wider")
+    other = built(str(tmp_path / "wider"), given)
+    with pytest.raises(UserError, match=r"--lora.adapter.*an adapter of this model"):
+        other.source(Chain(other.model), seed=0)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for change, words in (
+        ({"peft_type": "IA3"}, "a LoRA adapter"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"layers_to_transform": [0]}, "has besides"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=words):
+            model = built(base, given)
+            model.source(Chain(model.model), seed=0)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match="adapter_config"):
+        built(base, given)
+
+
+def test_what_cannot_be_merged_is_refused_before_the_run(tmp_path: Path):
+    tied = built(saved(tmp_path, tied=True), LoraSettings(rank=2, targets=["lm_head", "q_proj"]))
+    for model, words in ((tied.model, "tied"), (built(str(tmp_path)).model, "no LoRA adapter")):
+        with pytest.raises(UserError, match=f"--export.merge.*{words}"):
+            refuse_unmergeable(model)
+
+
+def test_the_type_on_disk_is_that_of_the_weights_it_started_from(tmp_path: Path):
+    base = saved(tmp_path, dtype=torch.bfloat16)
+    assert built(base).dtype_on_disk(merge=False) == torch.bfloat16
+    adapted = built(base, LoraSettings(rank=2))
+    assert (adapted.dtype_on_disk(merge=False), adapted.dtype_on_disk(merge=True)) == (torch.float32, torch.bfloat16)
+    assert build_model("tiny", max_positions=16).dtype_on_disk(merge=False) == torch.float32
+
+
+def test_settings_that_need_an_adapter_are_refused_without_one():
+    for given in (LoraSettings(alpha=3), LoraSettings(dora=True), LoraSettings(targets=["q_proj"])):
+        with pytest.raises(UserError, match="unset without"):
+            given.check()
+    with pytest.raises(UserError, match="all-linear alone"):
+        LoraSettings(rank=2, targets=["all-linear", "q_proj"]).check()

@@ -1,0 +1,71 @@
+"""Plans for optimizers that look at whole matrices: their strategies, their memory, the seconds of their updates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plan_requests import plan_request, step_of
+from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import record_of, request_from
+from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.search import search
+from tawpipe.plan.updates import estimated, flops_of, measured, states_of
+from tawpipe.runtime.named_optimizers import BY_NAME
+from tawpipe.schedule.footprint import Widths
+
+
+def test_a_plan_keeps_units_whole_where_the_optimizer_asks_for_it():
+    asked = plan_request(needs_whole="Muon", global_batch=4)
+    found = search(asked)
+    assert Plan.of(asked, found).chosen.strategy == "tawpipe-whole"  # type: ignore[union-attr]
+    cut = {one.strategy: one.why_not for one in found if one.runnable and not one.fits}
+    assert "flat" in cut and all(
+        "for Muon, which looks at whole matrices: tawpipe-whole" in why for why in cut.values()
+    )
+    with pytest.raises(UserError, match="tawpipe-whole"):
+        step_of(asked, "hsdp")
+
+
+def test_memory_and_seconds_are_those_of_every_unit():
+    alike, units = plan_request(), len(plan_request().model.units)
+    step = step_of(alike, "tawpipe-whole")
+    same = replace(
+        alike, widths=Widths(2, 4, 4, (2.0,) * units), profile=replace(alike.profile, update_of=(1e-9,) * units)
+    )
+    assert memory_quickly(same, step) == memory_quickly(alike, step)
+    assert predict(same, step).step_seconds == predict(alike, step).step_seconds
+    ends = replace(alike, widths=Widths(2, 4, 4, (2.0, *(0.0,) * (units - 1))))
+    assert memory_quickly(ends, step).device < memory_quickly(alike, step).device
+    slow = replace(alike, profile=replace(alike.profile, update_of=(1e-9, 1e-4, *(1e-9,) * (units - 2))))
+    assert predict(slow, step).step_seconds > predict(alike, step).step_seconds
+    again = request_from(json.loads(json.dumps(record_of(replace(slow, widths=ends.widths)))), where="here")
+    assert (again.widths, again.profile.update_of) == (ends.widths, slow.profile.update_of)
+
+
+def test_updates_cost_what_the_optimizer_does():
+    units = Chain(build_model("tiny", vocab_size=500, max_positions=64).model).units
+    muon, adafactor, adamw = (BY_NAME[name](1e-3) for name in ("muon", "adafactor", "adamw"))
+    assert states_of(adamw, units) == 2
+    ends, layers = states_of(muon, units)[0], states_of(muon, units)[1]  # type: ignore[index]
+    assert ends == 2 and 1 <= layers < 1.1
+    assert max(states_of(adafactor, units)[:-1]) < 0.1  # type: ignore[index]  # the last has vectors alone
+    assert flops_of(muon, (8, 4), in_layer=True) == flops_of(muon, (4, 8), in_layer=True) == 5 * (4 * 16 * 8 + 2 * 64)
+    assert not flops_of(muon, (8, 4), in_layer=False) and not flops_of(adamw, (8, 4), in_layer=True)
+
+    mean, each = estimated(muon, units, rate=1e9, bytes_per_s=1e12)
+    assert each[0] < mean < each[1] and estimated(adamw, units, 1e9, 1e12) == (28e-12, ())
+
+    def seconds(run) -> float:
+        run()
+        return 1.0
+
+    mean, each = measured(muon, units, torch.device("cpu"), seconds)
+    assert len(each) == len(units) and min(each) > 0
+    assert measured(adamw, units, torch.device("cpu"), seconds) == (1 / 4_000_000, ())

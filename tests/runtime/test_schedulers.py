@@ -1,0 +1,105 @@
+"""torch's schedulers on a pipeline: what they change holds from the next step on, as in a plain loop."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import tawpipe
+from cases import batches, llama
+from states import ALONE
+from tawpipe.errors import UserError
+
+STEPS, RATE = 5, 1e-2
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=RATE, total_steps=STEPS + 1),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1.0),
+}
+
+
+def factory(parameters: list[torch.nn.Parameter]) -> AdamW:
+    return AdamW(groups(parameters, lambda p: len(tawpipe.piece_of(p).shape)), lr=RATE)
+
+
+def groups(parameters: Any, dimensions: Callable[[Any], int]) -> list[dict[str, Any]]:
+    given = list(parameters)
+    found = [
+        {"params": [p for p in given if dimensions(p) > 1]},
+        {"params": [p for p in given if dimensions(p) < 2], "lr": RATE / 3, "weight_decay": 0.0},
+    ]
+    return [group for group in found if group["params"]]
+
+
+def make() -> tawpipe.Pipeline:
+    return tawpipe.Pipeline(llama(torch.float64), optimizer=factory, dtype=torch.float64, world=ALONE, clip_norm=None)
+
+
+def advance(scheduler: Any, loss: float) -> None:
+    scheduler.step(*([loss] if isinstance(scheduler, ReduceLROnPlateau) else []))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_do_to_a_pipeline_what_they_do_to_a_plain_loop(name):
+    plain, pipeline = llama(torch.float64), make()
+    optimizer = AdamW(groups(plain.parameters(), lambda p: p.ndim), lr=RATE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = SCHEDULERS[name](pipeline.optimizer), SCHEDULERS[name](optimizer)
+        for batch in batches(2, STEPS):
+            logits = plain(batch["input_ids"]).logits[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            advance(theirs, 1.0)
+            pipeline.step(batch)
+            advance(ours, 1.0)  # while the step may still run
+    assert [group["lr"] for group in pipeline.optimizer.param_groups] == ours.get_last_lr() == theirs.get_last_lr()
+    pipeline.drain()
+    for key, expected in plain.named_parameters():
+        assert torch.allclose(pipeline.parameter(key), expected, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    pipeline.close()
+
+
+def test_a_scheduler_and_its_rates_go_on_bit_by_bit(tmp_path):
+    pipeline, given = make(), batches(2, 4)
+    scheduler = SCHEDULERS["one cycle"](pipeline.optimizer)
+    for batch in given[:2]:
+        pipeline.step(batch)
+        scheduler.step()
+    run = {"optimizer": pipeline.optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    pipeline.save(tmp_path / "state", run=json.loads(json.dumps(run)))
+    other = make()
+    again = SCHEDULERS["one cycle"](other.optimizer)
+    run = other.load(tmp_path / "state")
+    other.optimizer.load_state_dict(run["optimizer"])
+    again.load_state_dict(run["scheduler"])
+    for batch in given[2:]:
+        assert pipeline.step(batch).loss == other.step(batch).loss
+        scheduler.step()
+        again.step()
+        assert again.get_last_lr() == scheduler.get_last_lr()
+    assert torch.equal(pipeline.parameter("lm_head.weight"), other.parameter("lm_head.weight"))  # type: ignore[arg-type]
+    pipeline.close()
+    other.close()
+
+
+def test_the_groups_of_a_pipeline_stay_those_of_the_factory():
+    pipeline = make()
+    assert [len(group["params"]) for group in pipeline.optimizer.param_groups] == [37, 11]
+    assert tawpipe.piece_of(pipeline.optimizer.param_groups[0]["params"][0]).name == "model.embed_tokens.weight"
+    pipeline.optimizer.zero_grad()
+    pipeline.optimizer.step()
+    with pytest.raises(UserError, match="parameter group"):
+        pipeline.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    pipeline.close()

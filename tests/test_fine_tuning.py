@@ -1,0 +1,185 @@
+"""The page on fine-tuning: each of its commands runs, and the model that it makes answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from runs import rows, run
+from tawpipe.checkpoint.resume import read_run, refuse_other_trained
+from tawpipe.cli import main
+from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import UserError
+
+pytest.importorskip("peft")
+PAGE = Path(__file__).parent.parent / "docs" / "fine-tuning.md"
+ANSWERS = {"Norila": "Limaro", "Befani": "Vanedo", "Vesoti": "Golise", "Tarika": "Cofelu"}
+SMALL = ["--nproc", "1", "--cache-dir", "cache", "--validation-fraction", "0", "--evaluation.every", "0"]
+TUNED = [*SMALL, "--global-batch", "2", "--learning-rate", "1e-2", "--steps", "60"]
+"""What a model of a few thousand parameters wants besides what the page says."""
+GIVEN = ["--model", "small-model", "--data", "chats.jsonl", "--sequence-length", "64"]
+SHORT = [*SMALL, "--global-batch", "2", "--steps", "2", "--plan", "none", "--check", "never", "--sample.tokens", "2"]
+
+
+def question(name: str) -> str:
+    return f"What is the capital of {name}?"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with chats, and a model that has learned for a few seconds how chats look, in bf16."""
+    folder = tmp_path_factory.mktemp("tuning")
+    draw = random.Random(0)
+
+    def word() -> str:
+        return "".join(draw.choice("bcdfgklmnrstv") + draw.choice("aeiou") for _ in range(draw.randint(2, 3))).title()
+
+    texts = [f"<|user|>\n{question(word())}\n<|assistant|>\n{word()}" for _ in range(400)]
+    tokenizer = train_tokenizer(texts, 300)
+    tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = [torch.tensor(tokenizer(f"{one}<|endoftext|>", add_special_tokens=False).input_ids) for one in texts]
+    for _ in range(50):
+        batch = torch.nn.utils.rnn.pad_sequence(draw.sample(ids, 16), batch_first=True, padding_value=-100)
+        model(input_ids=batch.clamp(min=0), labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(torch.bfloat16).save_pretrained(folder / "small-model")
+    tokenizer.save_pretrained(folder / "small-model")
+    lines = [
+        {"messages": [{"role": "user", "content": question(name)}, {"role": "assistant", "content": town}]}
+        for name, town in ANSWERS.items()
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return folder
+
+
+def commands() -> list[list[str]]:
+    """The words of every command of the page."""
+    found: list[list[str]] = []
+    for block in re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL):
+        pending = ""
+        for line in block.splitlines(keepends=True):
+            pending += line
+            try:
+                words = shlex.split(pending, comments=True)
+            except ValueError:  # inside of quotation marks
+                continue
+            pending = ""
+            if words:
+                found.append(words)
+        assert not pending
+    return found
+
+
+def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    plan, train, ask, *others = commands()
+    assert main(plan[1:]) == 0
+    assert main([*train[1:], *TUNED, "--sample.prompt", "<|user|>\nWhat", "--sample.tokens", "4"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\nadapter: LoRA of rank 16, alpha 32, on 14 modules \(.*\): 32,768 parameters\n", said)
+    assert "layers checked against the model's own forward pass" in said and "plan: measured and chosen" in said
+    assert ask[:2] == ["python", "-c"]
+    exec(ask[2], {})
+    assert capsys.readouterr().out.strip().endswith(ANSWERS["Norila"])
+
+    tokenizer, model = (kind.from_pretrained("tuned/model") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    for name, town in ANSWERS.items():
+        chat = [{"role": "user", "content": question(name)}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert tokenizer.decode(answer, skip_special_tokens=True).strip() == town
+    with safe_open("tuned/model/model.safetensors", "pt") as file:
+        assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"BF16"}  # noqa: SIM118
+
+    for words in others:
+        more = [word.replace("[0-9]", "0") for word in words[1:]]  # of two layers
+        assert words[:2] == ["tawpipe", "train"] and main([*more, *SHORT]) == 0, words
+    assert json.loads(Path("further/model/adapter_config.json").read_text())["r"] == 8
+    assert not Path("partly/model/adapter_config.json").exists()
+
+
+def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    run_of = ["train", *GIVEN, "--output", "state"]
+    adapter = ["--lora.rank", "4", "--lora.dropout", "0.3"]
+    quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
+    assert main([*run_of, *SHORT, *adapter, *quiet]) == 0
+    assert main(["checkpoint", "list", "state"]) == 0 and "LoRA of rank 4" in capsys.readouterr().out
+    assert main([*run_of, *SHORT, *quiet, "--resume", "auto", "--lora.rank", "4"]) == 2
+    assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err
+    state = read_run(Path("state/checkpoints/step-00000002"))
+    for lora, freeze, expected in (
+        (state.lora | {"rank": 8}, [], "--lora.rank: got 8; 4, as in there"),
+        ({}, [], "--lora.rank: got None; 4, as in there"),
+        (state.lora, ["model.layers.0"], "--freeze: got 'model.layers.0'; nothing, as in there"),
+    ):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            refuse_other_trained(state, lora, freeze, "there")
+    refuse_other_trained(state, state.lora, [], "there")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "tiny", "--lora.rank", "2"], "--model: got 'tiny'; a model with weights"),
+        (["--lora.rank", "2", "--lora.targets", "q_prj"], "--lora.targets: got 'q_prj'"),
+        (["--freeze", "model.layer.0"], "--freeze: got 'model.layer.0'"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_documents_are_read(place: Path, monkeypatch, capsys, words, expected):
+    monkeypatch.chdir(place)
+    assert main(["train", *GIVEN, *SHORT, "--output", "refused", *words]) == 2
+    said = capsys.readouterr()
+    assert expected in said.err and "documents" not in said.out
+
+
+@pytest.mark.slow
+def test_a_run_with_an_adapter_survives_a_killed_process(place: Path, monkeypatch):
+    """Two processes, of which one is killed, see the losses of one process, dropout included."""
+    monkeypatch.chdir(place)
+    adapter = ["--lora.rank", "4", "--lora.dropout", "0.3", "--lora.dora", "--log.tensorboard", "false"]
+    words = [*adapter, *SHORT, "--steps", "4", "--export.enabled", "false", "--sample.tokens", "0"]
+    given = [*GIVEN, "--packing", "fit", "--checkpoint.every", "1"]  # dealt for each number of processes otherwise
+    assert main(["train", *given, *words, "--output", "alone"]) == 0
+    faults = [
+        "--nproc",
+        "2",
+        "--nodes",
+        "2",
+        "--inject",
+        "rank=1,step=3,at=backward:1,kind=kill",
+        "--max-restarts",
+        "1",
+    ]
+    done = run(place, "killed", *given, *words, *faults)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1" in done.stdout + done.stderr
+    mine, other = ({row["step"]: row["loss"] for row in rows(place, name)} for name in ("killed", "alone"))
+    assert mine == pytest.approx(other, rel=1e-5) and list(other) == [1, 2, 3, 4]
