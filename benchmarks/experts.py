@@ -46,7 +46,7 @@ from tawpipe.model.flops import attention_width, peak_flops, windows
 from tawpipe.plan.machine import Machine, uniform
 from tawpipe.plan.memory import estimate_memory
 from tawpipe.plan.predict import bound_of, memory_quickly, predict
-from tawpipe.plan.profile import EFFICIENCY, ESTIMATED_BYTES_PER_S, UPDATE_BYTES, Profile
+from tawpipe.plan.profile import EFFICIENCY, ESTIMATED_BYTES_PER_S, Profile
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import fits
 from tawpipe.schedule.footprint import BlockMemory, Widths
@@ -72,6 +72,8 @@ STEPS = ((1, 4096), (1, 8192), (1, 32768), (8, 4096))
 """Rows that a device has in a step, and their tokens."""
 AHEAD = 0.99
 """Share of the best step so far that a setting's bound must stay below to be played."""
+UPDATE_BYTES = 28
+"""Bytes that AdamW moves for an fp32 element: gradient, weight and two states read, three and a copy written."""
 ACCUMULATE_BYTES = 12
 """Bytes that a gradient's element moves when it is made in bf16 and added to a sum in fp32."""
 
