@@ -117,16 +117,18 @@ def windows(config: Any) -> list[int | None]:
     return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
-def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0) -> float:
+def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
     """Elements of a block's weights that a token meets: of a mixture's experts the share that it is sent to.
 
     Args:
         least_dimensions: of the parameters that count; 2 for matrices.
+        trained: only those that are.
     """
     config = chain.config.get_text_config()
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
     met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    slots = [slot for unit in chain.blocks[block].units for slot in chain.units[unit].slots]
+    units = [chain.units[unit] for unit in chain.blocks[block].units]
+    slots = [slot for unit in units if unit.trainable or not trained for slot in unit.slots]
     counted = [slot for slot in slots if len(slot.shape) >= least_dimensions]
     return sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in counted)
 

@@ -207,11 +207,11 @@ def estimate(
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     seen = windows(config)
     for number, block in enumerate(chain.blocks):
-        per_token = 0.0 if block.kind == "embedding" else 2 * met_elements(chain, number) / rate
+        met, trained = (met_elements(chain, number, trained=only) for only in (False, True))
+        per_token = 0.0 if block.kind == "embedding" else 2 * met / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        trained = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].trainable)
-        passes = 2 + trained / max(1, numel)  # frozen weights have no gradients; the head's has its forward pass in it
+        passes = 2 + trained / max(1, met)  # frozen weights have no gradients; the head's has its forward pass in it
         backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         blocks.append(BlockCost(forward, backward, Seconds(per_pair=per_pair), window))
