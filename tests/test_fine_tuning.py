@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from runs import rows, run
 from tawpipe.checkpoint.resume import read_run, refuse_other_trained
 from tawpipe.cli import main
-from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
+from tawpipe.data.chat import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 
@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     texts = [f"<|user|>\n{question(word())}\n<|assistant|>\n{word()}" for _ in range(400)]
     tokenizer = train_tokenizer(texts, 300)
-    tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
+    tokenizer.chat_template = PLAIN
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(

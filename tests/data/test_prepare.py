@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -19,10 +20,12 @@ from transformers import AutoTokenizer
 from tawpipe.data.cache import MARKER, is_complete, make_folder
 from tawpipe.data.corpus import split_documents
 from tawpipe.data.lengths import Dealing
-from tawpipe.data.prepare import changed_parts, prepare_data
+from tawpipe.data.prepare import prepare_data
+from tawpipe.data.prepared import changed_parts
+from tawpipe.data.read import RowReader
 from tawpipe.data.rows import PackedDataset, RowSource
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import RowReader, find_files
+from tawpipe.data.sources import find_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
 from tawpipe.errors import RunError, UserError
@@ -206,7 +209,7 @@ def test_if_the_leader_fails_all_fail_with_its_words(corpus, settings_for):
         file.write_bytes(b"\xff\xfe\xfa")
     first, second = _run_two(settings_for(corpus / "*.txt"))
     assert first[1:] == second[1:] and first[1] == "UserError"
-    assert "40 unreadable files" in first[2] and "00.txt" in first[2]
+    assert "40 files left out, not UTF-8; the first: " in first[2] and "00.txt" in first[2]
 
 
 def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
@@ -217,8 +220,13 @@ def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
     read = prepared.report.read
     assert (read.files, read.text, read.bad_files, read.bad_rows, read.empty) == (41, 39, 1, 2, 1)
     lines = "\n".join(prepared.report.lines())
-    assert "skipped 1 unreadable file, 2 bad rows, 1 empty document" in lines
-    assert "03.txt" in lines and "a.jsonl, line 2" in lines and "a.jsonl, line 3" in lines
+    for said in (
+        r"1 file left out, not UTF-8; the first: .*03.txt \(byte 0\)",
+        r"1 row left out, not JSON, .*a.jsonl, line 2 \(Expecting",
+        r"1 row left out, whose column 'text' holds no text; .*a.jsonl, line 3 \(int\)",
+        r"1 document left out, without text; the first: .*04.txt",
+    ):
+        assert re.search(said, lines), said
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -230,9 +238,9 @@ def test_rows_without_known_columns_are_skipped_and_only_nothing_else_is_an_erro
     files = (tmp_path / "a.jsonl", tmp_path / "b.parquet")
     read = prepare_data(settings_for(*files, streaming=streaming), sequence_length=64, seed=0).report.read
     assert (read.text, read.bad_rows, read.bad_files) == (20, 1, 1)
-    assert "a.jsonl, line 10: lacks the columns 'text' (--text-column)" in read.messages[0]
+    assert "a.jsonl, line 10" in read.troubles[0].line and "lacking the columns 'text'" in read.troubles[0].line
     (tmp_path / "a.jsonl").write_text(f"{other}\n{other}\n")
-    with pytest.raises(UserError, match=r"--data.*skipped 1 unreadable file, 2 bad rows: .*this one has \['content'\]"):
+    with pytest.raises(UserError, match=r"--data.*2 rows left out, lacking .*it has \['content'\].*1 file left out"):
         prepare_data(settings_for(*files, streaming=streaming), sequence_length=64, seed=0)
 
 
@@ -353,7 +361,7 @@ def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
         "".join(json.dumps({"text": f"row {n:07} {'x' * 50}"}) + "\n" for n in range(50_000))
     )
     files = find_files([str(tmp_path / "*")])
-    sample = list(sample_texts(files, RowReader("auto", "text"), limit=1 << 20))
+    sample = list(sample_texts(files, RowReader(), limit=1 << 20))
     assert (1 << 19) < sum(map(len, sample)) < (1 << 20) + (1 << 17)
     numbers = [int(part.split()[1]) for part in sample if part.startswith("row")]
     assert numbers and max(numbers) > 45_000 and min(numbers) < 5_000
@@ -519,7 +527,7 @@ def test_so_many_steps_show_the_data_so_many_times(corpus, settings_for, packing
 
 def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="1 empty document"):
+    with pytest.raises(UserError, match="1 document left out, without text"):
         prepare_data(settings_for(tmp_path / "a.jsonl", streaming=True), sequence_length=64, seed=0)
 
 

@@ -11,10 +11,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tawpipe.data.chat import Piece
+from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import PART_CHARACTERS, Encoder, split_text
-from tawpipe.data.render import Document, Piece, Renderer
+from tawpipe.data.read import RowReader
+from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import RawRow, RowReader, find_files
+from tawpipe.data.sources import find_files
 from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 
@@ -51,7 +54,7 @@ def with_template(tokenizer, template):
 
 def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
     """The whole row as text, and the text of its tokens that count."""
-    document = Renderer(tokenizer, "text").render(RawRow("here", kind, columns))
+    document = Renderer(tokenizer).render(RawRow("here", kind, columns))
     assert isinstance(document, Document), document
     (tokens,) = Encoder(tokenizer).encode([document])
     return tokenizer.decode(tokens.ids), tokenizer.decode(tokens.ids[tokens.counts])
@@ -126,7 +129,7 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
     ],
 )
 def test_rows_without_what_belongs_there_are_skipped(tokenizer, kind, columns, reason):
-    found = Renderer(tokenizer, "text").render(RawRow("line 3", kind, columns))
+    found = Renderer(tokenizer).render(RawRow("line 3", kind, columns))
     assert isinstance(found, Skipped) and found.kind == reason and found.where == "line 3"
 
 
@@ -141,8 +144,9 @@ def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
     assert np.array_equal(whole.ids[1:-1], tokenizer(words, add_special_tokens=False)["input_ids"])
 
 
-def read(path: Path, rows: Any = "auto", text_column: str = "text") -> list[RawRow | Skipped]:
-    return [row for file in find_files([str(path)]) for row in RowReader(rows, text_column).read(file)]
+def read(path: Path, rows: Any = "auto", **names: str) -> list[RawRow | Skipped]:
+    reader = RowReader(Columns(rows, names))
+    return [row for file in find_files([str(path)]) for row in reader.read(file)]
 
 
 def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path):
@@ -168,7 +172,7 @@ def test_a_text_file_that_is_not_utf8_is_named(tmp_path):
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (skipped,) = read(tmp_path / "gone.txt")
-    assert isinstance(skipped, Skipped) and skipped.kind == "file" and "cannot be read" in skipped.why
+    assert isinstance(skipped, Skipped) and skipped.kind == "file" and "not readable" in skipped.why
 
 
 def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
@@ -182,19 +186,22 @@ def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "rows", "text_column", "kind"),
+    ("columns", "rows", "names", "kind"),
     [
-        (["text"], "auto", "text", "text"),
-        (["body", "messages"], "auto", "body", "text"),
-        (["text", "messages"], "auto", "text", "chat"),
-        (["text", "messages"], "text", "text", "text"),
-        (["prompt", "completion", "text"], "auto", "text", "instruction"),
-        (["instruction", "output", "messages"], "instruction", "text", "instruction"),
+        (["text"], "auto", {}, "text"),
+        (["body", "messages"], "auto", {"text": "body"}, "text"),
+        (["text", "messages"], "auto", {}, "chat"),
+        (["text", "conversations"], "auto", {}, "chat"),
+        (["text", "messages"], "text", {}, "text"),
+        (["prompt", "completion", "text"], "auto", {}, "instruction"),
+        (["prompt", "response", "text"], "auto", {}, "instruction"),
+        (["question", "answer", "text"], "auto", {"prompt": "question", "response": "answer"}, "instruction"),
+        (["instruction", "output", "messages"], "instruction", {}, "instruction"),
     ],
 )
-def test_the_columns_say_what_a_row_is(tmp_path, columns, rows, text_column, kind):
+def test_the_columns_say_what_a_row_is(tmp_path, columns, rows, names, kind):
     (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(columns, "x")))
-    (row,) = read(tmp_path / "a.jsonl", rows, text_column)
+    (row,) = read(tmp_path / "a.jsonl", rows, **names)
     assert isinstance(row, RawRow) and row.kind == kind
 
 
@@ -205,7 +212,7 @@ def test_rows_without_the_expected_columns_are_faults_and_their_columns_are_name
     for file, kind in (("a.jsonl", "row"), ("b.parquet", "file")):
         (skipped,) = read(tmp_path / file, rows)
         assert isinstance(skipped, Skipped) and skipped.kind == kind
-        assert skipped.why.endswith("this one has ['content', 'id']")
+        assert skipped.detail == "it has ['content', 'id']" and "--columns" in skipped.why
 
 
 def test_a_glob_that_matches_nothing_is_named(tmp_path):
@@ -214,8 +221,6 @@ def test_a_glob_that_matches_nothing_is_named(tmp_path):
     with pytest.raises(UserError) as caught:
         find_files([str(tmp_path / "*.txt"), missing])
     assert caught.value.setting == "--data" and caught.value.value == missing
-    with pytest.raises(UserError, match="this is a folder"):
-        find_files([str(tmp_path)])
 
 
 def test_files_are_sorted_and_taken_once(tmp_path):

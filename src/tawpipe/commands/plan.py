@@ -24,7 +24,7 @@ T = TypeVar("T", RopeSettings, LoraSettings)
 PROBE = "probe"
 ROPE = [leaf for leaf in tree(RopeSettings, ("rope",)) if isinstance(leaf, Leaf)]
 LORA = [leaf for leaf in tree(LoraSettings, ("lora",)) if isinstance(leaf, Leaf)]
-OF_DATA = ("data", "rows", "text_column", "tokenizer", "cache_dir")
+OF_DATA = ("data", "rows", "columns", "tokenizer", "cache_dir")
 DATA = [leaf for leaf in tree(DataSettings) if isinstance(leaf, Leaf) and leaf.path[-1] in OF_DATA]
 CORPUS = "corpus"
 MOST_IN_BIN = 1000
@@ -212,7 +212,8 @@ def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | N
 def _tokenised(arguments: argparse.Namespace) -> tuple[Any, str]:
     """Lengths of the documents of ``--data``, in tokens, and their source in words."""
     from tawpipe.data.cache import cache_root
-    from tawpipe.data.sources import find_files
+    from tawpipe.data.hub import opened
+    from tawpipe.data.sources import find_sets
     from tawpipe.data.tokenised import TokenisedText
 
     given = [(leaf, leaf.read(word)) for leaf in DATA if (word := getattr(arguments, leaf.key)) is not None]
@@ -220,7 +221,8 @@ def _tokenised(arguments: argparse.Namespace) -> tuple[Any, str]:
     if arguments.vocab_size is not None:
         settings = replace(settings, vocab_size=arguments.vocab_size)
     settings.check_data()
-    files = find_files(settings.data)
+    found = [file for one in find_sets(settings.data) for file in one.files]
+    files = opened(found, streaming=False, setting="--data")
     folder = arguments.model if Path(arguments.model).is_dir() else None
     text = TokenisedText(settings, files, cache_root(settings.cache_dir), tokenizer=None, model=folder)
     corpus, _ = text.corpus(files, "--data")

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tawpipe.data.columns import RawRow
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
 from tawpipe.data.report import ReadCounts, Skipped
-from tawpipe.data.sources import RawRow
 
 TOKENS, OFFSETS, IDENTITIES, MASK, COUNTS = "tokens.bin", "offsets.npy", "identities.npy", "mask.bin", "counts.json"
 
@@ -98,11 +98,28 @@ class Corpus:
             counts.add_length(len(tokens.ids), document.where)
         lengths = [len(tokens.ids) for _, tokens in pairs]
         return cls(
-            tokens=np.concatenate([tokens.ids for _, tokens in pairs]),
+            tokens=np.concatenate([np.zeros(0, np.uint32), *(tokens.ids for _, tokens in pairs)]),
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
             identities=np.array([document.identity for document, _ in pairs], np.uint64),
-            mask=np.packbits(np.concatenate([tokens.counts for _, tokens in pairs])),
+            mask=np.packbits(np.concatenate([np.zeros(0, np.bool_), *(tokens.counts for _, tokens in pairs)])),
             counts=counts,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Corpus, NDArray[np.int64]]]) -> Corpus:
+        """A corpus in memory of some documents of each, in this order."""
+        found = [
+            corpus.read(document, 0, length)
+            for corpus, some in parts
+            for document, length in zip(some.tolist(), corpus.lengths[some].tolist(), strict=True)
+        ]
+        lengths = [len(tokens) for tokens, _ in found]
+        return cls(
+            tokens=np.concatenate([tokens for tokens, _ in found]),
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+            identities=np.concatenate([corpus.identities[some] for corpus, some in parts]),
+            mask=np.packbits(np.concatenate([np.ones(len(t), np.bool_) if m is None else m for t, m in found])),
+            counts=ReadCounts.merged([corpus.counts for corpus, _ in parts]),
         )
 
     @classmethod
@@ -114,7 +131,7 @@ class Corpus:
             offsets=np.load(folder / OFFSETS),
             identities=np.load(folder / IDENTITIES),
             mask=np.memmap(mask, dtype=np.uint8, mode="r") if mask.exists() else None,
-            counts=ReadCounts(**json.loads((folder / COUNTS).read_text())),
+            counts=ReadCounts.loaded(json.loads((folder / COUNTS).read_text())),
         )
 
 
@@ -182,6 +199,23 @@ def split_documents(
         mixed = _mixed(identities, seed)
         out = mixed != mixed.max() if out.all() else mixed == mixed.min()
     return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) -> NDArray[np.int64]:
+    """Numbers of documents, counted over all sets, whose tokens are in these shares and as many as all sets have.
+
+    Args:
+        lengths: of the documents of every set. Those of a small one with a large weight come several times.
+    """
+    totals = np.array([int(one.sum()) for one in lengths])
+    wanted = totals.sum() * np.array(weights) / sum(weights)
+    chosen, first = [], 0
+    for one, total, tokens in zip(lengths, totals, wanted, strict=True):
+        times, rest = divmod(tokens, total)
+        number = int(times) * len(one) + int(np.searchsorted(np.cumsum(one), rest))
+        chosen.append(first + np.resize(np.arange(len(one)), max(1, number)))
+        first += len(one)
+    return np.concatenate(chosen)
 
 
 def _mixed(identities: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

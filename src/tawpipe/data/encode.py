@@ -35,7 +35,8 @@ class Encoder:
     Every piece of a document is tokenised by itself, as the prompt is when text is generated, so no token stands
     astride the border between what counts and what does not. A document begins with the tokenizer's beginning-of-text
     token if the tokenizer itself would place one, and ends with its end-of-text token if it has one (which counts).
-    Documents that a chat template has rendered are left as they are.
+    A text that has these tokens already gets no second ones. Documents that a chat template has rendered are left as
+    they are.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -95,9 +96,14 @@ class Encoder:
 
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
         begin, end = ([], []) if document.complete else (self.begin, self._end)
-        ids, counts = [np.array(begin, np.uint32)], [np.zeros(len(begin), np.bool_)]
+        ids, counts = list[NDArray[np.uint32]](), list[NDArray[np.bool_]]()
         for place, (_, part_counts) in enumerate(parts):
             tokens = next(encoded)
+            if place == 0 and tokens[:1] != begin:  # the text may have it already
+                ids.append(np.array(begin, np.uint32))
+                counts.append(np.zeros(len(begin), np.bool_))
+            if place == len(parts) - 1 and tokens[-1:] == end:
+                end = []
             ids.append(np.array(tokens[len(self._anchor) :] if place else tokens, np.uint32))
             counts.append(np.full(len(ids[-1]), part_counts, np.bool_))
         ids.append(np.array(end, np.uint32))

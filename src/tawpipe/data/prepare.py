@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tawpipe.data.cache import cache_root, content_hash, leader_first
-from tawpipe.data.corpus import Corpus, held_out, render_counted, split_documents
+from tawpipe.data.chat import fallback_template, with_template
+from tawpipe.data.corpus import Corpus, held_out, in_shares, render_counted, split_documents
+from tawpipe.data.hub import opened
 from tawpipe.data.lengths import DEVICES, Balance, Dealing
-from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE
-from tawpipe.data.report import DataReport, ReadCounts, SetSize
+from tawpipe.data.mixture import Mixture, sample_shares
+from tawpipe.data.prepared import PreparedData
+from tawpipe.data.render import Document
+from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
 from tawpipe.data.rows import PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
-from tawpipe.data.sources import SourceFile, find_files
+from tawpipe.data.sources import SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
 from tawpipe.errors import UserError
@@ -30,58 +31,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CHARACTERS_PER_TOKEN = 4
+"""Of usual text."""
+MOST_WINDOWS = 16
+"""Windows of a stream that are looked through for held-out documents."""
+
 WORTH = 1.05
 """Gain in time by the model, from which on ``auto`` takes ``balanced`` for a model with weights."""
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedData:
-    """Everything that training needs to know of its data."""
-
-    train: PackedDataset | StreamedDataset
-    validation: PackedDataset | None
-    tokenizer: PreTrainedTokenizerBase
-    report: DataReport
-    fingerprint: str
-    """Hashes of all that sample n depends on, in parts ``name:hash``; see ``changed_parts``."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document, or piece of one, in a row; when streaming, of what has been read so far."""
-        return max(self.train.longest, 0 if self.validation is None else self.validation.longest)
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """Samples in one pass of the training data: rows, under ``balanced`` documents and pieces of them. None when
-        streaming, as nobody has counted them.
-        """
-        return None if isinstance(self.train, StreamedDataset) else len(self.train)
-
-    def steps_in(self, epochs: float, *, rows: int, tokens: int) -> int | None:
-        """Steps from the beginning of the data after which it has been seen so many times; None when streaming.
-
-        Args:
-            rows: samples of a step; of no effect under ``balanced``.
-            tokens: of a step under ``balanced``, which has as many documents as stay within them.
-        """
-        if isinstance(self.train, StreamedDataset):
-            return None
-        samples = math.ceil(epochs * len(self.train))
-        if self.report.packing != "balanced":
-            return -(-samples // rows)
-        steps = first = 0
-        while first < samples:
-            first += len(self.train.step_lengths(first, tokens))
-            steps += 1
-        return steps
-
-
-def changed_parts(before: str, now: str) -> list[str]:
-    """The names of the parts in which two fingerprints differ: documents, tokenizer, rows."""
-    old, new = (
-        dict(part.split(":", 1) for part in fingerprint.split() if ":" in part) for fingerprint in (before, now)
-    )
-    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
 def prepare_data(
@@ -119,8 +75,11 @@ def prepare_data(
         raise UserError("--sequence-length", sequence_length, "at least 2: the first token of a row is never predicted")
     if seed < 0:
         raise UserError("--seed", seed, "a number from 0 on")
-    files = find_files(settings.data)
-    validation_files = find_files(settings.validation_data, "--validation-data") if settings.validation_data else []
+    sets = find_sets(settings.data)
+    held_out_sets = find_sets(settings.validation_data, "--validation-data")
+    if weighted := [one.name for one in held_out_sets if one.weight is not None]:
+        raise UserError("--validation-data", weighted[0], "no weights: all of it is looked at")
+    validation_files = [file for one in held_out_sets for file in one.files]
     root = cache_root(settings.cache_dir)
     lengths: dict[Packed, int] = {
         "split": sequence_length,
@@ -128,8 +87,9 @@ def prepare_data(
         "balanced": max_document or sequence_length,
     }
     preparation = _Preparation(
-        settings, files, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
+        settings, sets, validation_files, root, lengths, seed, tokenizer, model, leader=leader, dealing=dealing
     )
+    files = [file for one in sets for file in one.files]
     request = content_hash(asdict(settings), stamps([*files, *validation_files]), model, *lengths.values(), seed)
     return leader_first(preparation.run, leader=leader, barrier=barrier, note=root / f"failed-{request}.json")
 
@@ -143,7 +103,7 @@ class _Preparation:
     """
 
     settings: DataSettings
-    files: Sequence[SourceFile]
+    sets: Sequence[SourceSet]
     validation_files: Sequence[SourceFile]
     root: Path
     lengths: dict[Packed, int]
@@ -159,72 +119,92 @@ class _Preparation:
 
     def run(self) -> PreparedData:
         begin = time.perf_counter()
-        self.text = TokenisedText(self.settings, self.files, self.root, tokenizer=self.tokenizer, model=self.model)
+        streaming = self.settings.streaming
+        self.sets = [replace(one, files=opened(one.files, streaming=streaming, setting="--data")) for one in self.sets]
+        self.validation_files = opened(self.validation_files, streaming=streaming, setting="--validation-data")
+        files = [file for one in self.sets for file in one.files]
+        self.text = TokenisedText(self.settings, files, self.root, tokenizer=self.tokenizer, model=self.model)
         if self.text.tokenizer.eos_token_id is None:
             self.notes.append("the tokenizer has no end-of-text token, so the documents end without one")
-        return self._streamed() if self.settings.streaming else self._cached(begin)
+        return self._streamed() if streaming else self._cached(begin)
+
+    @property
+    def _weights(self) -> list[float]:
+        return [one.weight or 1.0 for one in self.sets]
 
     def _cached(self, begin: float) -> PreparedData:
-        corpus, reused = self.text.corpus(self.files, "--data")
-        validation_read: ReadCounts | None = None
-        if self.validation_files:
-            train_documents = np.arange(len(corpus.identities))
-            validation_corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
-            validation_documents = np.arange(len(validation_corpus.identities))
-            validation_read = validation_corpus.counts
-        else:
-            fraction = self.settings.validation_fraction
-            train_documents, validation_documents = split_documents(corpus.identities, fraction, self.seed)
-            validation_corpus = corpus
-            if fraction > 0 and not len(validation_documents):
-                self.notes.append("no validation: the training files hold only one distinct document")
-        packing = self._packing(corpus.counts, lambda: self._packed(corpus, train_documents, "balanced"))
-        train = self._packed(corpus, train_documents, packing)
-        if train is None:
-            raise nothing_learned("--data", self.files, self.lengths[packing], packing)
-        validation = self._validation(validation_corpus, validation_documents, packing)
-        content = content_hash(corpus.identities[train.documents].tobytes().hex())
-        size, seconds = _size(train, len(train_documents)), time.perf_counter() - begin
-        read = corpus.counts, validation_read
-        return self._prepared(train, train, validation, content, packing, size, *read, seconds=seconds, reused=reused)
+        found = [self.text.corpus(one.files, "--data") for one in self.sets]
+        corpora, reused = [corpus for corpus, _ in found], all(was_there for _, was_there in found)
+        fraction = 0.0 if self.validation_files else self.settings.validation_fraction
+        split = [split_documents(corpus.identities, fraction, self.seed) for corpus in corpora]
+        if fraction > 0 and not any(len(out) for _, out in split):
+            self.notes.append("no validation: the training files hold only one distinct document")
+        read = ReadCounts.merged([corpus.counts for corpus in corpora])
+        first = corpora[0], split[0][0]
+        packing = self._packing(read, lambda: self._packed(*first, "balanced"))
+        train = [self._packed(corpus, kept, packing) for corpus, (kept, _) in zip(corpora, split, strict=True)]
+        for one, source in zip(train, self.sets, strict=True):
+            if one is None:
+                raise nothing_learned("--data", source.files, self.lengths[packing], packing)
+        known = [one for one in train if one is not None]
+        validation, validation_read = self._validation_files(packing)
+        if not self.validation_files:
+            validation = self._held_out([(c, out) for c, (_, out) in zip(corpora, split, strict=True)], packing)
+        sizes = [_size(one, len(kept)) for one, (kept, _) in zip(known, split, strict=True)]
+        content = content_hash(*(one.identities.tobytes().hex() for one in known))
+        seconds = time.perf_counter() - begin
+        return self._prepared(
+            known, known, sizes, validation, content, packing, read, validation_read, seconds=seconds, reused=reused
+        )
 
     def _streamed(self) -> PreparedData:
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
-        counts = ReadCounts(files=len(self.files))
-        rows = (row for file in self.files for row in self.text.reader.read(file))
-        first = list(islice(render_counted(rows, self.text.renderer, counts), self.settings.stream_window))
-        if not first:
-            raise no_documents("--data", self.files, counts)
-        packing = self._packing(counts, lambda: self._stream("balanced", fraction).first_window())
-        validation: PackedDataset | None = None
-        validation_read: ReadCounts | None = None
-        if self.validation_files:
-            corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
-            validation = self._validation(corpus, np.arange(len(corpus.identities)), packing)
-            validation_read = corpus.counts
-        elif fraction > 0:
-            out = held_out(np.array([document.identity for document in first], np.uint64), fraction, self.seed)
-            documents = [document for document, is_out in zip(first, out, strict=True) if is_out]
-            if documents:
-                corpus = Corpus.from_tokens(self.text.encoder.encode_all(documents), counts)
-                validation = self._validation(corpus, np.arange(len(documents)), packing)
-                if validation is not None:
-                    self.notes.append(
-                        f"streaming: validation has {validation.num_documents} held-out documents of the first "
-                        f"{len(first):,}; give --validation-data for others"
-                    )
-            else:
-                self.notes.append(f"streaming: none of the first {len(first):,} documents is held out; no validation")
-        train = self._stream(packing, fraction, tell=self.leader)
-        window = train.first_window()
-        counts.longest, counts.longest_where = train.counts.longest, train.counts.longest_where
-        content = content_hash([[Path(file.path).name, file.size] for file in self.files])
-        size = _size(window, window.num_documents + train.left_out)
-        return self._prepared(train, window, validation, content, packing, size, counts, validation_read)
+        looks = [self._first_look(one, fraction) for one in self.sets]
+        read = ReadCounts.merged([counts for counts, _ in looks])
+        first = self.sets[0].files
+        packing = self._packing(read, lambda: self._stream(first, "balanced", fraction).first_window())
+        validation, validation_read = self._validation_files(packing)
+        if fraction > 0:
+            corpora = [Corpus.from_tokens(self.text.encoder.encode_all(out), counts) for counts, out in looks]
+            validation = self._held_out([(corpus, np.arange(len(corpus.identities))) for corpus in corpora], packing)
+            first_ones = f"the first {read.documents:,} documents"
+            if not any(out for _, out in looks):
+                self.notes.append(f"streaming: none of {first_ones} is held out; no validation")
+            elif validation is not None:
+                self.notes.append(f"streaming: validation has what is held out of {first_ones}")
+        train = [self._stream(one.files, packing, fraction, tell=self.leader) for one in self.sets]
+        windows = [one.first_window() for one in train]
+        seen = ReadCounts.merged([one.counts for one in train])
+        read.longest, read.longest_where = seen.longest, seen.longest_where
+        content = content_hash([[Path(file.path).name, file.size] for one in self.sets for file in one.files])
+        sizes = [_size(window, window.num_documents + one.left_out) for window, one in zip(windows, train, strict=True)]
+        return self._prepared(train, windows, sizes, validation, content, packing, read, validation_read)
 
-    def _stream(self, packing: Packed, held_out_fraction: float, *, tell: bool = False) -> StreamedDataset:
+    def _first_look(self, source: SourceSet, fraction: float) -> tuple[ReadCounts, list[Document]]:
+        """Counts of the first documents, and which are held out: of a window, and of more until they are enough.
+
+        Raises:
+            UserError: there are none.
+        """
+        counts, out, characters = ReadCounts(files=len(source.files)), list[Document](), 0
+        rows = (row for file in source.files for row in self.text.reader.read(file))
+        for document in render_counted(rows, self.text.renderer, counts):
+            if fraction and held_out(np.array([document.identity], np.uint64), fraction, self.seed)[0]:
+                out.append(document)
+                characters += sum(len(piece.text) for piece in document.pieces if piece.counts)
+            enough = len(out) >= ENOUGH_DOCUMENTS and characters >= ENOUGH_TOKENS * CHARACTERS_PER_TOKEN
+            windows = counts.documents / self.settings.stream_window
+            if windows >= MOST_WINDOWS or (windows >= 1 and (enough or not fraction)):
+                break
+        if not counts.documents:
+            raise no_documents("--data", source.files, counts)
+        return counts, out
+
+    def _stream(
+        self, files: Sequence[SourceFile], packing: Packed, held_out_fraction: float, *, tell: bool = False
+    ) -> StreamedDataset:
         return StreamedDataset(
-            self.files,
+            files,
             self.text,
             sequence_length=self.lengths[packing],
             seed=self.seed,
@@ -269,13 +249,27 @@ class _Preparation:
         )
         return dataset if dataset is not None and dataset.num_learned else None
 
-    def _validation(self, corpus: Corpus, documents: np.ndarray, packing: Packed) -> PackedDataset | None:
-        """The held-out documents; None, with a note, if nothing of them would be learned."""
-        if not len(documents):
-            return None
-        dataset = self._packed(corpus, documents, packing)
-        if dataset is None and self.validation_files:
+    def _validation_files(self, packing: Packed) -> tuple[PackedDataset | None, ReadCounts | None]:
+        """The documents of ``validation_data``, if there is such."""
+        if not self.validation_files:
+            return None, None
+        corpus, _ = self.text.corpus(self.validation_files, "--validation-data")
+        dataset = self._packed(corpus, np.arange(len(corpus.identities)), packing)
+        if dataset is None:
             raise nothing_learned("--validation-data", self.validation_files, self.lengths[packing], packing)
+        return dataset, corpus.counts
+
+    def _held_out(self, parts: Sequence[tuple[Corpus, np.ndarray]], packing: Packed) -> PackedDataset | None:
+        """The held-out documents, of a mixture in its shares; None, with a note, if nothing would be learned."""
+        weights = [weight for weight, (_, out) in zip(self._weights, parts, strict=True) if len(out)]
+        parts = [(corpus, out) for corpus, out in parts if len(out)]
+        if not parts:
+            return None
+        corpus, documents = parts[0]
+        if len(parts) > 1:
+            documents = in_shares([corpus.lengths[out] for corpus, out in parts], weights)
+            corpus = Corpus.joined(parts)
+        dataset = self._packed(corpus, documents, packing)
         if dataset is None:
             self.notes.append("no validation: of the held-out documents no token would be learned")
         return dataset
@@ -284,19 +278,20 @@ class _Preparation:
         """The tokenizer to export: with the chat template that the model has learned to chat in."""
         if not counts.chat or self.text.tokenizer.chat_template:
             return self.text.tokenizer
-        self.notes.append("the tokenizer has no chat template; the built-in one was used and is exported with it")
-        tokenizer = copy.deepcopy(self.text.tokenizer)
-        tokenizer.chat_template = BUILTIN_CHAT_TEMPLATE
-        return tokenizer
+        name = fallback_template(self.text.tokenizer)
+        self.notes.append(
+            f"the tokenizer has no chat template: {name} was used and is exported with it (--chat-template)"
+        )
+        return with_template(self.text.tokenizer, name)
 
     def _prepared(
         self,
-        train: PackedDataset | StreamedDataset,
-        known: PackedDataset,
+        train: Sequence[PackedDataset] | Sequence[StreamedDataset],
+        known: Sequence[PackedDataset],
+        sizes: Sequence[SetSize],
         validation: PackedDataset | None,
         content: str,
         packing: Packed,
-        size: SetSize,
         read: ReadCounts,
         validation_read: ReadCounts | None,
         *,
@@ -306,23 +301,36 @@ class _Preparation:
         """The datasets with tokenizer, report and fingerprint.
 
         Args:
-            known: the training documents, or what is known of them.
+            known: the training documents of every set, or what is known of them.
             content: a hash of the training documents.
         """
         settings, tokenizer = self.settings, self._tokenizer_with_template(read)
         length, histogram, balance = self.lengths[packing], None, None
+        mixed, parts, rows = train[0], (), [length, self.seed, packing]
+        together: PackedDataset | Mixture = known[0]
+        if len(train) > 1:
+            shares = sample_shares(self._weights, [one.lengths.sum() / len(one) for one in known])
+            mixed, together = (Mixture(sets, shares, seed=self.seed) for sets in (train, known))
+            parts = self._parts(sizes, shares)
+            rows.append(shares.tolist())
+        lengths = np.concatenate([one.lengths for one in known])
         if packing == "balanced":
-            histogram = Histogram.of(known.lengths)
-            if self.leader and self.dealing is not None and known.longest <= self.dealing.cap * self.dealing.ranks:
-                balance = Balance.of(known.step_lengths, self.dealing, length)
+            histogram = Histogram.of(lengths)
+            if self.leader and self.dealing is not None and together.longest <= self.dealing.cap * self.dealing.ranks:
+                balance = Balance.of(together.step_lengths, self.dealing, length)
+        held_out_size = None if validation is None else _size(validation)
+        if held_out_size is not None:
+            own = bool(self.validation_files) or settings.streaming
+            if said := too_small(held_out_size, None if own else settings.validation_fraction):
+                self.notes.append(said)
         report = DataReport(
             tokenizer=f"{self.text.origin}, {len(self.text.tokenizer):,} tokens",
             packing=packing,
             sequence_length=length,
             seconds=seconds,
             reused=reused,
-            train=size,
-            validation=None if validation is None else _size(validation),
+            train=sizes[0] if len(sizes) == 1 else SetSize.sum(sizes, _usual(lengths)),
+            validation=held_out_size,
             read=read,
             validation_read=validation_read,
             notes=tuple(self.notes),
@@ -330,16 +338,30 @@ class _Preparation:
             why=self.why,
             histogram=histogram,
             balance=balance,
+            parts=parts,
         )
         window = settings.stream_window if settings.streaming else None
-        rows = content_hash(length, self.seed, packing, window)
-        fingerprint = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{rows[:16]}"
-        return PreparedData(train, validation, tokenizer, report, fingerprint)
+        hashed = content_hash(*rows, window)
+        fingerprint = f"documents:{content[:16]} tokenizer:{self.text.hash[:16]} rows:{hashed[:16]}"
+        return PreparedData(mixed, validation, tokenizer, report, fingerprint)
+
+    def _parts(self, sizes: Sequence[SetSize], shares: np.ndarray) -> tuple[PartReport, ...]:
+        """The sets of a mixture with their shares."""
+        rows, total = sum(size.rows for size in sizes), sum(self._weights)
+        return tuple(
+            PartReport(
+                source.name,
+                weight / total,
+                None if self.settings.streaming else float(share) * rows / size.rows,
+                size,
+            )
+            for source, weight, share, size in zip(self.sets, self._weights, shares, sizes, strict=True)
+        )
 
 
 def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
     """The dataset's size; ``documents`` is the number that there were to choose from."""
-    kept = dataset.num_documents
+    kept, shown = len(np.unique(dataset.documents)), dataset.lengths
     return SetSize(
         documents=kept,
         tokens=dataset.num_tokens,
@@ -348,4 +370,12 @@ def _size(dataset: PackedDataset, documents: int | None = None) -> SetSize:
         truncated=dataset.num_truncated,
         cut=dataset.num_cut,
         left_out=(documents or kept) - kept,
+        padding=dataset.num_padding,
+        usual=_usual(shown),
     )
+
+
+def _usual(lengths: np.ndarray) -> tuple[int, int, int]:
+    """Lengths that half, nine of ten and all of them have at most."""
+    half, most, longest = np.quantile(lengths, (0.5, 0.9, 1.0), method="higher").tolist()
+    return half, most, longest

@@ -7,34 +7,18 @@ template) does not count; text that it shall write does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from tawpipe.data.chat import ChatRenderer, Piece
+from tawpipe.data.columns import RawRow, RowKind
+from tawpipe.data.messages import ASSISTANT, Malformed, read_messages, read_tools
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import RawRow, RowKind
+from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ASSISTANT = "assistant"
-
-BUILTIN_CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|' + message['role'] + '|>\n' + message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' and eos_token else '' }}{{ '\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
-)
-"""Chat template for tokenizers without one: ``<|role|>``, a line break, the content, the end-of-text token after the
-assistant's, a line break. The headers are plain text, so that any vocabulary can spell them."""
-
-
-class Piece(NamedTuple):
-    """Some text; its tokens count in the loss, or all of them do not."""
-
-    text: str
-    counts: bool
 
 
 @dataclass(frozen=True)
@@ -61,152 +45,94 @@ class Document:
         object.__setattr__(self, "identity", int.from_bytes(digest.digest(), "little"))
 
 
-class _Malformed(Exception):
-    """A row that has its columns, but not what belongs into them."""
-
-
 class Renderer:
     """Maker of documents from raw rows.
 
     Args:
-        tokenizer: the one whose chat template chat rows go through; BUILTIN_CHAT_TEMPLATE where it has none.
-        text_column: the setting of this name.
+        tokenizer: the one whose chat template chat rows go through.
+        names: as ``DataSettings.column_names`` gives them.
+        as_chat: the setting of this name.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text_column: str) -> None:
-        self._tokenizer, self._text_column = tokenizer, text_column
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str] | None = None, *, as_chat: bool = False
+    ) -> None:
+        self._chats, self._names, self._as_chat = ChatRenderer(tokenizer), names or {}, as_chat
 
     def render(self, row: RawRow) -> Document | Skipped:
         """The row's document, or ``Skipped``: ``empty`` where no token would count, ``row`` where it is malformed."""
         try:
             match row.kind:
                 case "text":
-                    document = Document("text", (Piece(_text(row.columns, self._text_column), True),), where=row.where)
+                    document = Document("text", (Piece(self._text(row.columns, "text"), True),), where=row.where)
                 case "chat":
-                    document = self._chat("chat", _messages(row.columns["messages"]), row.where)
+                    document = self._chat(row)
                 case "instruction":
-                    document = self._instruction(row.columns, row.where)
-        except _Malformed as error:
-            return Skipped("row", row.where, str(error))
+                    document = self._instruction(row)
+        except Malformed as error:
+            return Skipped("row", row.where, error.why, error.detail)
         except UnicodeEncodeError:
-            return Skipped("row", row.where, "holds half a surrogate pair, which is no text")
-        if not any(piece.counts and piece.text.strip() for piece in document.pieces):
-            return Skipped("empty", row.where, "has no text that counts")
+            return Skipped("row", row.where, "with half a surrogate pair, which is no text")
+        if isinstance(document, Document) and not any(one.counts and one.text.strip() for one in document.pieces):
+            return Skipped("empty", row.where, "without text" if row.kind == "text" else "without an answer to learn")
         return document
 
-    def _instruction(self, columns: dict[str, Any], where: str) -> Document:
-        """The prompt as it is written and then the completion; of three columns, the prompt's parts in paragraphs."""
-        if "completion" in columns:
-            prompt, completion = columns.get("prompt"), columns["completion"]
-            if isinstance(prompt, list) and isinstance(completion, list):
-                return self._chat("instruction", _messages(prompt) + _messages(completion), where, first=len(prompt))
-            pieces = (Piece(_text(columns, "prompt"), False), Piece(_text(columns, "completion"), True))
-        else:
-            parts = [_text(columns, "instruction"), _text(columns, "input") if columns.get("input") else ""]
-            prompt = "".join(part + "\n\n" for part in parts if part)
-            pieces = (Piece(prompt, False), Piece(_text(columns, "output"), True))
-        return Document("instruction", tuple(piece for piece in pieces if piece.text), where=where)
+    def _chat(self, row: RawRow) -> Document | Skipped:
+        messages = read_messages(_first(row.columns, CHATS), self._names)
+        if not any(message["role"] == ASSISTANT for message in messages):
+            return Skipped("empty", row.where, "without an assistant's turn")
+        if (system := self._text(row.columns, "system")) and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return self._rendered(row, messages)
 
-    def _chat(self, kind: RowKind, messages: list[dict[str, Any]], where: str, first: int = 0) -> Document:
-        """Render as a whole and find, between two prefixes, what the assistant says from message ``first`` on."""
-        if not messages:
-            return Document(kind, ())
-        whole = self._apply(messages)
-        pieces: list[Piece] = []
-        done = 0
-        for number in range(first, len(messages)):
-            if messages[number]["role"] != ASSISTANT:
-                continue
-            begin, end = self._turn(whole, messages, number, done)
-            pieces += [Piece(whole[done:begin], False), Piece(whole[begin:end], True)]
-            done = end
-        pieces.append(Piece(whole[done:], False))
-        return Document(kind, tuple(piece for piece in pieces if piece.text), complete=True, where=where)
+    def _rendered(self, row: RawRow, messages: list[dict[str, Any]], first: int = 0) -> Document:
+        pieces = self._chats.pieces(messages, read_tools(row.columns.get("tools")), first)
+        return Document("chat", pieces, complete=True, where=row.where)
 
-    def _turn(self, whole: str, messages: list[dict[str, Any]], number: int, done: int) -> tuple[int, int]:
-        """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""
-        before = self._prefix(whole, messages[:number], add_generation_prompt=True)
-        after = self._prefix(whole, messages[: number + 1], add_generation_prompt=False)
-        if before is not None and after is not None and done <= before < after:
-            return before, after
-        # Some templates write earlier turns otherwise than the last one (they drop what the model thought), so that
-        # the beginning of a chat is no prefix of it. The words themselves must then be found.
-        content = messages[number]["content"].strip()
-        begin = whole.find(content, done if before is None else max(done, before)) if content else -1
-        if begin < 0:
-            raise _Malformed("the chat template does not show what the assistant says")
-        end = begin + len(content)
-        for token in self._tokenizer.all_special_tokens:
-            if whole.startswith(token, end):
-                return begin, end + len(token)
-        return begin, end
+    def _instruction(self, row: RawRow) -> Document | Skipped:
+        """The prompt as it is written and then the completion; other names than completion in paragraphs."""
+        columns = row.columns
+        prompt, answer = (next(name for name in group if name in columns) for group in (PROMPTS, ANSWERS))
+        if isinstance(columns[prompt], list) and isinstance(columns[answer], list):
+            given, said = (read_messages(columns[name], self._names) for name in (prompt, answer))
+            return self._rendered(row, given + said, first=len(given)) if said else _without_answer(row)
+        parts = [part for name in (prompt, "input") if (part := self._text(columns, name))]
+        system, said = self._text(columns, "system"), self._text(columns, answer)
+        if not said.strip():
+            return _without_answer(row)
+        if self._as_chat:
+            turns = {"system": system, "user": "\n\n".join(parts), ASSISTANT: said}
+            return self._rendered(row, [{"role": role, "content": text} for role, text in turns.items() if text])
+        parts = [system, *parts] if system else parts
+        given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
+        pieces = (Piece(given, False), Piece(said, True))
+        return Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)
 
-    def _prefix(self, whole: str, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> int | None:
-        if not messages:
-            return None
-        try:
-            text = self._apply(messages, add_generation_prompt=add_generation_prompt)
-        except _Malformed:
-            return None
-        return len(text) if whole.startswith(text) else None
-
-    def _apply(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=None if self._tokenizer.chat_template else BUILTIN_CHAT_TEMPLATE,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise _Malformed(f"the chat template refuses it ({error})") from error
-        assert isinstance(text, str)
-        return text
+    def _text(self, columns: dict[str, Any], name: str) -> str:
+        """The column's text; none at all is an empty text."""
+        value = columns.get(name)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise Malformed(f"whose column {self._names.get(name, name)!r} holds no text", type(value).__name__)
+        return value
 
 
-def with_generation_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """A user's message as the chat template shows it to a model that shall answer."""
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],
-        chat_template=None if tokenizer.chat_template else BUILTIN_CHAT_TEMPLATE,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    assert isinstance(rendered, str)
-    return rendered
+def _without_answer(row: RawRow) -> Skipped:
+    return Skipped("empty", row.where, "without an answer to learn")
+
+
+def _first(columns: dict[str, Any], names: Sequence[str]) -> Any:
+    """The value of the first of these columns that holds something."""
+    return next((columns[name] for name in names if columns.get(name) is not None), None)
 
 
 def raw_text(row: RawRow) -> str:
     """Text of a row without any template, on which a tokenizer is trained."""
     texts: list[str] = []
     for value in row.columns.values():
-        parts: Sequence[object] = value if isinstance(value, list) else [value]
-        contents = (part.get("content") if isinstance(part, dict) else part for part in parts)
-        texts += [content for content in contents if isinstance(content, str)]
+        for part in value if isinstance(value, list) else [value]:
+            content = part.get("content", part.get("value")) if isinstance(part, dict) else part
+            if isinstance(content, str):
+                texts.append(content)
     return "\n".join(texts)
-
-
-def _text(columns: dict[str, Any], name: str) -> str:
-    """The column's text; none at all is an empty text."""
-    value = columns.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise _Malformed(f"column {name!r} holds {type(value).__name__}, not text")
-    return value
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    """Messages with a role and a text each."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise _Malformed(f"messages are a list, not {type(value).__name__}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Malformed("a message is an object with 'role' and 'content'")
-        if not isinstance(message.get("content"), str):
-            raise _Malformed(f"the content of a message is text, not {type(message.get('content')).__name__}")
-    return value

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from tawpipe.data.settings import Packed
 
 if TYPE_CHECKING:
     from tawpipe.data.lengths import Balance
     from tawpipe.report.lengths import Histogram
-
-MESSAGES_KEPT = 20
-"""Skipped files and rows that are kept word by word; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,28 @@ class Skipped:
     where: str
     """The file, with the line or row where there is one."""
     why: str
+    """Words that are the same for all with this trouble, which are counted together."""
+    detail: str = ""
+    """What is special about this one."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass
+class Trouble:
+    """Documents, rows or files that were left out for one reason."""
+
+    kind: Literal["file", "row", "empty"]
+    why: str
+    first: str
+    """Where the first one stands, and what is special about it."""
+    number: int = 1
+
+    @property
+    def line(self) -> str:
+        noun = {"file": "file", "row": "row", "empty": "document"}[self.kind]
+        return f"{self.number:,} {noun}{'s' if self.number > 1 else ''} left out, {self.why}; the first: {self.first}"
 
 
 @dataclass
@@ -43,8 +64,8 @@ class ReadCounts:
     """Files left out, or left off at the place that cannot be read."""
     bad_rows: int = 0
     """Rows left out."""
-    messages: list[str] = field(default_factory=list)
-    """The first files and rows that were left out, one line each."""
+    troubles: list[Trouble] = field(default_factory=list)
+    """The same by reason, in the order of the first of each."""
     longest: int = 0
     """Tokens of the longest document."""
     longest_where: str = ""
@@ -66,31 +87,48 @@ class ReadCounts:
         if tokens > self.longest:
             self.longest, self.longest_where = tokens, where
 
-    def add_skipped(self, skipped: Skipped) -> None:
+    def add_skipped(self, skipped: Skipped) -> bool:
+        """Count it; True if it is the first with its trouble."""
         if skipped.kind == "empty":
             self.empty += 1
-            return
-        if skipped.kind == "file":
+        elif skipped.kind == "file":
             self.bad_files += 1
         else:
             self.bad_rows += 1
-        if len(self.messages) < MESSAGES_KEPT:
-            self.messages.append(f"{skipped.where}: {skipped.why}")
-
-    def skipped(self) -> str:
-        """Documents, rows and files that were left out, in words; empty if there are none."""
-        counted = [(self.bad_files, "unreadable file"), (self.bad_rows, "bad row"), (self.empty, "empty document")]
-        return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counted if number)
+        for trouble in self.troubles:
+            if (trouble.kind, trouble.why) == (skipped.kind, skipped.why):
+                trouble.number += 1
+                return False
+        first = skipped.where + (f" ({skipped.detail})" if skipped.detail else "")
+        self.troubles.append(Trouble(skipped.kind, skipped.why, first))
+        return True
 
     def lines(self, name: str) -> list[str]:
-        """Lines for the console on what was left out; ``name`` says of which corpus."""
-        lines = []
-        if skipped := self.skipped():
-            lines.append(f"{name}: skipped {skipped}")
-            lines += [f"  skipped {message}" for message in self.messages]
-            if (more := self.bad_files + self.bad_rows - len(self.messages)) > 0:
-                lines.append(f"  and {more} more")
-        return lines
+        """A line for the console for every kind of trouble; ``name`` says of which data."""
+        return [f"{name}: {trouble.line}" for trouble in self.troubles]
+
+    @classmethod
+    def merged(cls, parts: Sequence[ReadCounts]) -> ReadCounts:
+        """The counts of several sets together."""
+        if len(parts) == 1:
+            return parts[0]
+        found = cls()
+        for name in ("files", "text", "chat", "instruction", "empty", "bad_files", "bad_rows"):
+            setattr(found, name, sum(getattr(part, name) for part in parts))
+        for trouble in (one for part in parts for one in part.troubles):
+            same = [one for one in found.troubles if (one.kind, one.why) == (trouble.kind, trouble.why)]
+            if same:
+                same[0].number += trouble.number
+            else:
+                found.troubles.append(replace(trouble))
+        longest = max(parts, key=lambda part: part.longest)
+        found.longest, found.longest_where = longest.longest, longest.longest_where
+        return found
+
+    @classmethod
+    def loaded(cls, values: dict[str, Any]) -> ReadCounts:
+        """The counts that ``asdict`` made plain."""
+        return cls(**{**values, "troubles": [Trouble(**one) for one in values["troubles"]]})
 
 
 @dataclass(frozen=True)
@@ -109,6 +147,18 @@ class SetSize:
     """Documents without a token that it would show and that is learned."""
     cut: int = 0
     """Documents that ``balanced`` cuts into pieces."""
+    padding: int = 0
+    """Tokens of an epoch that fill up rows."""
+    usual: tuple[int, int, int] = (0, 0, 0)
+    """Tokens that half of the documents have at most, that nine of ten have at most, and of the longest; when rows cut
+    them off, of what is shown.
+    """
+
+    @classmethod
+    def sum(cls, parts: Sequence[SetSize], usual: tuple[int, int, int]) -> SetSize:
+        """The size of several sets together; ``usual`` of all their documents."""
+        counted = [one.name for one in fields(cls) if one.name != "usual"]
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in counted}, usual=usual)
 
     def text(self, sequence_length: int, packing: str) -> str:
         """The size in words; ``sequence_length`` of a row, or under ``balanced`` of a document at most."""
@@ -118,11 +168,58 @@ class SetSize:
             if self.cut:
                 said += f", {self.cut:,} longer than {sequence_length:,} tokens cut, which makes {self.rows:,} of them"
             return said + (f", {self.left_out:,} left out as nothing of them is learned" if self.left_out else "")
-        share = self.learned / (self.rows * sequence_length)
-        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {share:.1%} of them learned"
+        all_tokens = self.rows * sequence_length
+        rows = f"{self.rows:,} rows of {sequence_length:,} ({packing}), {self.learned / all_tokens:.1%} of them learned"
+        rows += f", {self.padding / all_tokens:.1%} padding" if self.padding else ""
         cut = f", {self.truncated:,} documents cut off at a row's length" if self.truncated else ""
         out = f", {self.left_out:,} left out as no answer begins before that" if self.left_out else ""
         return f"{self.documents:,} documents, {self.tokens:,} tokens, {rows}{cut}{out}"
+
+
+ENOUGH_DOCUMENTS, ENOUGH_TOKENS = 100, 10_000
+"""Held-out documents, and tokens of them that count, below which a loss is mostly noise: means of documents spread by
+some tenths, and those of tokens by some units.
+"""
+
+
+def too_small(size: SetSize, fraction: float | None) -> str:
+    """A sentence on a validation set that is too small, and what would be enough; empty for one that is not.
+
+    Args:
+        fraction: the share of the documents that was held out, where a larger one would hold out more.
+    """
+    lacking = max(ENOUGH_DOCUMENTS / size.documents, ENOUGH_TOKENS / max(1, size.learned))
+    if lacking <= 1:
+        return ""
+    larger = math.ceil(100 * lacking * (fraction or 1)) / 100
+    advice = f"--validation-fraction {larger:g} or " if fraction and larger <= LARGEST_FRACTION else ""
+    return (
+        f"the validation loss will be noisy: {size.documents:,} documents with {size.learned:,} tokens that count are "
+        f"few, {ENOUGH_DOCUMENTS:,} with {ENOUGH_TOKENS:,} would do; {advice}--validation-data gives more"
+    )
+
+
+LARGEST_FRACTION = 0.3
+"""Share of the documents that one would still hold out."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """A data set of a mixture.
+
+    Attributes:
+        share: of the tokens.
+        passes: times that it is seen in one pass of the mixture; None when streaming.
+    """
+
+    name: str
+    share: float
+    passes: float | None
+    size: SetSize
+
+    def line(self, sequence_length: int, packing: str) -> str:
+        seen = "" if self.passes is None else f", seen {self.passes:.2f} times in one pass of the mixture"
+        return f"  {self.share:.1%} of the tokens from {self.name}: {self.size.text(sequence_length, packing)}{seen}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +250,8 @@ class DataReport:
     """Lengths of the training documents under ``balanced``; when streaming, of the first window."""
     balance: Balance | None = None
     """How evenly the first steps are dealt under ``balanced``."""
+    parts: tuple[PartReport, ...] = ()
+    """The data sets of a mixture."""
 
     @property
     def longest(self) -> tuple[int, str]:
@@ -171,6 +270,12 @@ class DataReport:
         else:
             origin = "from the cache" if self.reused else f"tokenised in {self.seconds:.1f} s"
             lines.append(f"training data: {self.read.files:,} files, {size}, {origin}")
+        lines += [part.line(self.sequence_length, self.packing) for part in self.parts]
+        if self.histogram is None:
+            half, most, longest = self.train.usual
+            lines.append(
+                f"lengths: half of the documents have {half:,} tokens at most, 9 of 10 {most:,}, all {longest:,}"
+            )
         if self.validation is not None:
             lines.append(f"validation data: {self.validation.text(self.sequence_length, self.packing)}")
         else:

@@ -194,6 +194,16 @@ class PackedDataset:
         return int(self._lengths.sum())
 
     @property
+    def identities(self) -> NDArray[np.uint64]:
+        """[documents] hashes of their content."""
+        return self._corpus.identities[self.documents]
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens of an epoch that fill up rows."""
+        return 0 if self._pieces is not None else self._rows * self.sequence_length - int(self.lengths.sum())
+
+    @property
     def num_learned(self) -> int:
         """Labels of the first epoch that count; under ``fit`` those of every epoch."""
         if self._pieces is not None:

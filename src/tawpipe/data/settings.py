@@ -11,6 +11,14 @@ Packed = Literal["split", "fit", "balanced"]
 Packing = Literal["auto", "split", "fit", "balanced"]
 Rows = Literal["auto", "text", "chat", "instruction"]
 
+TEXT, CHATS = ("text",), ("messages", "conversations")
+PROMPTS, ANSWERS = ("prompt", "instruction"), ("completion", "response", "output")
+BESIDES = ("input", "system", "tools")
+"""Columns of a row by their use: its text; its turns; what is asked and what is answered; what there may be besides."""
+
+COLUMN_NAMES = (*TEXT, *CHATS, "role", "content", *PROMPTS, *ANSWERS, *BESIDES)
+"""Names in ``columns``; role and content are those of a message."""
+
 SMALLEST_VOCABULARY = 257  # every byte, and the end-of-text token
 
 
@@ -19,23 +27,34 @@ class DataSettings:
     """Settings of the text, and of how it becomes rows of tokens."""
 
     data: list[str] = field(default_factory=lambda: ["stdlib"])
-    """Globs of the training files (`**` crosses folders). .jsonl, .json and .parquet hold one document per row, any
-    other file is UTF-8 text and one document. `stdlib` stands for the Python standard library's own source files."""
+    """Training data: files, globs (`**` crosses folders), folders, and data sets of the Hub as hf:NAME, hf:NAME:SPLIT
+    or hf:NAME:CONFIG:SPLIT. .jsonl, .json, .parquet, .csv and .tsv hold one document per row, any other file is UTF-8
+    text and one document; .gz and .zst are unpacked. With =WEIGHT behind each (a.jsonl=0.7 hf:org/b=0.3) they are mixed
+    by these shares of the tokens. `stdlib` stands for the Python standard library's own source files."""
 
     validation_data: list[str] = field(default_factory=list)
-    """Globs of the validation files. Empty: a fraction of the training documents is held out instead."""
+    """Validation data, named as --data does, without weights. Empty: a fraction of the training documents is held out
+    instead."""
 
     validation_fraction: float = 0.02
     """Share of the documents that is held out for validation, chosen by a hash of their content and the seed, so that
     copies of a document stay on one side. Of no effect with validation_data. 0: no validation."""
 
     rows: Rows = "auto"
-    """Kind of a row of a .jsonl or .parquet file: text (text_column), chat (`messages` of `role` and `content`), or
-    instruction (`prompt` and `completion`, or `instruction`, `output` and perhaps `input`). auto: by its columns,
-    where a text_column other than the default goes first, then chat, instruction and text."""
+    """Kind of a row: text, chat (`messages`, or `conversations` as ShareGPT has them), or instruction (`prompt` or
+    `instruction`, with `completion`, `response` or `output`, and perhaps `input`). auto: by its columns, where those
+    that --columns names go first, then chat, instruction and text."""
 
-    text_column: str = "text"
-    """The column that holds the text of text rows."""
+    columns: list[str] = field(default_factory=list)
+    """Columns under other names than tawpipe's, as NAME=COLUMN: text=body, or prompt=question response=answer. In
+    chats, role=speaker content=words name the two parts of a message."""
+
+    chat_template: str | None = None
+    """Chat template: chatml, plain, or a file with a Jinja template. Unset: the tokenizer's own where it has one, else
+    chatml where the tokenizer has its tokens, else plain. It is exported with the model."""
+
+    as_chat: bool = False
+    """Write instruction rows by the chat template, as a user's turn and an assistant's. Off, as they are."""
 
     tokenizer: str | None = None
     """A folder with a tokenizer, a tokenizer.json, or a Hub name. Unset: the model's own where it has one, else a
@@ -69,6 +88,7 @@ class DataSettings:
             raise UserError(
                 "--validation-fraction", self.validation_fraction, "a number from 0 up to, not including, 1"
             )
+        self.column_names()
         if self.vocab_size < SMALLEST_VOCABULARY:
             raise UserError("--vocab-size", self.vocab_size, f"at least {SMALLEST_VOCABULARY}")
         if self.stream_window < 1:
@@ -77,3 +97,18 @@ class DataSettings:
             raise UserError("--packing", self.packing, f"one of {', '.join(known)}")
         if self.rows not in ("auto", "text", "chat", "instruction"):
             raise UserError("--rows", self.rows, "one of auto, text, chat, instruction")
+
+    def column_names(self) -> dict[str, str]:
+        """Names as tawpipe has them, with the columns that ``columns`` says for them.
+
+        Raises:
+            UserError: something else than NAME=COLUMN, or a name that tawpipe does not have.
+        """
+        names: dict[str, str] = {}
+        for word in self.columns:
+            name, _, column = word.partition("=")
+            if name not in COLUMN_NAMES or not column or name in names:
+                expected = f"NAME=COLUMN, each name once, of {', '.join(COLUMN_NAMES)}"
+                raise UserError("--columns", word, expected)
+            names[name] = column
+        return names

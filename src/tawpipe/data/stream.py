@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tawpipe.data.columns import RawRow
 from tawpipe.data.corpus import Corpus, held_out
+from tawpipe.data.read import RowReader
 from tawpipe.data.render import Document
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.rows import PackedDataset, StepDocuments, nothing_learned, take
 from tawpipe.data.settings import Packed
-from tawpipe.data.sources import RawRow, RowReader, SourceFile
-from tawpipe.data.tokenised import TokenisedText
+from tawpipe.data.sources import SourceFile
+from tawpipe.data.tokenised import TokenisedText, no_documents
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
@@ -187,7 +189,7 @@ class StreamedDataset:
     def _nothing_left(self) -> UserError:
         if self.left_out:
             return nothing_learned("--data", self._files, self.sequence_length, self.packing)
-        return UserError("--data", self._files[0].path, f"documents to read; skipped {self.counts.skipped()}")
+        return no_documents("--data", self._files, self.counts)
 
     def first_window(self) -> PackedDataset:
         """The documents with which the first epoch begins.
@@ -210,9 +212,8 @@ class StreamedDataset:
             row = example["row"]
             document = row if isinstance(row, Skipped) else self._text.renderer.render(row)
             if isinstance(document, Skipped):
-                self.counts.add_skipped(document)
-                if self._tell and document.kind != "empty" and self._epoch == 0:
-                    log.warning("skipped %s: %s", document.where, document.why)
+                if self.counts.add_skipped(document) and self._tell:
+                    log.warning("left out %s; others like it are counted, and not said again", document)
                 continue
             self.counts.add_document(document.kind)
             if self._is_held_out(document):

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash, is_complete, make_folder
+from tawpipe.data.chat import with_template
+from tawpipe.data.columns import Columns
 from tawpipe.data.corpus import Corpus, write_corpus
 from tawpipe.data.encode import Encoder
+from tawpipe.data.read import RowReader
 from tawpipe.data.render import Renderer
 from tawpipe.data.report import ReadCounts
 from tawpipe.data.settings import DataSettings
-from tawpipe.data.sources import RowReader, SourceFile, name_files
+from tawpipe.data.sources import SourceFile, name_files
 from tawpipe.data.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -26,7 +29,7 @@ from tawpipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
 
 
@@ -49,11 +52,13 @@ class TokenisedText:
         model: str | None,
     ) -> None:
         self.settings, self.root = settings, root
-        self.reader = RowReader(settings.rows, settings.text_column)
+        self.reader = RowReader(Columns.of(settings))
         self.tokenizer, self.origin = self._choose(files, tokenizer, model)
+        if settings.chat_template is not None:
+            self.tokenizer = with_template(self.tokenizer, settings.chat_template, "--chat-template")
         self.hash = tokenizer_hash(self.tokenizer)
         self.vocab_size = vocabulary_size(self.tokenizer)
-        self.renderer = Renderer(self.tokenizer, settings.text_column)
+        self.renderer = Renderer(self.tokenizer, self.reader.columns.names, as_chat=settings.as_chat)
         self.encoder = Encoder(self.tokenizer)
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         self.pad_id = next((token for token in known if isinstance(token, int)), 0)
@@ -69,7 +74,7 @@ class TokenisedText:
             return load_tokenizer(settings.tokenizer), settings.tokenizer
         if model is not None and has_tokenizer(model):
             return load_tokenizer(model, "--model"), f"of the model, {model}"
-        key = content_hash(CACHE_FORMAT, stamps(files), settings.rows, settings.text_column, settings.vocab_size)
+        key = content_hash(CACHE_FORMAT, stamps(files), settings.rows, settings.columns, settings.vocab_size)
         folder = self.root / "tokenizers" / key
 
         def fill(work: Path) -> None:
@@ -81,7 +86,7 @@ class TokenisedText:
     def corpus(self, files: Sequence[SourceFile], setting: str) -> tuple[Corpus, bool]:
         """The tokens of the files; True beside them if the cache had them already."""
         settings = self.settings
-        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, settings.rows, settings.text_column)
+        key = content_hash(CACHE_FORMAT, stamps(files), self.hash, settings.rows, settings.columns, settings.as_chat)
         folder = self.root / "corpora" / key
 
         def fill(work: Path) -> None:
@@ -97,11 +102,10 @@ class TokenisedText:
 
 def stamps(files: Sequence[SourceFile]) -> list[list[object]]:
     """Path, size and time of change of every file, which tell it from another version of itself."""
-    return [[file.path, file.size, file.mtime_ns] for file in files]
+    return [[file.path, file.size, file.mtime_ns, file.wanted] for file in files]
 
 
 def no_documents(setting: str, files: Sequence[SourceFile], counts: ReadCounts) -> UserError:
     """An error for files of which no document is left; ``files`` are those that matched."""
-    first = f": {counts.messages[0]}" if counts.messages else ""
-    expected = f"at least one document to train on; skipped {counts.skipped() or 'nothing'}{first}"
+    expected = "; ".join(["at least one document to train on", *(trouble.line for trouble in counts.troubles)])
     return UserError(setting, name_files(files), expected)

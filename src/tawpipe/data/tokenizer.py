@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tawpipe.data.cache import content_hash
-from tawpipe.data.render import BUILTIN_CHAT_TEMPLATE, raw_text
+from tawpipe.data.chat import NAMED, fallback_template
+from tawpipe.data.read import RowReader
+from tawpipe.data.render import raw_text
 from tawpipe.data.report import Skipped
-from tawpipe.data.sources import RowReader, SourceFile
+from tawpipe.data.sources import SourceFile
 from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         content = [type(tokenizer).__name__, tokenizer.get_vocab()]
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return content_hash(content, special, tokenizer.chat_template or BUILTIN_CHAT_TEMPLATE)
+    return content_hash(content, special, tokenizer.chat_template or NAMED[fallback_template(tokenizer)])
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -142,7 +144,7 @@ def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TR
     for file in files:
         here = [(place - begin) / file.size for place in wanted if begin <= place < begin + file.size]
         begin += file.size
-        if file.format == "json" and here:
+        if not file.seekable and here:
             yield from _texts(file, reader, 0.0, CHUNK_BYTES * len(here))
         elif file.format == "text":
             yield from _slices(file, here)

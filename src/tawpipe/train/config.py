@@ -335,6 +335,7 @@ def train_options() -> Options[TrainConfig]:
     choices = {"schedule.strategy": {name: one.summary for name, one in strategies(runs=True).items()}}
     groups = {"finite_check": "optimizer"}
     renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
+    renamed["text_column"] = "columns, as text=COLUMN"
     return Options(TrainConfig, prog="tawpipe train", description=head, renamed=renamed, choices=choices)
 
 

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from tawpipe.data.needles import Needles
-from tawpipe.data.prepare import PreparedData
-from tawpipe.data.rows import PackedDataset
+from tawpipe.data.prepared import PreparedData
 from tawpipe.errors import UserError
 from tawpipe.model.build import longest_allowed
 from tawpipe.pipeline.pipeline import Pipeline
@@ -102,7 +101,7 @@ def retrieval_check(config: TrainConfig, data: PreparedData, model_config: Any) 
     if config.micro_batch > 1 and (config.schedule.sequence_ranks or 1) > 1:
         expected = "1 with --schedule.sequence-ranks, where facts are looked for: answers are told apart by row"
         raise UserError("--micro-batch", config.micro_batch, expected)
-    text = data.validation or (data.train if isinstance(data.train, PackedDataset) else data.train.first_window())
+    text = data.some_text
     needles = Needles(
         text, data.tokenizer, depths=settings.retrieval_depths, samples=settings.retrieval_samples, seed=config.seed
     )

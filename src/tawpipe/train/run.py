@@ -21,7 +21,8 @@ from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_train
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.lengths import Dealing
-from tawpipe.data.prepare import PreparedData, changed_parts, prepare_data
+from tawpipe.data.prepare import prepare_data
+from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.rows import take
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
@@ -172,6 +173,8 @@ def run(config: TrainConfig) -> int:
         results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
     if evaluation.retrieval is not None:
         results.append(("retrieval", str(evaluation.retrieval)))
+    passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
+    results.append(("passes of the data", passes))
     peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     stopped = training.stopped is not None and training.last < config.steps

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tawpipe.console import Console
-from tawpipe.data.prepare import PreparedData
-from tawpipe.data.render import with_generation_prompt
+from tawpipe.data.chat import ChatRenderer
+from tawpipe.data.prepared import PreparedData
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
@@ -181,7 +181,7 @@ class Samples:
         return self.last
 
     def _encode(self, prompt: str) -> list[int]:
-        text = with_generation_prompt(self._tokenizer, prompt) if self._chat else prompt
+        text = ChatRenderer(self._tokenizer).question(prompt) if self._chat else prompt
         return self._tokenizer.encode(text, add_special_tokens=False) or [self._tokenizer.eos_token_id or 0]
 
     def _written(self, ids: list[int], prompt: int) -> str:

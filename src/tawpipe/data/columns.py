@@ -1,0 +1,93 @@
+"""The columns of a row, which say its kind: text, a chat, or an instruction with its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from tawpipe.data.report import Skipped
+from tawpipe.data.settings import ANSWERS, BESIDES, CHATS, PROMPTS, TEXT, DataSettings, Rows
+
+RowKind = Literal["text", "chat", "instruction"]
+
+NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
+    "text": (TEXT,),
+    "chat": (CHATS,),
+    "instruction": (PROMPTS, ANSWERS),
+}
+"""Of each group a row of the kind has at least one."""
+
+USUAL_ORDER: tuple[RowKind, ...] = ("chat", "instruction", "text")
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """The columns of one document that are of use, under tawpipe's names for them."""
+
+    where: str
+    kind: RowKind
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The settings that say what columns mean.
+
+    Args:
+        rows: the setting of this name.
+        names: what ``DataSettings.column_names`` gives.
+    """
+
+    rows: Rows = "auto"
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: DataSettings) -> Columns:
+        return cls(settings.rows, settings.column_names())
+
+    @property
+    def useful(self) -> set[str]:
+        """The columns that any kind of row may need."""
+        return {self._column(name) for name in (*TEXT, *CHATS, *PROMPTS, *ANSWERS, *BESIDES)}
+
+    def row(self, where: str, item: Mapping[str, Any]) -> RawRow | Skipped:
+        """The row, told by the columns that hold something, or else by those that there are."""
+        kind = self.kind([name for name, value in item.items() if value is not None]) or self.kind(item.keys())
+        if kind is None:
+            return self.lacking("row", where, item.keys())
+        wanted = [name for group in NEEDED[kind] for name in group]
+        if kind != "text":
+            wanted += BESIDES
+        found = {name: item[column] for name in wanted if (column := self._column(name)) in item}
+        return RawRow(where, kind, found)
+
+    def kind(self, present: Collection[str]) -> RowKind | None:
+        """Kind of a row with these columns; None if it lacks those that the settings ask for."""
+        for kind in self._kinds:
+            if all(any(self._column(name) in present for name in group) for group in NEEDED[kind]):
+                return kind
+        return None
+
+    def lacking(self, kind: Literal["file", "row"], where: str, present: Collection[str]) -> Skipped:
+        """A row, or a file whose rows are alike, that is of no kind; says which columns there are."""
+        ways = [
+            " with ".join(" or ".join(repr(self._column(name)) for name in group) for group in NEEDED[one])
+            for one in sorted(self._kinds, key=list(NEEDED).index)
+        ]
+        return Skipped(
+            kind,
+            where,
+            f"lacking the columns {', or '.join(ways)} (--columns names others)",
+            f"it has {sorted(present)}",
+        )
+
+    @cached_property
+    def _kinds(self) -> list[RowKind]:
+        """The kinds that a row may be of, those first whose columns are named."""
+        kinds = USUAL_ORDER if self.rows == "auto" else (self.rows,)
+        return sorted(kinds, key=lambda kind: not any(name in self.names for group in NEEDED[kind] for name in group))
+
+    def _column(self, name: str) -> str:
+        return self.names.get(name, name)

@@ -1,0 +1,132 @@
+"""Samples of several data sets in shares, each as if it were alone.
+
+Sample n of a mixture is some sample of one set. Which one is decided by n, the shares and the seed alone: the numbers
+n, n + 1, ... walk over the unit interval in equal strides of the golden ratio, and every set has a part of it as large
+as its share. So any run of samples has the shares up to a few samples, and nothing is drawn that had to be remembered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tawpipe.data.packing import Int64s
+from tawpipe.data.rows import PackedDataset, StepDocuments, take
+from tawpipe.data.stream import StreamedDataset
+from tawpipe.model.batch import MicroBatch
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio."""
+BLOCK = 1 << 16
+"""Samples whose sets are found at once."""
+BLOCKS_KEPT = 2
+
+
+class Mixture:
+    """Samples by their global number; a set that runs out begins again, in another order.
+
+    Args:
+        sets: all of one length of rows.
+        shares: of the samples, one for each set, together 1; see ``sample_shares``.
+    """
+
+    def __init__(
+        self, sets: Sequence[PackedDataset | StreamedDataset], shares: NDArray[np.float64], *, seed: int
+    ) -> None:
+        self.sets, self.shares = sets, shares
+        ends = np.cumsum(shares)[:-1]
+        self._ends = np.array([int(end * (1 << 64)) for end in ends], np.uint64)
+        self._start = np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+        self._before = [np.zeros(len(sets), np.int64)]
+        self._blocks: dict[int, tuple[Int64s, Int64s]] = {}
+        self._lock = threading.Lock()
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The set of a sample, and its number there."""
+        block, at = divmod(number, BLOCK)
+        sets, numbers = self._block(block)
+        return int(sets[at]), int(numbers[at])
+
+    def counts(self, number: int) -> list[int]:
+        """Samples of every set among the first so many."""
+        block, at = divmod(number, BLOCK)
+        sets, _ = self._block(block)
+        return (self._before[block] + np.bincount(sets[:at], minlength=len(self.sets))).tolist()
+
+    def _block(self, block: int) -> tuple[Int64s, Int64s]:
+        """[BLOCK] the set of each sample, and its number there."""
+        with self._lock:
+            if (found := self._blocks.get(block)) is not None:
+                return found
+            while len(self._before) <= block:
+                sets = self._sets_of(len(self._before) - 1)
+                self._before.append(self._before[-1] + np.bincount(sets, minlength=len(self.sets)))
+            sets = self._sets_of(block)
+            numbers = np.empty(BLOCK, np.int64)
+            for one, before in enumerate(self._before[block]):
+                here = sets == one
+                numbers[here] = before + np.arange(here.sum())
+            self._blocks = dict([*self._blocks.items(), (block, (sets, numbers))][-BLOCKS_KEPT:])
+            return sets, numbers
+
+    def _sets_of(self, block: int) -> Int64s:
+        numbers = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)
+        return np.searchsorted(self._ends, self._start + numbers * GOLDEN, side="right").astype(np.int64)
+
+    @property
+    def longest(self) -> int:
+        return max(one.longest for one in self.sets)
+
+    def sample(self, number: int) -> MicroBatch:
+        one, there = self.place(number)
+        return self.sets[one].sample(there)
+
+    def step(self, first: int, tokens: int) -> StepDocuments:
+        if all(isinstance(one, PackedDataset) for one in self.sets):
+            return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
+        samples: list[MicroBatch] = []
+
+        def lengths() -> Iterator[int]:
+            while True:
+                samples.append(self.sample(first + len(samples)))
+                yield samples[-1].lengths[0]
+
+        return StepDocuments(take(lengths(), tokens), samples.__getitem__)
+
+    def step_lengths(self, first: int, tokens: int) -> list[int]:
+        """Tokens of the documents of a step, without reading them; of sets that are not streamed."""
+
+        def length(number: int) -> int:
+            one, there = self.place(number)
+            source = self.sets[one]
+            assert isinstance(source, PackedDataset)
+            return source.length(there)
+
+        return take(map(length, count(first)), tokens)
+
+    def __len__(self) -> int:
+        """Samples of one pass of the mixture: as many as all sets have; of sets that are not streamed."""
+        return sum(len(one) for one in self.sets if isinstance(one, PackedDataset))
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        states = [one.state_dict(there) for one, there in zip(self.sets, self.counts(number), strict=True)]
+        return {"sample": number, "sets": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for one, there in zip(self.sets, state["sets"], strict=True):
+            one.load_state_dict(there)
+
+
+def sample_shares(weights: Sequence[float], tokens_per_sample: Sequence[float]) -> NDArray[np.float64]:
+    """Shares of the samples, for which the weights are the shares of the tokens.
+
+    >>> sample_shares([3, 1], [30, 10]).tolist()
+    [0.5, 0.5]
+    """
+    shares = np.array(weights) / np.array(tokens_per_sample)
+    return shares / shares.sum()

@@ -1,0 +1,189 @@
+"""Files to raw rows, where a bad row costs itself and no other.
+
+JSON lines are read line by line and not with ``datasets``' JSON reader, which reads blocks: it cannot say which line is
+corrupt, gives up the file there, and wants one schema for all files. Tables of comma-separated values likewise.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tawpipe.data.columns import Columns, RawRow
+from tawpipe.data.hub import read_hub
+from tawpipe.data.report import Skipped
+from tawpipe.data.sources import SourceFile
+
+PARQUET_BATCH = 64  # rows in memory at once; a row may be a book
+LONGEST_FIELD = 2**31 - 1  # the csv module gives up at 128 KiB otherwise
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reader of the rows of a file, which names what cannot be read.
+
+    Attributes:
+        columns: say what a row is.
+    """
+
+    columns: Columns = field(default_factory=Columns)
+
+    def read(self, file: SourceFile, start: float = 0.0) -> Iterator[RawRow | Skipped]:
+        """The file's documents in its order.
+
+        Args:
+            start: begin about this share of the file (0 to 1) further on, without reading what is before; 0 for files
+                that are not seekable. Rows are then not numbered by their place in the file.
+        """
+        assert file.seekable or not start
+        if not file.wanted:
+            yield Skipped("file", file.path, "other than the files of rows in the folder")
+            return
+        rows = last = None
+        try:
+            for rows in self._rows(file, start):
+                yield rows
+                last = rows.where
+        except (OSError, EOFError, zlib.error) as error:
+            after = f", after {last.removeprefix(file.path).lstrip(', ')}" if last else ""
+            reason = getattr(error, "strerror", None) or error
+            yield Skipped("file", file.path + after, "not readable", str(reason))
+        else:
+            if rows is None and not start:
+                yield Skipped("file", file.path, "without a row")
+
+    def _rows(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
+        match file.format:
+            case "hub":
+                yield from read_hub(file, self.columns)
+            case "parquet":
+                yield from self._parquet(file, start)
+            case "text":
+                yield self._text(file)
+            case "json":
+                yield from self._json(file)
+            case "jsonl":
+                with _open(file) as stream:
+                    if start:
+                        stream.seek(int(start * file.size))
+                        stream.readline()
+                    yield from self._lines(file, stream)
+            case "csv" | "tsv":
+                with _open(file) as stream:
+                    yield from self._table(file, stream)
+
+    def _text(self, file: SourceFile) -> RawRow | Skipped:
+        try:
+            with _open(file) as stream:
+                text = stream.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            return Skipped("file", file.path, "not UTF-8", f"byte {error.start}")
+        return RawRow(file.path, "text", {"text": text})
+
+    def _json(self, file: SourceFile) -> Iterator[RawRow | Skipped]:
+        """A list of objects, or else JSON lines under another name."""
+        with _open(file) as stream:
+            data = stream.read()
+        try:
+            content = json.loads(data, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            if data.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] != b"[":
+                yield from self._lines(file, io.BytesIO(data))
+                return
+            yield Skipped("file", file.path, "neither a list of JSON objects in UTF-8 nor one on each line", str(error))
+            return
+        for number, item in enumerate(content if isinstance(content, list) else [content], 1):
+            yield self._row(f"{file.path}, row {number}", item)
+
+    def _lines(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
+        for number, line in enumerate(stream, 1):
+            if line.isspace():
+                continue
+            where = f"{file.path}, line {number}"
+            try:
+                item = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
+            except UnicodeDecodeError as error:
+                yield Skipped("row", where, "not UTF-8", f"byte {error.start} of the line")
+            except (ValueError, RecursionError) as error:
+                yield Skipped("row", where, "not JSON, of which every line holds an object", str(error))
+            else:
+                yield self._row(where, item)
+
+    def _table(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
+        """Fields by the names in the first line; a field in quotes may go over several lines."""
+        csv.field_size_limit(LONGEST_FIELD)
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        table = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",")
+        names = next(table, [])
+        if len(set(names)) < len(names):
+            yield Skipped("file", file.path, "with two columns of one name", f"the first line says {names}")
+            return
+        end = table.line_num
+        for fields in table:
+            where, end = f"{file.path}, line {end + 1}", table.line_num
+            if not fields:
+                continue
+            if len(fields) != len(names):
+                detail = f"{len(fields)} instead of {len(names)}"
+                yield Skipped("row", where, "another number of fields than the first line has", detail)
+            elif any("\udc80" <= letter <= "\udcff" for field in fields if not field.isascii() for letter in field):
+                yield Skipped("row", where, "not UTF-8")
+            else:
+                yield self._row(where, dict(zip(names, fields, strict=True)))
+
+    def _row(self, where: str, item: object) -> RawRow | Skipped:
+        if not isinstance(item, dict):
+            return Skipped("row", where, "JSON, but not an object", f"a {type(item).__name__}")
+        return self.columns.row(where, item)
+
+    def _parquet(self, file: SourceFile, start: float) -> Iterator[RawRow | Skipped]:
+        import pyarrow
+        import pyarrow.parquet
+
+        number = 0
+        try:
+            with _open(file) if file.packed else Path(file.path).open("rb") as stream:
+                table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if file.packed else stream)
+                names = table.schema_arrow.names
+                if self.columns.kind(names) is None:
+                    yield self.columns.lacking("file", file.path, names)
+                    return
+                wanted = [name for name in names if name in self.columns.useful]
+                groups = list(range(int(start * table.num_row_groups), table.num_row_groups))
+                for batch in table.iter_batches(PARQUET_BATCH, row_groups=groups, columns=wanted):
+                    for item in batch.to_pylist():
+                        number += 1
+                        yield self.columns.row(f"{file.path}, row {number}", item)
+        except (pyarrow.ArrowException, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            yield Skipped("file", f"{file.path}, after row {number}", "not readable as parquet", reason)
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    """The file's bytes, unpacked."""
+    if file.packed == "gz":
+        return gzip.open(file.path)  # pyright: ignore[reportReturnType]
+    if file.packed == "zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(file.path, compression="zstd"))
+    return Path(file.path).open("rb")
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json itself would keep the last value of a key in silence."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found
