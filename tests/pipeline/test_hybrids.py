@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def compared(world: World) -> dict[str, list[str]]:
                 world=world,
             )
             losses = [pipeline.step(batch()).loss for _ in range(2)]
-            gradients = {name: pipeline.gradient(name) for name, _ in plain.named_parameters()}
+            gradients: dict[str, Any] = {name: pipeline.gradient(name) for name, _ in plain.named_parameters()}
             pipeline.close()
             if world.rank:
                 found[family] = []

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from family_configs import tiny_config
 from plan_requests import LAYERS, plan_request, profile, step_of
 from schedules import llama, spell_recompute
 from tawpipe.cli import main
@@ -65,14 +67,12 @@ def tiny(**changes) -> Chain:
 def test_a_plan_knows_what_is_frozen():
     """Adapters beside frozen layers, layers frozen among others, and first ones through which no gradient passes."""
     machine = machine_of("1x2", device=Device("H100"))
-    asked = {"sequence_length": 64, "global_batch": 4}
-    whole, adapted, frozen = (
-        request_of("tiny", machine, **asked, **given)
-        for given in (
-            {},
-            {"lora": LoraSettings(rank=4, dropout=0.1)},
-            {"frozen": ["*.embed_tokens", "model.layers.[02]"]},
-        )
+    asked: dict[str, Any] = {"sequence_length": 64, "global_batch": 4}
+    adapter, patterns = LoraSettings(rank=4, dropout=0.1), ["*.embed_tokens", "model.layers.[02]"]
+    whole = request_of("tiny", machine, **asked)
+    adapted, frozen = (
+        request_of("tiny", machine, **asked, lora=adapter),
+        request_of("tiny", machine, **asked, frozen=patterns),
     )
     trained = [sum(unit.numel for unit in one.model.units if unit.trainable) for one in (whole, adapted, frozen)]
     assert trained[1] < 0.1 * trained[0] and trained[2] < trained[0]
@@ -109,6 +109,18 @@ def test_an_estimate_counts_the_operations():
     assert layer.forward.per_token == pytest.approx(2 * numel / 0.5e12)
     assert layer.backward.of(size_of([64])) == pytest.approx(3 * layer.forward.of(size_of([64])))
     assert found.blocks[0].forward == Seconds() and "estimated" in found.source
+
+
+def test_an_estimate_counts_the_experts_that_a_token_meets():
+    config = tiny_config("mixtral")
+    config.num_experts_per_tok = 1
+    chain = Chain(AutoModelForCausalLM.from_config(config))
+    experts = sum(slot.numel for slot in chain.units[1].slots if ".experts." in slot.name)
+    met = chain.units[1].numel - experts + experts / config.num_local_experts
+    assert 0 < met < chain.units[1].numel
+    assert estimate(chain, dtype=torch.bfloat16, flops=1e12).blocks[1].forward.per_token == pytest.approx(
+        2 * met / 0.5e12
+    )
 
 
 @pytest.mark.parametrize(

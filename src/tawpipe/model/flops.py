@@ -125,25 +125,36 @@ def windows(config: Any) -> list[int | None]:
     return [own if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
+def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
+    """Elements of a block's weights that a token meets: of a mixture's experts the share that it is sent to.
+
+    Args:
+        least_dimensions: of the parameters that count; 2 for matrices.
+        trained: only those that are.
+    """
+    config = chain.config.get_text_config()
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    units = [chain.units[unit] for unit in chain.blocks[block].units]
+    slots = [slot for unit in units if unit.trainable or not trained for slot in unit.slots]
+    counted = [slot for slot in slots if len(slot.shape) >= least_dimensions]
+    return sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in counted)
+
+
 def work_of(chain: Chain) -> Work:
     """FLOPs of a document in a step, forward and backward with the recomputation: what documents are dealt by where
     nothing was measured. Experts count as far as a token meets them.
     """
     config = chain.config.get_text_config()
-    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-    met = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     per_pair = num_heads(config) * sum(_pair(config))
     kinds: Counter[tuple[float, float, int | None]] = Counter()
     for number, block in enumerate(chain.blocks):
         if block.kind == "embedding":
             continue
         passes = IN_HEAD if block.kind == "head" else PER_WEIGHT if block.needs_backward else 1.0
-        flops = sum(
-            2 * slot.numel * (met if ".experts." in slot.name else 1) * (passes - (passes > 1 and not unit.trainable))
-            for unit in (chain.units[index] for index in block.units)
-            for slot in unit.slots
-            if len(slot.shape) > 1
-        )  # frozen weights have no gradients
+        matrices, trained = (met_elements(chain, number, least_dimensions=2, trained=one) for one in (False, True))
+        # Frozen weights have no gradients.
+        flops = 2 * (matrices * passes - (matrices - trained) * (passes > 1))
         if block.kind == "head":
             kinds[flops, 0.0, None] += 1
         else:

@@ -18,7 +18,7 @@ import torch
 
 from tawpipe.console import duration
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width, key_width, windows
+from tawpipe.model.flops import attention_width, key_width, met_elements, windows
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
 from tawpipe.plan.updates import Updates, estimated, measured
@@ -200,9 +200,9 @@ def estimate(
 ) -> Profile:
     """A profile from the device's peak: ``EFFICIENCY`` of it is reached by matrix products and by attention.
 
-    A token is multiplied with every weight of a layer, 2 operations each; attention takes 4 for every pair of a query's
-    element and a key before it, half of all pairs. Backward takes twice as much, and recomputation once more. In chunks
-    queries, keys and values are projected once more.
+    A token is multiplied with every weight of a layer that it meets, of a mixture those of the experts that it is sent
+    to, 2 operations each; attention takes 4 for every pair of a query's element and a key before it, half of all pairs.
+    Backward takes twice as much, and recomputation once more. In chunks queries, keys and values are projected twice.
     """
     config = chain.config.get_text_config()
     width = attention_width(config)
@@ -211,12 +211,11 @@ def estimate(
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     seen = windows(config)
     for number, block in enumerate(chain.blocks):
-        numel = sum(chain.units[unit].numel for unit in block.units)
-        per_token = 0.0 if block.kind == "embedding" else 2 * numel / rate
+        met, trained = (met_elements(chain, number, trained=only) for only in (False, True))
+        per_token = 0.0 if block.kind == "embedding" else 2 * met / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        trained = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].trainable)
-        passes = 2 + trained / max(1, numel)  # frozen weights have no gradients; the head's has its forward pass in it
+        passes = 2 + trained / max(1, met)  # frozen weights have no gradients; the head's has its forward pass in it
         backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         packed = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].packing)

@@ -39,45 +39,51 @@ class CollectiveRoute(Route):
         return len(self.topology.group(hop.group, self.rank))
 
     def pull(self, visit: Visit) -> Iterator[Action]:
-        index = visit.weight_index
-        assert index is not None
+        assert visit.weight_index is not None
         for unit in self.model.blocks[visit.block].units:
-            source, elements = home_weight(unit), self.homes[unit].stripe
-            if held := self.holds(index, unit):
-                source = self.resident[unit]
-            for hop in () if held else self.there:
-                elements *= self._size(hop)
-                if hop == self.there[-1]:
-                    target = self._full_buffer(index, unit)
-                else:
-                    target = self._slice_buffer(index, unit, elements)
-                    if self.residency.holds_slice(index, unit):
-                        source = target
-                        continue
-                yield self._collective(hop, unit, source, target)
-                source = target
-            self.full[index, unit] = self.resident[unit] = source
+            yield from self.bring(visit.weight_index, unit)
+
+    def bring(self, index: int, unit: int) -> Iterator[Action]:
+        """``pull`` of one unit, for the ``index``-th visit with weights."""
+        source, elements = home_weight(unit), self.homes[unit].stripe
+        if held := self.holds(index, unit):
+            source = self.resident[unit]
+        for hop in () if held else self.there:
+            elements *= self._size(hop)
+            if hop == self.there[-1]:
+                target = self._full_buffer(index, unit)
+            else:
+                target = self._slice_buffer(index, unit, elements)
+                if self.residency.holds_slice(index, unit):
+                    source = target
+                    continue
+            yield self._collective(hop, unit, source, target)
+            source = target
+        self.full[index, unit] = self.resident[unit] = source
 
     def push(self, visit: Visit) -> Iterator[Action]:
-        index = visit.gradient_index
-        assert index is not None
+        assert visit.gradient_index is not None
         for unit in self.model.trainable_units(visit.block):
-            source, elements = self.gradient[index, unit], self.homes[unit].padded
-            for hop in self.back:
-                if hop.far and self.sums_up(unit):
-                    yield self._sum_up(unit, source, elements)
-                    if index != self.pushes[unit][-1]:
-                        break
-                    source = self.sums[unit]
-                target = source
-                if hop.collective == "reduce_scatter":
-                    elements //= self._size(hop)
-                    target = self._gradient_buffer("R" if hop == self.back[-1] else "H", unit, elements)
-                yield self._collective(hop, unit, source, target)
-                source = target
-            else:
-                if self.back:
-                    yield self._add_home(unit, source, self.back[-1].lane)
+            yield from self.take_home(visit.gradient_index, unit)
+
+    def take_home(self, index: int, unit: int) -> Iterator[Action]:
+        """``push`` of one unit, of the ``index``-th visit with gradients."""
+        source, elements = self.gradient[index, unit], self.homes[unit].padded
+        for hop in self.back:
+            if hop.far and self.sums_up(unit):
+                yield self._sum_up(unit, source, elements)
+                if index != self.pushes[unit][-1]:
+                    break
+                source = self.sums[unit]
+            target = source
+            if hop.collective == "reduce_scatter":
+                elements //= self._size(hop)
+                target = self._gradient_buffer("R" if hop == self.back[-1] else "H", unit, elements)
+            yield self._collective(hop, unit, source, target)
+            source = target
+        else:
+            if self.back:
+                yield self._add_home(unit, source, self.back[-1].lane)
 
     def _collective(self, hop: Hop, unit: int, source: Buffer, target: Buffer) -> Action:
         return Action(

@@ -138,15 +138,18 @@ class Route(ABC):
         assert visit.gradient_index is not None
         buffers = {}
         for unit in self.model.trainable_units(visit.block):
-            buffer, accumulate = home_gradient(unit), False
-            if self.topology.world_size == 1:
-                accumulate = buffer in self.started
-                self.started.add(buffer)
-            else:
-                buffer = self._gradient_buffer("G", unit, self.homes[unit].padded)
-            self.gradient[visit.gradient_index, unit] = buffer
-            buffers[unit] = (buffer, accumulate)
+            buffers[unit] = self.gradient_buffer(unit)
+            self.gradient[visit.gradient_index, unit] = buffers[unit][0]
         return buffers
+
+    def gradient_buffer(self, unit: int) -> tuple[Buffer, bool]:
+        """``gradient_buffers`` for one unit."""
+        if self.topology.world_size > 1:
+            return self._gradient_buffer("G", unit, self.homes[unit].padded), False
+        buffer = home_gradient(unit)
+        accumulate = buffer in self.started
+        self.started.add(buffer)
+        return buffer, accumulate
 
     def compression(self, *, weights: bool) -> str:
         """Of an action that takes weights, or gradients, to another node; empty for their own type."""
