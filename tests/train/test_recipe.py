@@ -20,7 +20,7 @@ from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.train.checks import validate
 from tawpipe.train.config import TAKES, TrainConfig, load_config
 from tawpipe.train.recipe import OPEN, RECIPES, settle, settled, with_settled
-from tawpipe.train.run import start_of
+from tawpipe.train.start import start_of
 
 PASS = 50
 """Steps in which the data is seen once."""

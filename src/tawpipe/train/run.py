@@ -10,8 +10,6 @@ import shutil
 import time
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,31 +18,22 @@ from tawpipe.checkpoint.format import step_name
 from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
-from tawpipe.data.lengths import Dealing
-from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData, changed_parts
-from tawpipe.data.rows import take
 from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import replace_text
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
-from tawpipe.model.chain import Chain
-from tawpipe.model.flops import work_of
+from tawpipe.model.build import BuiltModel
 from tawpipe.model.merged import refuse_unmergeable
-from tawpipe.model.pretrained import has_weights
 from tawpipe.model.quantized import NONE
 from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.predict import Needs
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.sets import share_in_sets
-from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.evaluation import Best, check_best, loss_words
@@ -55,8 +44,8 @@ from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
 from tawpipe.train.recipe import settle, with_settled
 from tawpipe.train.retrieval import retrieval_check
-
-ROWS_LOOKED_AT = 15
+from tawpipe.train.start import build, documents_of, start_of, typical_lengths
+from tawpipe.train.words import device_name, gib, plan_rows, without_effect
 
 
 def run(config: TrainConfig) -> int:
@@ -71,9 +60,9 @@ def run(config: TrainConfig) -> int:
         timeout=timedelta(seconds=config.timeouts.first_step_s),
     )
     console = Console(world.rank)
-    console.topology(f"{world.nodes} on {_device_name(world)}")
+    console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)  # before documents are dealt for the report
-    given, data = config, _prepare_data(config, world, console)
+    given, data = config, documents_of(config, world, console)
     if data.report.packing == "balanced":
         config = in_bins(config, world.size)
         check_longest_fits(config, data.longest, data.report.longest[1])
@@ -108,7 +97,7 @@ def run(config: TrainConfig) -> int:
         earlier,
         vocab_size=vocab_size,
         dtype=DTYPES[config.dtype],
-        lengths=lambda: _typical_lengths(data, config),
+        lengths=lambda: typical_lengths(data, config),
         tell=console.line,
     )
     config, plan = followed.config, followed.text
@@ -119,13 +108,13 @@ def run(config: TrainConfig) -> int:
         world,
         vocab_size=vocab_size,
         dtype=DTYPES[config.dtype],
-        lengths=_typical_lengths(data, config),
+        lengths=typical_lengths(data, config),
         request=followed.request,
         tell=console.notice,
     )
     config, needs = with_room_to_keep(config, world, needs)
     with naming_documents(config):
-        built = _build(config, vocab_size=vocab_size, longest=data.longest)
+        built = build(config, vocab_size=vocab_size, longest=data.longest)
     if config.export.enabled and config.export.merge:
         refuse_unmergeable(built.model)
     retrieval = retrieval_check(config, data, built.model.config)
@@ -147,7 +136,7 @@ def run(config: TrainConfig) -> int:
     if world.rank == 0:
         start.mark.write(config.output_path)
         _save_settings(given, plan, console)
-    for name in _without_effect(config, world):
+    for name in without_effect(config, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
     text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
     kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
@@ -158,7 +147,7 @@ def run(config: TrainConfig) -> int:
     computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
     if config.rope.changes:
         computing.append(("rotary positions", rope_words(text)))
-    before = _plan_rows(config, pipeline, data, earlier.samples if earlier else 0, needs, computing)
+    before = plan_rows(config, pipeline, data, earlier.samples if earlier else 0, needs, computing)
     console.plan(before)
 
     training = Training(
@@ -260,113 +249,6 @@ def _choose_start(
     return start
 
 
-def gib(number: float) -> str:
-    """Bytes in the unit that people read.
-
-    >>> gib(3 * 2**30), gib(5 * 2**20)
-    ('3.00 GiB', '5.0 MiB')
-    """
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-
-
-def _prepare_data(config: TrainConfig, world: World, console: Console) -> PreparedData:
-    world.require_same(repr(config), "settings", "the same on every machine")
-    folder = resolve_model(config.model)
-    if config.rope.changes:  # refused before documents are tokenised, whose lengths are not known yet
-        config_of(config.model, folder, None, config.document_tokens, 1, config.rope, config.trust_remote_code)
-    if config.lora.active and (folder is None or not has_weights(folder)):
-        raise UserError("--model", config.model, "a model with weights: an adapter on random ones is of no use later")
-    if config.lora.active or config.freeze:  # refused before documents are tokenised, too
-        _build(config, longest=1)
-    data = prepare_data(
-        config,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        max_document=config.max_document,
-        dealing=_dealing(config, world, folder),
-        model=None if folder is None else str(folder),
-        leader=world.nodes.local_of(world.rank) == 0 and (world.rank == 0 or not started_by_local_launcher()),
-        barrier=world.wait_patiently,
-    )
-    world.require_same(data.fingerprint, "--data", "the same files and tokenizer on every machine")
-    for line in data.report.lines():
-        console.line(line)
-    return data
-
-
-def start_of(config: TrainConfig) -> str:
-    """What the run starts from: one of ``recipe.RECIPES``."""
-    if config.lora.active:
-        return "adapter"
-    folder = resolve_model(config.model)
-    return "weights" if folder is not None and has_weights(folder) else "random"
-
-
-def _build(config: TrainConfig, *, longest: int | None, vocab_size: int | None = None) -> BuiltModel:
-    """The model as the settings ask for it.
-
-    Args:
-        longest: tokens of the longest document; 1 where it is not known yet.
-    """
-    return build_model(
-        config.model,
-        vocab_size=vocab_size,
-        max_positions=config.document_tokens,
-        longest=longest,
-        rope=config.rope,
-        lora=config.lora,
-        frozen=config.freeze,
-        trust_remote_code=config.trust_remote_code,
-    )
-
-
-def _dealing(config: TrainConfig, world: World, folder: Path | None) -> Dealing:
-    """The steps of the run, should its documents be dealt."""
-
-    @cache
-    def chain_of_model() -> Chain:
-        return Chain(_build(config, longest=1).model)
-
-    against = ""
-    if config.micro_batch > 1:
-        against = "--micro-batch is above 1, and documents that are dealt come in rows of their own"
-    elif config.compile:
-        against = "--compile would compile rows of every length"
-    elif config.plan not in ("none", "auto"):
-        against = "--plan names a plan, which is for rows of one length"
-    bins = in_bins(config, world.size)
-    assert bins.bin_tokens is not None
-    return Dealing(
-        config.step_tokens,
-        world.size,
-        bins.bin_tokens,
-        lambda: work_of(chain_of_model()),
-        ranks=config.schedule.sequence_ranks or 1,
-        pretrained=folder is not None and has_weights(folder),
-        asked=config.asks_for_balance,
-        alone="" if config.packing == "none" else chain_of_model().alone,
-        rows=config.global_batch,
-        micro_batch=config.micro_batch,
-        against="" if config.asks_for_balance else against,
-    )
-
-
-def _typical_lengths(data: PreparedData, config: TrainConfig) -> list[int]:
-    """Lengths of the documents in one of the first rows, whose attention is neither the least nor the most work."""
-    sequence_length = config.sequence_length
-    if config.packing == "balanced":
-        lengths = iter(data.train.step(0, max(config.step_tokens, sequence_length)).lengths)
-        rows = [take(chain([first], lengths), sequence_length) for first in lengths][:ROWS_LOOKED_AT]
-    else:
-        rows = [list(data.train.sample(number).lengths) for number in range(ROWS_LOOKED_AT)]
-    rows = [[*row, sequence_length - sum(row)] if sum(row) < sequence_length else row for row in rows]
-    return sorted(rows, key=lambda row: sum(length * length for length in row))[len(rows) // 2]
-
-
 def _make_pipeline(
     config: TrainConfig,
     world: World,
@@ -435,78 +317,3 @@ def _go_back_to_best(pipeline: Pipeline, disk: Disk, best: Best, last: int) -> t
             return last, f"{words}, but its checkpoint cannot be loaded ({problem}): what follows is of step {last}"
         words += ": what follows is of its checkpoint"
     return best.step, words
-
-
-def _without_effect(config: TrainConfig, world: World) -> list[str]:
-    """Settings that were changed and do nothing here."""
-    names = ("step_cache", "gradients_scope", "weights_compression", "gradients_compression")
-    usual = ScheduleSettings()
-    return [
-        name for name in names if world.nodes.num_nodes == 1 and getattr(config.schedule, name) != getattr(usual, name)
-    ]
-
-
-def _batch_words(config: TrainConfig, data: PreparedData, bins: Bins | None) -> str:
-    if bins is None:
-        each = f"of up to {config.sequence_length}" if config.packing == "none" else f"x {config.sequence_length}"
-        return f"{config.global_batch} sequences {each} tokens, micro-batches of {config.micro_batch}"
-    shared = f", {bins.shape[0]} of them of bins that {bins.ranks} processes share" if bins.shape[0] else ""
-    modelled = f"; modelled imbalance of the first steps {found.after:.2f}" if (found := data.report.balance) else ""
-    rounds = f"{sum(bins.shape)} round{'s' if sum(bins.shape) > 1 else ''}"
-    return (
-        f"documents of up to {config.document_tokens:,} tokens, {config.step_tokens:,} tokens a step; the next has "
-        f"{len(bins.lengths):,} documents in {rounds}{shared}, bins of at most {config.bin_tokens:,} "
-        f"tokens for each process{modelled}"
-    )
-
-
-def _plan_rows(
-    config: TrainConfig,
-    pipeline: Pipeline,
-    data: PreparedData,
-    samples: int,
-    needs: Needs | None,
-    computing: list[tuple[str, str]],
-) -> list[tuple[str, str]]:
-    """Rows that say what is about to happen and what it costs, before the first step.
-
-    Args:
-        samples: consumed so far.
-        computing: rows that say what it computes in and with.
-    """
-    bins = None
-    if config.packing == "balanced":
-        bins = pipeline.deal(data.train.step(samples, config.step_tokens).lengths)
-        said = pipeline.costs_of_bins(bins)
-    else:
-        said = pipeline.costs(config.global_batch, config.sequence_length)
-    rows = [
-        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
-        ("batch", _batch_words(config, data, bins)),
-        *computing,
-        ("strategy", said.strategy),
-        ("schedule", said.schedule),
-    ]
-    if pipeline.world.nodes.num_nodes > 1:
-        most = max(said.link_sent_bytes)
-        rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
-    rows += [
-        ("homes", f"{gib(said.home_bytes)} per process: weights, gradients, optimizer state"),
-        ("buffers", f"{gib(said.buffer_bytes)} per process: units on their way"),
-    ]
-    if needs is None:
-        words = "per process, what one block needs while it computes not counted"
-        rows.append(("activations", f"{gib(said.activation_bytes)} {words}"))
-    else:
-        parts = needs.parts
-        rows += [
-            ("activations", f"{gib(parts['activations'])} per process: what layers keep for their backward passes"),
-            ("working", f"{gib(parts['working'])} per process: what one block needs while it computes"),
-            ("system", f"{gib(parts['system'])} per process: what libraries and the driver take"),
-        ]
-        if "kept" in parts:
-            rows.append(("kept", f"up to {gib(parts['kept'])} per process: what need not be computed again then"))
-        rows.append(("memory", f"{gib(needs.device)} per process at the highest, all of this together"))
-    if said.host_bytes:
-        rows.append(("host memory", f"{gib(said.host_bytes)} per process: inputs of layers that wait there"))
-    return rows
