@@ -202,8 +202,9 @@ def test_without_an_optimizer_weights_stay(pool: WorkerPool, name: str) -> None:
 
 def test_frozen_weights_of_a_layer_stay(pool: WorkerPool) -> None:
     workload = {**WORKLOAD, "frozen_bytes": 400}
-    for name in ("fsdp2", "hsdp"):
-        for rank in pool.run(f"{__name__}:run_once", 2, 2, name=name, workload=workload, knobs={}):
+    # torch keeps groups of meshes beyond their processes' use: another mesh than that of the contenders above.
+    for name, shape in (("fsdp2", (2, 2)), ("hsdp", (2, 1))):
+        for rank in pool.run(f"{__name__}:run_once", *shape, name=name, workload=workload, knobs={}):
             assert rank.count(pytest.approx(INITIAL_WEIGHT, rel=1e-7)) == len(rank) // 2
             assert rank.count(pytest.approx(INITIAL_WEIGHT - 2e-4, rel=1e-4)) == len(rank) // 2
 

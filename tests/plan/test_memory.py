@@ -131,6 +131,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
         "dtype": torch.float32,
         "settings": settings,
         "frozen": patterns,
+        "quantize": "nf4",
     }
     asked = request_of(str(tmp_path), ALONE, timed=False, **given)
     parts = memory_of(asked, build(asked.step(settings))).parts

@@ -95,7 +95,7 @@ def in_like_lengths(lengths: Sequence[int], micro_batch: int) -> list[int]:
     micro-batches themselves keep the order of their first rows: long ones are not all given to the same process.
 
     >>> in_like_lengths([5, 9, 1, 8, 2], 2)
-    [3, 1, 0, 4, 2]
+    [0, 4, 1, 3, 2]
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups = [sorted(order[at : at + micro_batch]) for at in range(0, len(order), micro_batch)]
