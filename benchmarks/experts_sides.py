@@ -11,6 +11,7 @@ from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.step import LinkTraffic, Strategy
 from tawpipe.schedule.strategies import Hybrid, Step, find
+from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
 STAY = ("exposed", "free")
@@ -60,26 +61,25 @@ class StayingRoute(CollectiveRoute):
             yield self._add_home(unit, target, hop.lane)
 
 
-class StayingForAStep(Step):
+class _Staying(WeightStrategy):
+    """A strategy whose routes let experts stay."""
+
+    def route(self, rank: int, tour: Tour) -> Route:
+        usual = super().route(rank, tour)
+        assert isinstance(usual, CollectiveRoute)
+        return StayingRoute(rank, tour, there=usual.there, back=usual.back)
+
+
+class StayingForAStep(_Staying, Step):
     """Experts that stay, their optimizer state over all devices."""
 
     name = "experts stay for a step"
 
-    def route(self, rank: int, tour: Tour) -> Route:
-        usual = super().route(rank, tour)
-        assert isinstance(usual, CollectiveRoute)
-        return StayingRoute(rank, tour, there=usual.there, back=usual.back)
 
-
-class StayingForGood(Hybrid):
+class StayingForGood(_Staying, Hybrid):
     """Experts that stay, with all that belongs to them in every node."""
 
     name = "experts stay for good"
-
-    def route(self, rank: int, tour: Tour) -> Route:
-        usual = super().route(rank, tour)
-        assert isinstance(usual, CollectiveRoute)
-        return StayingRoute(rank, tour, there=usual.there, back=usual.back)
 
 
 class Copies(Hybrid):

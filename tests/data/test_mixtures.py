@@ -74,13 +74,13 @@ def test_samples_far_away_are_those_that_come_one_after_another(monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("packing", ["split", "fit", "balanced"])
+@pytest.mark.parametrize("packing", ["split", "fit", "balanced", "none"])
 def test_weights_are_shares_of_the_tokens_and_a_mixture_goes_on_in_the_middle(tmp_path, packing, streaming):
     """Long documents in one set and short ones in the other; the second runs out and begins again."""
     long, short = rows(tmp_path / "a.jsonl", "one", range(40, 60)), rows(tmp_path / "b.jsonl", "rank", range(2, 18))
     same = {"packing": packing, "streaming": streaming, "stream_window": 7}
     data = prepared(tmp_path, f"{long}=3", f"{short}=1", **same)
-    number = 250 if packing == "balanced" else 120
+    number = 250 if packing in ("balanced", "none") else 120
     expected, tokens = [], {"one": 0, "rank": 0}
     for n in range(number):
         row = data.train.sample(n)
@@ -97,6 +97,7 @@ def test_weights_are_shares_of_the_tokens_and_a_mixture_goes_on_in_the_middle(tm
     assert resumed.fingerprint == data.fingerprint
     resumed.train.load_state_dict(state)
     assert [digest(resumed.train, n) for n in range(77, number)] == expected[77:]
+    assert [data.train.length(n) for n in (0, 5)] == [data.train.sample(n).input_ids.numel() for n in (0, 5)]
     assert (data.samples_per_epoch is None) == streaming
     if packing == "balanced":
         step = resumed.train.step(80, 300)

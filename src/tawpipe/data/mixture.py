@@ -8,7 +8,7 @@ as its share. So any run of samples has the shares up to a few samples, and noth
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tawpipe.data.packing import Int64s
-from tawpipe.data.rows import PackedDataset, StepDocuments, take
+from tawpipe.data.rows import PackedDataset, StepDocuments, read_step, take
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.model.batch import MicroBatch
 
@@ -89,25 +89,16 @@ class Mixture:
     def step(self, first: int, tokens: int) -> StepDocuments:
         if all(isinstance(one, PackedDataset) for one in self.sets):
             return StepDocuments(self.step_lengths(first, tokens), lambda number: self.sample(first + number))
-        samples: list[MicroBatch] = []
-
-        def lengths() -> Iterator[int]:
-            while True:
-                samples.append(self.sample(first + len(samples)))
-                yield samples[-1].lengths[0]
-
-        return StepDocuments(take(lengths(), tokens), samples.__getitem__)
+        return read_step(self.sample, first, tokens)
 
     def step_lengths(self, first: int, tokens: int) -> list[int]:
         """Tokens of the documents of a step, without reading them; of sets that are not streamed."""
         return take(map(self.length, count(first)), tokens)
 
     def length(self, number: int) -> int:
-        """Tokens of the sample, without reading it; of sets that are not streamed."""
+        """Tokens of the sample; only those of streamed sets are read for it."""
         one, there = self.place(number)
-        source = self.sets[one]
-        assert isinstance(source, PackedDataset)
-        return source.length(there)
+        return self.sets[one].length(there)
 
     def __len__(self) -> int:
         """Samples of one pass of the mixture: as many as all sets have; of sets that are not streamed."""

@@ -66,6 +66,18 @@ class StepDocuments:
     read: Callable[[int], MicroBatch]
 
 
+def read_step(sample: Callable[[int], MicroBatch], first: int, tokens: int) -> StepDocuments:
+    """The documents of a step whose lengths are known only when they are read, which is done here, in their order."""
+    samples: list[MicroBatch] = []
+
+    def lengths() -> Iterator[int]:
+        while True:
+            samples.append(sample(first + len(samples)))
+            yield samples[-1].lengths[0]
+
+    return StepDocuments(take(lengths(), tokens), samples.__getitem__)
+
+
 def take(lengths: Iterator[int], tokens: int) -> list[int]:
     """The first lengths that are at most so many tokens together, at least one."""
     taken = [next(lengths)]

@@ -23,7 +23,7 @@ from tawpipe.data.corpus import Corpus, held_out
 from tawpipe.data.read import RowReader
 from tawpipe.data.render import Document
 from tawpipe.data.report import ReadCounts, Skipped
-from tawpipe.data.rows import PackedDataset, StepDocuments, nothing_learned, take
+from tawpipe.data.rows import PackedDataset, StepDocuments, nothing_learned, read_step
 from tawpipe.data.settings import Packed
 from tawpipe.data.sources import SourceFile
 from tawpipe.data.tokenised import TokenisedText, no_documents
@@ -116,15 +116,8 @@ class StreamedDataset:
         return self.sample(number).input_ids.numel()
 
     def step(self, first: int, tokens: int) -> StepDocuments:
-        """All of them are read here, in their order: going back to a window costs reading it again."""
-        samples: list[MicroBatch] = []
-
-        def lengths() -> Iterator[int]:
-            while True:
-                samples.append(self.sample(first + len(samples)))
-                yield samples[-1].lengths[0]
-
-        return StepDocuments(take(lengths(), tokens), samples.__getitem__)
+        """All of them are read at once: going back to a window costs reading it again."""
+        return read_step(self.sample, first, tokens)
 
     def state_dict(self, number: int) -> dict[str, Any]:
         with self._lock:
