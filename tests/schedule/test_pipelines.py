@@ -1,26 +1,40 @@
-"""Activation pipelines: every task once, in an order that can be, and as long as theory says."""
+"""Activation pipelines: every work once, in orders that can be and are proved, and as long as theory says."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedules import llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.routes.pipelines import AXES, PIPELINES, Stages, _orders
-from tawpipe.schedule.strategies import ActivationPipeline, build
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.positions import AXES, Positions
+from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, needs
+from tawpipe.schedule.proof.symbolic import ScheduleError
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.strategies import build
+from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
 
 FAST = LinkModel(1e12)
+FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 
 
-def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, axis: str = "world", **settings):
+def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
     topology = Topology.grid(nodes, local)
-    return build(step_for(llama(layers), topology, count, use=ActivationPipeline(kind, axis, **settings)))
+    times = f"0/0/0,{layers}x1/2/1,0/0/0"
+    step = step_for(llama(layers), topology, count, use=ActivationPipeline(kind, stages, times))
+    return build(step, **more)
 
 
 def costs(layers: int, forward: float = 1.0, backward: float = 3.0, between: LinkModel = FAST) -> CostModel:
@@ -29,9 +43,9 @@ def costs(layers: int, forward: float = 1.0, backward: float = 3.0, between: Lin
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize("kind", FIXED)
 def test_every_block_computes_every_micro_batch_once(kind, axis):
-    schedule = pipeline(kind, 2, 2, 8, axis=axis)
+    schedule = pipeline(kind, 2, 2, 8, stages=axis)
     forward, backward = Counter(), Counter()
     for program in schedule.programs:
         for action in program:
@@ -47,6 +61,90 @@ def test_every_block_computes_every_micro_batch_once(kind, axis):
     assert all(len(ranks) == (1 if axis == "world" else 2) for ranks in held)
 
 
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize(("nodes", "local", "axis"), [(2, 2, "nodes"), (3, 2, "locals"), (3, 1, "world")])
+def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
+    """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
+    topology, model = Topology.grid(nodes, local), llama(8, tied=True)
+    for count in (1, 2, 3, 5, 6, 12):
+        step = step_for(model, topology, count, use=ActivationPipeline(kind, axis))
+        verify(for_one_thread(build(step, training=False)), steps=1, one_thread=True)
+        try:
+            schedule = build(step)
+        except UserError as error:
+            assert kind == "interleaved-1f1b" and "groups of one size" in str(error)
+            continue
+        verify(for_one_thread(schedule), steps=2, one_thread=True)
+
+
+def some_order(layout: Layout, count: int, split: float, seed: int) -> Order:
+    """Works in any order in which all comes after what it needs."""
+    draw = random.Random(seed)
+    works = {Work("F", stage, m) for stage in range(layout.stages) for m in range(count)}
+    for work in sorted(works):
+        parts = "IW" if draw.random() < split else "B"
+        works |= {Work(kind, work.stage, work.micro_batch) for kind in parts}
+    left, lists = set(works), [[] for _ in range(layout.size)]
+    while left:
+        ready = [
+            work
+            for work in sorted(left)
+            if not any(one in left for choice in needs(work, layout.stages) for one in choice)
+        ]
+        work = draw.choice(ready)
+        left.remove(work)
+        lists[layout.places[work.stage]].append(work)
+    return Order(tuple(map(tuple, lists)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_order_on_any_layout_is_proved(data):
+    """Uneven stages anywhere, several on a position, backward passes in parts or whole, frozen layers, tied ends."""
+    size = data.draw(st.sampled_from([2, 3, 4]))
+    layers, tied = data.draw(st.integers(size, 9)), data.draw(st.booleans())
+    stages = data.draw(st.integers(size, layers + 2))
+    cuts = sorted(data.draw(st.permutations(range(1, layers + 2)))[: stages - 1])
+    places = list(data.draw(st.permutations([*range(size), *[s % size for s in range(stages - size)]])))
+    model = llama(layers, tied=tied, frozen=data.draw(st.integers(0, layers)), lora=data.draw(st.booleans()))
+    layout = Layout(layers + 2, (0, *cuts), tuple(places))
+    axis = data.draw(st.sampled_from(["nodes", "world"]))
+    topology = Topology.grid(size, 2 if axis == "nodes" else 1)
+    costs_ = PipelineCosts((BlockTimes(1, 2, 1),) * (layers + 2))
+    seed, split = data.draw(st.integers(0, 999)), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    shape = PipelineShape(
+        model, layout, Positions(topology, axis), costs_, lambda count: some_order(layout, count, split, seed)
+    )
+
+    class Any(ActivationPipeline):
+        def shape(self, model, topology):
+            return shape
+
+    count = data.draw(st.integers(1, 5))
+    step = step_for(model, topology, count, use=Any("1f1b", axis))
+    verify(for_one_thread(build_pipeline(shape, step, training=True)), steps=2, one_thread=True)
+
+
+def test_what_waits_in_the_host_s_memory_is_proved():
+    """What is offloaded comes back before it is needed, in turns that orders set between the lanes of a position."""
+    layout, model, topology = Layout.even(4, 2), llama(2), Topology.grid(2, 1)
+    first = [Work(kind, 0, m) for kind, m in [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]]
+    last = [Work(kind, 1, m) for m in range(3) for kind in "FB"]
+    moved = (Work("O", 0, 1), Work("O", 0, 2), Work("R", 0, 1), Work("R", 0, 2))
+    after = {Work("F", 0, 2): Work("O", 0, 1), Work("R", 0, 1): Work("B", 0, 0), Work("R", 0, 2): Work("B", 0, 1)}
+    order = Order((tuple(first), tuple(last)), (moved, ()), after)
+    costs_ = PipelineCosts((BlockTimes(0, 0, 0), BlockTimes(1, 2, 1), BlockTimes(1, 2, 1), BlockTimes(0, 1, 0)), host=1)
+    shape = PipelineShape(model, layout, Positions(topology, "world"), costs_, lambda _: order)
+    step = step_for(model, topology, 3, use=ActivationPipeline("1f1b"))
+    schedule = for_one_thread(build_pipeline(shape, step, training=True))
+    verify(schedule, steps=2, one_thread=True)
+    assert schedule.peak_activations(0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
+    swapped = order.host[0][::-1]
+    bad = Order(order.compute, (swapped, ()), {})
+    with pytest.raises((ScheduleError, KeyError, ValueError)):
+        verify(build_pipeline(replace(shape, order_of=lambda _: bad), step, training=True))
+
+
 def test_the_bubble_of_1f1b():
     """(P - 1) / (M + P - 1) of a step that begins and ends with nothing under way."""
     ranks, count, layers = 4, 12, 8
@@ -56,7 +154,7 @@ def test_the_bubble_of_1f1b():
 
 
 def test_more_stages_mean_a_smaller_bubble():
-    seconds = [play(pipeline(kind, 4, 1, 8), costs(8), steps=1).makespan for kind in PIPELINES]
+    seconds = [play(pipeline(kind, 4, 1, 8), costs(8), steps=1).makespan for kind in FIXED]
     assert seconds[0] > seconds[1] > 8 * 2 * 4.0
     assert seconds[2] < seconds[1]
 
@@ -69,20 +167,30 @@ def test_activations_cross_the_links():
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
     schedule = pipeline("1f1b", 4, 1, 12, layers=4)
-    assert [schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)] == sorted(
-        (schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)), reverse=True
-    )
+    held = [schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)]
+    assert held == sorted(held, reverse=True)
 
 
-def test_orders_of_the_v():
-    shape = Stages(Topology.grid(4, 1), "world", 2, True)
-    assert [shape.place(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    orders = _orders("zero-bubble", shape, 10)
-    assert all(Counter(task.kind for task in order) == {"F": 20, "I": 20, "W": 20} for order in orders)
+def test_every_direction_between_two_positions_has_a_lane_of_its_own():
+    for kind in ("1f1b", "zero-bubble"):
+        shape = ActivationPipeline(kind).shape(llama(12), Topology.grid(6, 1))
+        for position in range(6):
+            own = [lane for pair, lane in shape.lanes.items() if position in pair]
+            assert len(own) == len(set(own))
 
 
-def test_what_cannot_be_built():
-    with pytest.raises(UserError, match="at least 12, one per stage"):
-        pipeline("interleaved-1f1b", 3, 2, 12, layers=8)
-    with pytest.raises(UserError, match="a multiple of the 3"):
-        pipeline("interleaved-1f1b", 3, 1, 4, layers=8)
+@pytest.mark.parametrize(
+    ("kind", "layers", "count", "stages", "expected"),
+    [
+        ("interleaved-1f1b", 4, 6, "world", "got 4; at least 6, one for each of the 2 stages of 3 positions"),
+        ("interleaved-1f1b", 8, 7, "world", "micro-batches: got 7; 6 or 8"),
+        ("1f1b", 8, 6, "rows", "got 'rows'; world, nodes, locals"),
+        ("1f1b", 8, 6, "locals", "one of world, nodes; inside each node it would have one position"),
+        ("1f1b", 8, 6, "world:0,2,9@0,1,1", "world:0,2,9@0,1,1|3 positions"),
+        ("1f1b", 8, 6, "world:0,2,9@2,1,0", "stages at 0,1,2 under 1f1b"),
+        ("zero-bubble", 8, 6, "world:0,4,2@0,1,2", "ascending from 0 below 10"),
+    ],
+)
+def test_what_cannot_be_built(kind, layers, count, stages, expected):
+    with pytest.raises(UserError, match=expected):
+        pipeline(kind, 3, 1, count, layers=layers, stages=stages)

@@ -16,8 +16,8 @@ from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.strategies import build, step_of
 from tawpipe.schedule.transform import for_one_thread

@@ -32,6 +32,10 @@ class Kind(StrEnum):
     """A block's whole autograd graph, kept for its backward pass (micro-batch, block)."""
     ATTENTION = "kept"
     """A block's attention output, kept for its backward pass (micro-batch, block)."""
+    LINEAR = "lin"
+    """Inputs of a layer's matrix products and gradients of their outputs, between the two parts of its backward pass
+    (micro-batch, block).
+    """
     OFFLOADED = "host"
     """A block's input in the host's memory or a file (micro-batch's place in its round, block)."""
     OFFLOADED_ATTENTION = "hostkept"
@@ -44,6 +48,8 @@ class Kind(StrEnum):
     """Gradients of keys and values: what this rank adds to those of all tokens until they are summed up, then the sums
     of its own (micro-batch, block).
     """
+    TURN = "turn"
+    """No bytes: what reads it comes after what wrote it (number in the program)."""
     LOSS = "loss"
     """The summed loss of a micro-batch (micro-batch)."""
     NORM = "norm"
@@ -169,8 +175,16 @@ def key_gradients(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.KEY_GRADIENTS, (micro_batch, block))
 
 
+def turn(number: int) -> Buffer:
+    return Buffer(Kind.TURN, (number,))
+
+
 def context(micro_batch: int) -> Buffer:
     return Buffer(Kind.CONTEXT, (micro_batch,))
+
+
+def linear(micro_batch: int, block: int) -> Buffer:
+    return Buffer(Kind.LINEAR, (micro_batch, block))
 
 
 def loss(micro_batch: int) -> Buffer:

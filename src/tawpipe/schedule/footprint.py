@@ -11,7 +11,7 @@ from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, Kind
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.traffic import link_elements, scratch_bytes
+from tawpipe.schedule.traffic import borders_passed, link_elements, scratch_bytes
 from tawpipe.topology import Topology
 
 STAGED = 4
@@ -55,8 +55,9 @@ class BlockMemory:
 
     Args:
         boundary: of a block's input, for every token.
-        kept: for every token, by kind of activation: what a layer keeps (``graph``, ``kept``), its input included, and
-            what all layers of a micro-batch share (``ctx``).
+        kept: for every token, by kind of activation: what a layer keeps (``graph``, ``kept``), its input included,
+            what is kept between the two parts of its backward pass (``lin``), and what all layers of a micro-batch
+            share (``ctx``).
         working: what computing takes at its highest besides what it is given and leaves behind, by kind of block and
             by what runs (``forward full``, ``backward none``, ...): a fixed part, and one for every token. Below zero
             where memory is given back before the rest is taken.
@@ -98,7 +99,7 @@ class BlockMemory:
         """
         own = -(-tokens // ranks)
         sizes = dict.fromkeys(BOUNDARIES, self.boundary * own)
-        sizes |= {kind: round(self.kept.get(kind, 0) * own) for kind in (Kind.GRAPH, Kind.ATTENTION)}
+        sizes |= {kind: round(self.kept.get(kind, 0) * own) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR)}
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
         if ranks > 1:
             sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
@@ -113,7 +114,7 @@ class BlockMemory:
 
     def working_of(self, schedule: Schedule, action: Action, tokens: int) -> int:
         """What an action takes while it computes."""
-        if action.block < 0 or action.micro_batch < 0:
+        if action.block < 0 or action.micro_batch < 0 or action.op is Op.BACKWARD_WEIGHT:
             return 0
         kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
         recompute = next((name for name, kind in RECOMPUTE.items() if kind in kinds), "full")
@@ -214,18 +215,19 @@ def costs(
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     settings, units = schedule.step.settings, schedule.model.units
     left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(settings.offload_dir)
-    far = far_widths(settings, widths)
+    far, passed = far_widths(settings, widths), borders_passed(schedule, physical=nodes)
+    border = activation_bytes.get(Kind.INPUT, 0)
     return Costs(
         parameters=sum(unit.parameters for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
         strategy=schedule.name + (", homes as given" if settings.homes else ""),
-        schedule=(
-            f"{count(len(schedule.micro_batches), 'micro-batch', 'micro-batches')} "
-            f"in {count(schedule.step.rounds, 'round')}, "
-            f"{settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
+        schedule=_in_words(schedule),
+        link_sent_bytes=tuple(
+            link.bytes_sent(*far) + sent * border for link, (sent, _) in zip(traffic, passed, strict=True)
         ),
-        link_sent_bytes=tuple(link.bytes_sent(*far) for link in traffic),
-        link_received_bytes=tuple(link.bytes_received(*far) for link in traffic),
+        link_received_bytes=tuple(
+            link.bytes_received(*far) + received * border for link, (_, received) in zip(traffic, passed, strict=True)
+        ),
         home_bytes=max(home),
         buffer_bytes=max(buffers),
         activation_bytes=activations,
@@ -233,6 +235,14 @@ def costs(
         host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
         file_bytes=max(left) if in_files else 0,
     )
+
+
+def _in_words(schedule: Schedule) -> str:
+    settings, many = schedule.step.settings, count(len(schedule.micro_batches), "micro-batch", "micro-batches")
+    if schedule.step.strategy.weights_stay:
+        return f"{many} through the stages of a pipeline, {settings.stages}"
+    rounds = count(schedule.step.rounds, "round")
+    return f"{many} in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

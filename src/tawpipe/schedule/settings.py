@@ -29,6 +29,15 @@ class ScheduleSettings:
     homes: str = ""
     """Under tawpipe-striped and tawpipe-whole, of every unit (embedding, layers, head) the node or the process that
     keeps it, as in 0,1,2,0; in turn if empty. tawpipe plan finds what suits uneven layers or links."""
+    stages: str = ""
+    """Under 1f1b, interleaved-1f1b, zero-bubble, generated and solved, what the positions of a pipeline are: world (all
+    processes; so if empty), nodes (every node is one, and as many pipelines run side by side as a node has processes)
+    or locals (a pipeline inside every node). After a colon the first block of every stage (0 is the embedding) and the
+    stages' positions, as in world:0,5,9,12@0,1,1,0; even stages if empty, under generated the best that it finds."""
+    block_times: str = ""
+    """Under zero-bubble, generated and solved, the times of blocks for which stages and orders are made: forward,
+    backward for inputs, backward for weights, from the embedding to the head, as in 0/0/0,32x10/20/10,5/15/0. A plan
+    fills it in; what the sizes of the blocks say if empty."""
     micro_batches_per_visit: int = bounded(2, minimum=1)
     """Micro-batches that a process computes while a unit's weights are there. More of them mean less traffic and more
     memory for activations."""

@@ -27,6 +27,7 @@ from tawpipe.schedule.buffers import (
 )
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
@@ -47,8 +48,9 @@ class StepSpec:
     Args:
         topology: what the strategy takes for nodes.
         settings: with no choice left open, see ``Strategy.settle``.
-        micro_batches: for every rank the global indices of its micro-batches; those that a set computes are in the
-            lists of all its ranks.
+        micro_batches: for every rank the global indices of its micro-batches; those that a set or a pipeline computes
+            are in the lists of all its ranks.
+        losses: for every rank those whose loss it computes, None where that is all of them.
         shared: micro-batches below this number are computed by sets, the others by single ranks; None for all by sets.
     """
 
@@ -58,6 +60,7 @@ class StepSpec:
     settings: ScheduleSettings
     micro_batches: tuple[tuple[int, ...], ...]
     shared: int | None = None
+    losses: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
@@ -75,6 +78,10 @@ class StepSpec:
     def saves(self, block: int) -> Kind | None:
         """The kind of activation that a block keeps for its backward pass besides its input."""
         return RECOMPUTE[self._recompute[block]]
+
+    def losses_of(self, rank: int) -> tuple[int, ...]:
+        """The micro-batches whose loss a rank computes."""
+        return (self.losses or self.micro_batches)[rank]
 
     def ranks_of(self, micro_batch: int) -> int:
         """How many ranks compute a micro-batch together."""
@@ -152,14 +159,14 @@ class Strategy(ABC):
     """Settings that it is made for, where the user has left them open (None)."""
     refusals: ClassVar[Mapping[str, str]] = {}
     """Settings that it has no use for, with the reason; ``check`` refuses any value but the neutral one."""
-    runs: ClassVar[bool] = True
-    """False for strategies that the clock knows and the runtime cannot run."""
     one_order: ClassVar[bool] = False
     """True if all ranks go through transfers in one order, so that a thread which blocks in one waits for nobody who
     waits for it; the programs of others are sorted before they run (``transform.for_one_thread``).
     """
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
+    weights_stay: ClassVar[bool] = False
+    """True where activations travel instead: a micro-batch passes through several ranks."""
 
     def __repr__(self) -> str:
         return self.name
@@ -192,6 +199,23 @@ class Strategy(ABC):
         Raises:
             UserError: a setting cannot work.
         """
+
+    @property
+    def splits(self) -> bool:
+        """True if backward passes of layers may be in two parts."""
+        return False
+
+    def configured(self, settings: ScheduleSettings) -> Strategy:
+        """The strategy as settings lay it out; itself if they have no say in that."""
+        return self
+
+    def share(self, count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches 0..count-1 for every rank.
+
+        Raises:
+            UserError: settings that these nodes cannot have.
+        """
+        return share_in_sets(count, topology, settings)
 
     def view(self, topology: Topology) -> Topology:
         """What the strategy takes for nodes; the real ones, unless it ignores them on purpose."""

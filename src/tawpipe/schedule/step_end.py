@@ -29,7 +29,7 @@ class StepEnd:
         mine = [u for u in units if model.units[u].trainable and homes[u].index(rank) is not None]
         self._units = sorted(mine, key=lambda u: model.units[u].blocks[0])
         self._gradients = tuple(home_gradient(unit) for unit in mine if rank in homes[unit].ranks)
-        self._losses = tuple(map(loss, step.micro_batches[rank]))
+        self._losses = tuple(map(loss, step.losses_of(rank)))
         self._lane = Lane.INTER_G if several else Lane.COMPUTE
         self._training, self._early = training, training and step.settings.early_updates
         # A push still under way must not stop the device, so updates stay behind by as many visits as gradients can

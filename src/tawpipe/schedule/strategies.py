@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,17 +19,17 @@ from pathlib import Path
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.strategy import SUMMARIES, ActivationPipeline
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
-from tawpipe.schedule.routes.pipelines import AXES, Stages, build_pipeline, place_on_stages
 from tawpipe.schedule.routes.ring import place_on_ring, ring_traffic
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute
 from tawpipe.schedule.routes.weipipe import build_weipipe
-from tawpipe.schedule.sets import in_sets, share_in_sets
+from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings, check_values
-from tawpipe.schedule.spec import ModelSpec, share_micro_batches
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import LinkTraffic, Schedule, StepSpec, Strategy
 from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
@@ -262,69 +262,6 @@ class WeiPipe(Spread):
             raise UserError("schedule.look_ahead", ahead, f"at least 1 under {self.name}: {reason}")
 
 
-_WEIGHTS_STAY = "weights stay where they are"
-
-
-@dataclass(eq=False)
-class ActivationPipeline(Strategy):
-    """Weights stay on the ranks of a stage, activations travel: 1F1B, interleaved 1F1B, zero bubble. For the clock.
-
-    Args:
-        kind: one of ``pipelines.PIPELINES``.
-        axis: one of ``pipelines.AXES``: what the stages are laid over.
-        stages_per_rank: of ``interleaved-1f1b``.
-    """
-
-    kind: str
-    axis: str = "world"
-    stages_per_rank: int = 2
-
-    runs = False
-    refusals = {
-        **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _WEIGHTS_STAY),
-        **dict.fromkeys(("recompute", "offloaded_layers"), "the clock knows pipelines with full recomputation only"),
-        "sequence_ranks": "the clock knows pipelines of whole rows only",
-        "keep_mib": "the clock knows pipelines with full recomputation only",
-    }
-
-    def __post_init__(self) -> None:
-        self.name = self.kind
-        self.summary = "weights stay, activations travel; predicted, not run here"
-        self.layout = {"world": "over all devices", "nodes": "over the nodes", "locals": "inside each node"}[self.axis]
-
-    def stages(self, topology: Topology) -> Stages:
-        per_rank = {"1f1b": 1, "interleaved-1f1b": self.stages_per_rank, "zero-bubble": 2}[self.kind]
-        return Stages(topology, self.axis, per_rank, self.kind == "zero-bubble")
-
-    def place(self, model: ModelSpec, topology: Topology, homes: tuple[int, ...] = ()) -> tuple[Home, ...]:
-        return place_on_stages(model, self.stages(topology))
-
-    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
-        assert training and ranks is None
-        return build_pipeline(self.kind, step, self.stages(step.topology))
-
-    def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
-        return super().settle(replace(settings, micro_batches_per_visit=1))
-
-    def layouts(self, topology: Topology) -> Sequence[Strategy]:
-        each = [ActivationPipeline(self.kind, axis, self.stages_per_rank) for axis in AXES]
-        return [one for one in each if one.stages(topology).size > 1]
-
-    def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
-        """A round here is as many micro-batches of a pipeline as it has ranks; each pipeline has an equal share."""
-        size, world = self.stages(step.topology).size, step.topology.world_size
-        replicas = world // size
-        each = -(-len([m for own in step.micro_batches for m in own]) // replicas)
-
-        def cut(count: int) -> StepSpec:
-            return replace(step, micro_batches=share_micro_batches(count * replicas, world))
-
-        few = rounds * size
-        if each <= few:
-            return cut(each), cut(each), 0.0
-        return cut(few), cut(few + size), (each - few) / size
-
-
 STRATEGIES: dict[str, Strategy] = {}
 """Name -> strategy, in the order in which they are listed everywhere."""
 
@@ -337,7 +274,7 @@ def register(strategy: Strategy) -> Strategy:
 
 for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
     register(_strategy)
-for _kind in ("1f1b", "interleaved-1f1b", "zero-bubble"):
+for _kind in SUMMARIES:
     register(ActivationPipeline(_kind))
 
 
@@ -375,14 +312,10 @@ def _bring() -> None:
     import_strategies([module for module in os.environ.get(IMPORTS, "").split(os.pathsep) if module])
 
 
-def strategies(*, runs: bool | None = None) -> dict[str, Strategy]:
-    """The table, with what installed packages bring.
-
-    Args:
-        runs: only those that the runtime can run, or only the others; all by default.
-    """
+def strategies() -> dict[str, Strategy]:
+    """The table, with what installed packages bring."""
     _bring()
-    return {name: one for name, one in STRATEGIES.items() if runs is None or one.runs is runs}
+    return dict(STRATEGIES)
 
 
 def find(name: str) -> Strategy:
@@ -393,7 +326,7 @@ def find(name: str) -> Strategy:
     """
     known = strategies()
     if name not in known:
-        raise UserError("schedule.strategy", name, f"one of {', '.join(strategies(runs=True))}")
+        raise UserError("schedule.strategy", name, f"one of {', '.join(strategies())}")
     return known[name]
 
 
@@ -401,7 +334,7 @@ def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple
     """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
 
     Raises:
-        UserError: something else, no such strategy, or one that the runtime cannot run.
+        UserError: something else, or no such strategy.
     """
     if isinstance(schedule, Schedule):
         return schedule.step.strategy, schedule.step.settings
@@ -410,10 +343,21 @@ def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple
     if not isinstance(settings, ScheduleSettings):
         raise UserError("schedule", schedule, "ScheduleSettings, a Strategy, the name of one, or a Schedule")
     strategy = schedule if isinstance(schedule, Strategy) else find(settings.strategy)
-    if not strategy.runs:
-        expected = f"one that is run, not only predicted: {', '.join(strategies(runs=True))}"
-        raise UserError("schedule.strategy", strategy.name, expected)
     return strategy, settings
+
+
+def shares_of(
+    count: int, topology: Topology, settings: ScheduleSettings, strategy: Strategy | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches 0..count-1 for every rank.
+
+    Args:
+        strategy: one that is not in the table, in place of ``settings.strategy``.
+
+    Raises:
+        UserError: settings that these nodes cannot have.
+    """
+    return (strategy or find(settings.strategy)).share(count, topology, settings)
 
 
 def step_of(
@@ -435,7 +379,7 @@ def step_of(
     Raises:
         UserError: a setting that cannot work for this model on these nodes.
     """
-    strategy = strategy or find(settings.strategy)
+    strategy = (strategy or find(settings.strategy)).configured(settings)
     settings = replace(strategy.settle(settings), strategy=strategy.name)
     check_values(settings)
     step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
@@ -443,6 +387,9 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
+    for name in ("stages", "block_times"):
+        if (value := getattr(settings, name)) and not strategy.weights_stay:
+            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)
@@ -458,7 +405,7 @@ def step_of(
     if step.step_cache and not settings.reuse:
         raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
     assert len(micro_batches) == topology.world_size and step.topology.is_even
-    _ = share_in_sets(0, step.topology, settings)  # the view of the strategy may know smaller nodes
+    _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
     _ = step.homes  # and whether units can live there
     return step
 

@@ -42,6 +42,18 @@ def link_elements(schedule: Schedule, *, physical: Topology | None = None) -> tu
     return tuple(LinkTraffic(*four) for four in counts)
 
 
+def borders_passed(schedule: Schedule, *, physical: Topology | None = None) -> tuple[tuple[int, int], ...]:
+    """How many activations of a boundary's size every node sends to others, and receives; arguments as above."""
+    topology = physical or schedule.topology
+    counts = [[0, 0] for _ in range(topology.num_nodes)]
+    for rank, program in enumerate(schedule.programs):
+        node = topology.node_of(rank)
+        for transfer in (one for action in program for one in action.transfers):
+            if transfer.buffer.is_activation and topology.node_of(transfer.peer) != node:
+                counts[node][0 if transfer.send else 1] += 1
+    return tuple((sent, received) for sent, received in counts)
+
+
 def scratch_bytes(schedule: Schedule, rank: int) -> int:
     """Bytes of the room that one rank needs for messages in 8 bits; those of a lane share a place."""
     sizes, most = schedule.buffer_elements(rank), dict[Lane, int]()

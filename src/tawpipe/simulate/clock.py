@@ -229,7 +229,8 @@ class Player:
         elif action.op is Op.KEYS_BACKWARD:  # once more, and the gradients of its input and its weights
             work = max(3 * costs.keys_s(rank, action.block, action.micro_batch), costs.streaming_s(action))
         elif action.op is Op.BACKWARD_INPUT:
-            work = costs.backward_s(rank, action.block, action.micro_batch)
+            again = self.schedule.step.recomputes(action.block)
+            work = costs.backward_s(rank, action.block, action.micro_batch, again)
             work -= costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD_WEIGHT:
             work = costs.backward_weight_s(rank, action.block, action.micro_batch)
@@ -239,7 +240,7 @@ class Player:
             work = costs.add_s * self.transfers.elements(rank, action.writes[0])
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             work = costs.host_s(action.micro_batch)
-        elif action.op is Op.ZERO:
+        elif action.op in (Op.ZERO, Op.PREPARE):
             work = 0.0
         else:
             raise ScheduleError(f"nobody knows what this costs: rank {rank}: {action}")

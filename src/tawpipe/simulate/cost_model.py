@@ -108,6 +108,8 @@ class BlockCost:
         attention: of ``forward``, what selective recomputation does not compute again.
         window: tokens that a token sees at most; ``pairs`` are those within.
         unpack_s: of its packed units, which are dequantised once for all micro-batches of a visit.
+        backward_weight: of ``backward``, the gradients of weights, where a pipeline computes them apart; None for half
+            of what is no recomputation.
     """
 
     forward: Seconds = Seconds()
@@ -115,6 +117,24 @@ class BlockCost:
     attention: Seconds = Seconds()
     window: int | None = None
     unpack_s: float = 0.0
+    backward_weight: Seconds | None = None
+
+    @classmethod
+    def timed(
+        cls, forward_s: float, backward_s: float, backward_weight_s: float | None = None, *, linear: float = 0.0
+    ) -> BlockCost:
+        """A block of the lab's timed workload, on one micro-batch of the usual size.
+
+        Args:
+            linear: share that grows with the tokens; the rest grows with their pairs.
+        """
+
+        # By pairs of tokens: ranks that compute a micro-batch together share them, and keys alone cost nothing.
+        def split(seconds: float) -> Seconds:
+            return Seconds(0.0, linear * seconds, (1 - linear) * seconds)
+
+        weight = None if backward_weight_s is None else split(backward_weight_s)
+        return cls(split(forward_s), split(backward_s), backward_weight=weight)
 
 
 @dataclass(frozen=True)
@@ -188,7 +208,7 @@ class CostModel:
         linear: float = 0.0,
         **settings: Any,
     ) -> CostModel:
-        """The lab's timed workload: ``layers`` equal layers, an embedding that takes no time, and a head.
+        """A model of ``layers`` equal layers, an embedding that takes no time, and a head.
 
         Args:
             forward_s: of a layer and micro-batch.
@@ -197,11 +217,8 @@ class CostModel:
             linear: share of a layer's seconds that grows with the tokens; the rest grows with their pairs.
             settings: other fields of the model.
         """
-        # By pairs of tokens: ranks that compute a micro-batch together share them, and keys alone cost nothing.
-        forward, backward = (Seconds(0.0, linear * each, (1 - linear) * each) for each in (forward_s, backward_s))
-        layer = BlockCost(forward, backward)
-        head = BlockCost(backward=Seconds(per_pair=head_s))
-        return cls((BlockCost(), *[layer] * layers, head), between, inside, **settings)
+        layer = BlockCost.timed(forward_s, backward_s, linear=linear)
+        return cls((BlockCost(), *[layer] * layers, BlockCost.timed(0.0, head_s)), between, inside, **settings)
 
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)
@@ -265,7 +282,11 @@ class CostModel:
         return self.key_elements * width * self._size(micro_batch).tokens * self._ranks(micro_batch)
 
     def backward_weight_s(self, rank: int, block: int, micro_batch: int) -> float:
-        """Seconds of a backward pass for the gradients of weights: half of what is not recomputation."""
+        """Seconds of a backward pass for the gradients of weights, see ``BlockCost``."""
+        cost = self._block(block)
+        if cost.backward_weight is not None:
+            size = self._size(micro_batch, cost.window)
+            return cost.backward_weight.of(size) * self.compute_factor.get(rank, 1.0)
         forward = self.forward_s(rank, block, micro_batch)
         return max(0.0, self.backward_s(rank, block, micro_batch) - forward) / 2
 

@@ -12,6 +12,9 @@ from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.step import Schedule
 
+COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+"""Operations on a block and a micro-batch that compute with the device."""
+
 
 class ScheduleError(AssertionError):
     """A schedule that must not run, with the action at which the proof failed."""
@@ -84,6 +87,15 @@ class Contents:
             homes = ((unit, home.index(rank)) for unit, home in enumerate(schedule.homes))
             self.held.append({home_weight(unit): Content("w", unit, (i,)) for unit, i in homes if i is not None})
             self.alive.append(set())
+        self._split = {
+            (action.block, action.micro_batch)
+            for program in schedule.programs
+            for action in program
+            if action.op is Op.BACKWARD_INPUT
+        }
+        """(block, micro-batch) pairs whose backward pass is in two parts."""
+        self._moved: list[dict[Buffer, int]] = [{} for _ in schedule.programs]
+        """Of every rank's places in the host's memory the micro-batches whose inputs are there, in pipelines."""
         self._everything = {
             unit: frozenset(
                 part
@@ -98,6 +110,8 @@ class Contents:
     def _parts(self, block: int, m: int) -> list[tuple[int, ...]]:
         """All that goes into the gradient of one block on one micro-batch."""
         ranks = self.schedule.step.ranks_of(m)
+        if (block, m) in self._split:
+            return [(block, m, 0), (block, m, 1)]
         if ranks == 1:
             return [(block, m)]
         times = 2 if self.schedule.model.blocks[block].kind == "layer" else 1
@@ -217,9 +231,12 @@ class Contents:
     def local(self, running: Running) -> None:
         """An action that concerns nobody else."""
         action = running.action
-        if action.op in (Op.FORWARD, Op.BACKWARD, Op.KEYS, Op.KEYS_BACKWARD):
+        if action.op in COMPUTES:
             self._compute(running)
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
+            self._activations(running)
+            self._move(running)
+        elif action.op is Op.PREPARE:
             self._activations(running)
         elif action.op is Op.ZERO:
             self._write(action.writes[0], self._gradient(action.unit, running), running)
@@ -243,14 +260,16 @@ class Contents:
     def _compute(self, running: Running) -> None:
         action, block = running.action, self.schedule.model.blocks[running.action.block]
         ranks = self.schedule.step.ranks_of(action.micro_batch)
-        for unit, name in zip(block.units, action.weights, strict=False):
+        for unit, name in zip(block.units, action.weights, strict=False):  # where it reads none there are none
             whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
                 raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
-        if action.op in (Op.BACKWARD, Op.KEYS_BACKWARD):
+        if action.op not in (Op.FORWARD, Op.KEYS):
             units = self.schedule.model.trainable_units(action.block)
             place = self._place(running.rank) + (ranks if action.op is Op.KEYS_BACKWARD else 0)
             part = (action.block, action.micro_batch, *([place] if ranks > 1 else []))
+            if action.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+                part = (action.block, action.micro_batch, int(action.op is Op.BACKWARD_WEIGHT))
             for unit, name in zip(units, action.gradients, strict=True):
                 mine = self._gradient(unit, running, part)
                 before = [self._read(name, running)] if name in action.reads else []
@@ -288,6 +307,16 @@ class Contents:
             if buffer.is_activation:
                 alive.add(buffer)
         alive.difference_update(action.frees)
+
+    def _move(self, running: Running) -> None:
+        """What comes back from a place in the host's memory must be what went there, where places are an order's."""
+        action, here = running.action, self._moved[running.rank]
+        if not self.schedule.step.strategy.weights_stay:
+            return
+        if action.op is Op.OFFLOAD:
+            here[next(one for one in action.writes if one.kind is Kind.OFFLOADED)] = action.micro_batch
+        elif (there := here.pop(next(one for one in action.reads if one.kind is Kind.OFFLOADED))) != action.micro_batch:
+            raise ScheduleError(f"brings back micro-batch {there}: {running}")
 
     def _expect_complete(self, running: Running, home: Buffer, kind: str = "g") -> None:
         content, (unit,) = self._read(home, running), home.at

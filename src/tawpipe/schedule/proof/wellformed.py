@@ -25,6 +25,7 @@ from tawpipe.schedule.buffers import (
     input_gradient,
     key_gradients,
     keys,
+    linear,
     loss,
     offloaded,
     pool_kind,
@@ -35,6 +36,16 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.topology import set_group
 
 GROUPS = ("node", "rail", "world")
+PIPELINES_ONLY = (Op.PREPARE, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def _no_turn(buffer: Buffer) -> bool:
+    return buffer.kind is not Kind.TURN
+
+
+def _is_activation(buffer: Buffer) -> bool:
+    """True for what holds bytes of a micro-batch."""
+    return buffer.is_activation and _no_turn(buffer)
 
 
 def check_forms(schedule: Schedule) -> None:
@@ -101,6 +112,9 @@ class _Checker:
             Op.BACKWARD: self._compute,
             Op.KEYS: self._compute,
             Op.KEYS_BACKWARD: self._compute,
+            Op.BACKWARD_INPUT: self._compute,
+            Op.BACKWARD_WEIGHT: self._weight_part,
+            Op.PREPARE: self._prepare,
             Op.ZERO: self._zero,
             Op.ADD: self._add,
             Op.EXCHANGE: self._exchange,
@@ -110,9 +124,8 @@ class _Checker:
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
         }
-        if action.op not in checks:
-            yield "is an operation of pipelines, which nothing runs"
-            return
+        if action.op in PIPELINES_ONLY and not self.step.strategy.weights_stay:
+            yield "is for strategies whose weights stay"
         yield from checks[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
@@ -140,7 +153,9 @@ class _Checker:
             yield "a block that does not exist or a micro-batch of another rank"
             return
         b, m, spec = action.block, action.micro_batch, self.model.blocks[action.block]
-        backward = action.op in (Op.BACKWARD, Op.KEYS_BACKWARD)
+        backward = action.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.KEYS_BACKWARD)
+        if action.op is Op.BACKWARD_INPUT and spec.kind != "layer":
+            yield "only layers have their backward pass in parts"
         together = self.step.ranks_of(m) > 1 and spec.kind == "layer"
         if action.op in (Op.KEYS, Op.KEYS_BACKWARD) and not together:
             yield "keys and values of what is no layer, or of rows that a rank computes alone"
@@ -151,6 +166,8 @@ class _Checker:
         reads, writes = {self._boundary(b, m), context(m)}, {self._boundary(b + 1, m)}
         if b == 0:
             reads, writes = {context(m)} if backward else set(), writes | {context(m)}
+            if self.step.strategy.weights_stay and context(m) not in action.writes:  # no other block here needs it
+                writes.discard(context(m))
         if self.schedule.training and (not backward or spec.kind == "head"):
             reads |= set(left_behind(self.step, b, m))
         if spec.kind == "head":
@@ -176,7 +193,9 @@ class _Checker:
         elif together:
             reads |= {keys(m, b)}
             writes |= {key_gradients(m, b)} if backward else set()
-        activations = [{buffer for buffer in side if buffer.is_activation} for side in (action.reads, action.writes)]
+        if action.op is Op.BACKWARD_INPUT:
+            writes |= {linear(m, b)}
+        activations = [set(filter(_is_activation, side)) for side in (action.reads, action.writes)]
         if activations != [reads, writes]:
             yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
         needs = spec.kind == "head" or not backward or spec.backward_reads_weights
@@ -191,8 +210,27 @@ class _Checker:
             yield "reads a gradient that it does not add to"
         if NORM in (*action.reads, *action.writes):
             yield "has nothing to do with the norm"
-        if not set(action.frees) <= reads:
+        turns = {one for one in action.reads if one.kind is Kind.TURN}
+        if not set(action.frees) <= reads | turns:
             yield "frees something else than an activation that it reads"
+
+    def _weight_part(self, action: Action) -> Iterator[str]:
+        if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
+            yield "a block that does not exist or a micro-batch of another rank"
+            return
+        kept = linear(action.micro_batch, action.block)
+        read, freed = set(filter(_is_activation, action.reads)), set(filter(_no_turn, action.frees))
+        if action.lane is not Lane.COMPUTE or read != {kept} or freed != {kept}:
+            yield f"must read and free {kept}"
+        sums = {buffer for buffer in action.reads if buffer.is_gradient}
+        if sums != set(action.gradients) or len(sums) != len(self.model.trainable_units(action.block)):
+            yield "must add to the gradients of its block's units"
+
+    def _prepare(self, action: Action) -> Iterator[str]:
+        if action.lane is not Lane.COMPUTE or action.micro_batch not in self.own:
+            yield "computes on a lane of transfers, or a micro-batch of another rank"
+        if action.reads or action.frees or action.writes != (context(action.micro_batch),):
+            yield "must write what a micro-batch's layers are called with, and read nothing"
 
     def _streams(self, b: int) -> bool:
         return self.schedule.training and self.step.streams(b)
@@ -205,6 +243,9 @@ class _Checker:
 
     def _host(self, action: Action) -> Iterator[str]:
         b, m = action.block, action.micro_batch
+        if self.step.strategy.weights_stay:
+            yield from self._pipeline_host(action)
+            return
         if not self.schedule.training or not self.step.moves(b) or m not in self.own:
             yield "moves the input of a block that does not wait in the host's memory"
             return
@@ -215,6 +256,16 @@ class _Checker:
         if (action.reads, action.writes, action.frees) != expected:
             reads, writes, frees = map(_texts, expected)
             yield f"must read {reads}, write {writes} and free {frees}"
+
+    def _pipeline_host(self, action: Action) -> Iterator[str]:
+        """Of a pipeline, which order says; where an input waits is the order's as well."""
+        reads, writes, frees = (tuple(filter(_no_turn, side)) for side in (action.reads, action.writes, action.frees))
+        here, away = (reads, writes) if action.op is Op.OFFLOAD else (writes, reads)
+        layer = 0 < action.block < len(self.model.blocks) - 1 and action.micro_batch in self.own
+        if not layer or here != (block_input(action.micro_batch, action.block),) or frees != reads:
+            yield "must move the input of a layer, and leave nothing behind"
+        if [(one.kind, one.at[-1]) for one in away] != [(Kind.OFFLOADED, action.block)]:
+            yield "must move it to the host's memory, or from there"
 
     def _place(self, m: int) -> int:
         """The place of a micro-batch in its round."""
@@ -254,7 +305,7 @@ class _Checker:
             yield "receives into a home"
 
     def _collective(self, action: Action) -> Iterator[str]:
-        if any(buffer.is_activation for buffer in (*action.reads, *action.writes)):
+        if any(map(_is_activation, (*action.reads, *action.writes))):
             yield from self._keys_together(action)
             return
         if action.collective not in COLLECTIVES or action.group not in GROUPS or not self._unit(action) or action.frees:
@@ -307,7 +358,7 @@ class _Checker:
 
     def _norm(self, action: Action) -> Iterator[str]:
         first = {home_gradient(unit) for unit in self.updated if self.rank in self.schedule.homes[unit].ranks}
-        losses = set(map(loss, self.own))
+        losses = set(map(loss, self.step.losses_of(self.rank)))
         if action.group != "world":
             yield "NORM is over the world"
         expected = {*first, *losses, *[NORM] * self.schedule.training, *[COUNT] * self.early}

@@ -1,0 +1,154 @@
+"""An order for any layout and number of micro-batches, made for the costs at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
+from tawpipe.schedule.pipelines.passes import Passes, Timed
+from tawpipe.schedule.pipelines.room import whole_stages
+from tawpipe.schedule.pipelines.ticks import StageTicks, Ticks
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
+
+ROUNDS = 6
+"""Of a pass backward in time and one forward, at most."""
+SLACK = 1
+"""Thousandths by which an order may be longer than the shortest, if it takes less memory."""
+
+
+def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
+    """The shortest of a few orders, or one that takes hardly longer and less memory.
+
+    Under any of them all ends, and no position ever keeps more than ``costs.memory``. Where ``split``, gradients of
+    weights fill gaps; a backward pass stays whole where nothing is gained by parting it, or where the memory does not
+    hold what its parts have between them. The published orders are among those compared, where the layout is theirs.
+
+    Raises:
+        UserError: the memory does not hold one micro-batch; names the least that works.
+
+    >>> from tawpipe.schedule.pipelines.work import BlockTimes
+    >>> costs = PipelineCosts((BlockTimes(0, 0, 0), *[BlockTimes(1, 1, 1)] * 4, BlockTimes(0, 0, 0)))
+    >>> for works in arrange(Layout.even(6, 2), costs, 3).compute:
+    ...     print(*works)
+    F0.0 F0.1 I0.0 F0.2 B0.1 B0.2 W0.0
+    F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.2 W1.1 W1.0
+    """
+    stages = Ticks.of(costs).stages(layout)
+    passes = Passes(stages, micro_batches, whole_stages(stages, split))
+    found: list[tuple[int, int, Order]] = []
+    for flying, group in policies(layout.size, micro_batches):
+        timed = justified(passes, group, flying)
+        order = joined(passes, timed)
+        found.append((timed.makespan, peak(stages, order), order))
+    for order in published(layout, costs, micro_batches, split):
+        most = peak(stages, order)
+        if stages.of.memory is None or most <= stages.of.memory:
+            found.append((round(makespan(play(layout, order, costs)) * stages.of.scale), most, order))
+    limit = min(found, key=lambda one: one[:2])[0] * (1000 + SLACK) // 1000
+    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+
+
+def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(micro-batches under way at most, those that go through a stage together): what orders begin with."""
+    flying = sorted({min(times * positions, 2 * micro_batches) // 2 for times in (2, 3, 4, 6, 8)} | {micro_batches})
+    groups = sorted({1, min(positions, micro_batches), micro_batches})
+    return [(most, group) for most in flying for group in groups if group <= most]
+
+
+def justified(passes: Passes, group: int, flying: int = 0, rounds: int = ROUNDS) -> Timed:
+    """The best of some passes in turn forward and backward in time, each with the list that the last one made.
+
+    The first one prefers backward passes, the oldest first; then forward passes, in groups of micro-batches; then W.
+
+    Args:
+        group: micro-batches.
+        flying: at most so many under way; 0 for any number.
+        rounds: at most so many of two passes; they end when they find nothing better.
+    """
+    best = timed = passes.forward(first_list(passes, group), flying)
+    for _ in range(rounds):
+        before = best.makespan
+        ends = timed.ends
+        timed = passes.backward(sorted(passes.works, key=lambda work: -ends[work]), flying)
+        if timed.makespan < best.makespan and passes.fits(timed):
+            best = timed
+        starts = passes.starts(timed)
+        timed = passes.forward(sorted(passes.works, key=starts.__getitem__), flying)
+        if timed.makespan < best.makespan:
+            best = timed
+        if best.makespan == before:
+            break
+    return best
+
+
+def first_list(passes: Passes, group: int) -> list[int]:
+    """Works in the order in which a position prefers them at first."""
+    stages, count = passes.stages.layout.stages, passes.micro_batches
+
+    def key(work: int) -> tuple[int, ...]:
+        step, m = divmod(work, count)
+        if step < stages:
+            return (1, m // group, step if group > 1 else -step, m)
+        return (0, m, step) if step < 2 * stages else (2, m, step)
+
+    return sorted(passes.works, key=key)
+
+
+def joined(passes: Passes, timed: Timed) -> Order:
+    """A schedule's order, with B in the place of I and W that follow each other where that lets nothing begin later.
+
+    W of a stage take equally long: in each one's place runs the latest that waits.
+    """
+    stages, count = passes.stages.layout.stages, passes.micro_batches
+    places, hop = passes.stages.layout.places, passes.stages.of.hop
+    chain = 2 * stages * count
+    starts, ends = passes.starts(timed), timed.ends
+    lanes = []
+    for lane in timed.lanes:
+        works: list[Work] = []
+        waiting: dict[int, list[int]] = {stage: [] for stage in range(stages)}
+        done = -1
+        for work, following in zip(lane, [*lane[1:], -1], strict=True):
+            named = passes.named(work)
+            stage = named.stage
+            if work == done:
+                continue
+            if named.kind == "W":
+                named = Work("W", stage, waiting[stage].pop())
+            elif named.kind == "I":
+                after, away = work + count, stage > 0 and places[stage] != places[stage - 1]
+                if following // count == work // count + stages and (
+                    after >= chain or ends[following] + (hop if away else 0) <= starts[after]
+                ):
+                    named, done = Work("B", stage, named.micro_batch), following
+                else:
+                    waiting[stage].append(named.micro_batch)
+            works.append(named)
+        lanes.append(tuple(works))
+    return Order(tuple(lanes))
+
+
+def peak(stages: StageTicks, order: Order) -> int:
+    """The most memory of any position, in ticks of memory."""
+    most = 0
+    for lane in order.compute:
+        held = 0
+        for work in lane:
+            kept, parts = stages.kept[work.stage], stages.kept_for_weights[work.stage]
+            held += {"F": kept, "I": parts}.get(work.kind, 0)
+            most = max(most, held)
+            held -= {"B": kept, "I": kept, "W": parts}.get(work.kind, 0)
+    return most
+
+
+def published(layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool) -> Iterator[Order]:
+    """The published orders that a layout and a number of micro-batches allow."""
+    for make in (one_f_one_b, interleaved):
+        try:
+            yield make(layout, micro_batches)
+        except UserError:
+            continue
+    if split and layout.places == (*range(layout.size), *range(layout.size - 1, -1, -1)):
+        yield zero_bubble(layout, micro_batches, costs)

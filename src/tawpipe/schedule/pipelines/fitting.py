@@ -1,0 +1,153 @@
+"""Fixed ways to stay within a limit of memory: fewer micro-batches in flight, or some in the host's memory for a while.
+
+An order is made in two passes (listing.py): what is computed when, as if there were room for more, and then what goes
+to the host in the meantime, in a pattern or by Belady's rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.listing import listed, with_host
+from tawpipe.schedule.pipelines.memory import ROUNDING, Table, fits, peak
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
+
+MARGINS = (0.0, 1.0, 2.0)
+"""Units of memory that are kept free for what is on its way to or from the host."""
+SHARES = (1.0, 1.25, 1.5, 2.0, 4.0, math.inf)
+"""Of the micro-batches that do not fit: how many go to the host."""
+LATE = (1, 2, math.inf)
+"""W of a position that wait, where memory is not looked at."""
+SPARE = (0, 1, 2, 4)
+"""Micro-batches in flight beyond what a round trip needs."""
+
+
+def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
+    """Micro-batches of every stage under way from its F to its B, if all positions are always busy; 1F1B's numbers."""
+    one = [[costs.seconds(layout, Work(kind, stage, 0)) for kind in "FB"] for stage in range(layout.stages)]
+    busiest = max(sum(sum(one[stage]) for stage in layout.stages_of(place)) for place in range(layout.size))
+    found, trip = [], 0.0
+    for stage in reversed(range(layout.stages)):
+        trip += sum(one[stage])
+        found.append(max(1, math.ceil(trip / max(busiest, 1e-12) - 1e-6)) + spare)
+        trip += 2 * costs.hop * (stage > 0 and layout.places[stage] != layout.places[stage - 1])
+    return found[::-1]
+
+
+def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, share: float):
+    """A fixed pattern: of every stage evenly spread micro-batches, as many times ``share`` as do not fit."""
+    away, table = set(), Table(layout, costs)
+    for works in compute:
+        most = max(table.levels(works))
+        part = min(1.0, share * (1 - costs.memory / most)) if not fits(costs, most) else 0.0
+        for work in works:
+            number = work.micro_batch
+            if work.kind == "F" and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
+                away.add((work.stage, number))
+    return away
+
+
+def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, margin: float):
+    """Whenever something does not fit, what is wanted last goes (Belady's rule), by the order alone."""
+    away, table = set(), Table(layout, costs)
+    for works in compute:
+        unit = max(table.taken["F", work.stage] for work in works)
+        limit = max(costs.memory - margin * unit, unit) * (1 + ROUNDING)
+        wanted = {(w.stage, w.micro_batch): number for number, w in enumerate(works) if w.kind in "BI"}
+        here: dict[tuple[int, int], float] = {}
+        parts = 0.0
+        for work in works:
+            key = work.stage, work.micro_batch
+            if work.kind in "FBI":
+                here[key] = table.taken["F", work.stage]
+            parts += table.taken["I", work.stage] if work.kind == "I" else 0.0
+            while parts + sum(here.values()) > limit and len(here) > 1:
+                last = max((one for one in here if one != key), key=wanted.__getitem__)
+                away.add(last)
+                del here[last]
+            if work.kind in "BI":
+                del here[key]
+            parts -= table.given["W", work.stage] if work.kind == "W" else 0.0
+    return away
+
+
+def one_by_one(layout: Layout, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
+    """Compute orders with one micro-batch in flight."""
+    works = [
+        Work(kind, stage, number)
+        for number in range(micro_batches)
+        for kind, stages in (("F", range(layout.stages)), ("B", reversed(range(layout.stages))))
+        for stage in stages
+    ]
+    return tuple(tuple(w for w in works if layout.places[w.stage] == place) for place in range(layout.size))
+
+
+def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> dict[str, Order]:
+    """Fixed ways within ``costs.memory``, by name; of every name the fastest of a few variants.
+
+    ``1f1b`` and ``zero-bubble`` have fewer micro-batches in flight where memory is short, ``1f1b-offload`` and
+    ``zero-bubble-offload`` send some to the host's memory in a fixed pattern, and ``one-by-one`` is there where nothing
+    else fits.
+
+    Args:
+        split: the zero-bubble ways too.
+
+    Raises:
+        UserError: a limit that nothing meets.
+    """
+    smallest(layout, costs)
+    best: dict[str, tuple[float, Order]] = {}
+
+    def offer(name: str, order: Order | None) -> None:
+        if order is None or not all(fits(costs, most) for most in peak(layout, order, costs)):
+            return
+        seconds = makespan(play(layout, order, costs))
+        if name not in best or seconds < best[name][0] * (1 - 1e-9):
+            best[name] = seconds, order
+
+    seen = set()
+    for parts, name in ((False, "1f1b"), (True, "zero-bubble"))[: 1 + split]:
+        for spare in SPARE:
+            caps = round_trips(layout, costs, spare)
+            compute = listed(layout, costs, micro_batches, caps, parts, costs.memory)
+            if compute and compute not in seen:
+                seen.add(compute)
+                offer(name, Order(compute))
+            for late in LATE if parts and not math.isinf(costs.host) else [math.inf] * (not math.isinf(costs.host)):
+                wide = listed(layout, costs, micro_batches, caps, parts, math.inf, late)
+                if wide is None or wide in seen:
+                    continue
+                seen.add(wide)
+                patterns = [_evenly(layout, wide, costs, share) for share in SHARES]
+                patterns += [_latest(layout, wide, costs, margin) for margin in MARGINS]
+                for away in dict.fromkeys(frozenset(one) for one in patterns if one):
+                    most = best[f"{name}-offload"][0] if f"{name}-offload" in best else math.inf
+                    offer(f"{name}-offload", with_host(layout, wide, away, costs, most))
+    if not best:
+        compute = one_by_one(layout, micro_batches)
+        away = {(w.stage, w.micro_batch) for works in compute for w in works if w.stage < layout.stages - 1}
+        for some in (set(), *([] if math.isinf(costs.host) else [away])):
+            offer("one-by-one", with_host(layout, compute, some, costs))
+    return {name: order for name, (_, order) in best.items()}
+
+
+def smallest(layout: Layout, costs: PipelineCosts) -> float:
+    """Memory of the order that needs least: one micro-batch in flight, and all but one stage's in the host's memory.
+
+    Raises:
+        UserError: more than the limit.
+    """
+    kept = [costs.kept(layout, stage) for stage in range(layout.stages)]
+    if math.isinf(costs.host):
+        least = max(sum(kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size))
+        what = "one micro-batch in flight without the host's memory"
+    else:
+        least, what = max(kept), "one stage's of one micro-batch, all else in the host's memory"
+    if not fits(costs, least):
+        more = least - costs.memory
+        expected = f"at least {least:.6g}, {more:.6g} more: {what}; or stages of fewer layers"
+        raise UserError("memory of a position", costs.memory, expected)
+    return least

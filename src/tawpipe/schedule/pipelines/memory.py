@@ -1,0 +1,121 @@
+"""What an order keeps in memory, in the worst of all timings, and what must wait so that this is within a limit.
+
+A position has two lanes, compute and host, each with an order of its own. Where the works of a lane stand is a *state*:
+2i after i works, 2i + 1 while the next one runs. A work takes memory at its start and gives it back at its end, so the
+memory of a pair of states is the sum of what either lane has taken and not given back. Which pairs can be depends on
+what waits for the other lane alone, and not on any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs
+
+ROUNDING = 1e-9
+"""Sums of floats may exceed a limit by this share of it."""
+
+
+class Table:
+    """Times and memory of works, looked up. One for a layout and its costs.
+
+    Args:
+        seconds: by (kind, stage).
+        taken: memory from the start of a work on.
+        given: memory that is free again after its end.
+    """
+
+    def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
+        self.seconds: dict[tuple[str, int], float] = {}
+        self.taken: dict[tuple[str, int], float] = {}
+        self.given: dict[tuple[str, int], float] = {}
+        self.limit = costs.memory * (1 + ROUNDING)
+        for stage in range(layout.stages):
+            kept, parts = costs.kept(layout, stage), costs.kept_for_weights(layout, stage)
+            for kind in "FBIWOR":
+                self.seconds[kind, stage] = costs.seconds(layout, Work(kind, stage, 0))
+                self.taken[kind, stage] = kept if kind in "FR" else parts if kind == "I" else 0.0
+                self.given[kind, stage] = kept if kind in "BIO" else parts if kind == "W" else 0.0
+
+    def levels(self, works: Sequence[Work]) -> list[float]:
+        """What a lane alone has taken less what it has given back, by state."""
+        found = [0.0]
+        for work in works:
+            running = found[-1] + self.taken[work.kind, work.stage]
+            found += [running, running - self.given[work.kind, work.stage]]
+        return found
+
+
+def fits(costs: PipelineCosts, memory: float) -> bool:
+    """True within the limit."""
+    return memory <= costs.memory * (1 + ROUNDING)
+
+
+def peak(layout: Layout, order: Order, costs: PipelineCosts) -> tuple[float, ...]:
+    """The most memory of every position over all timings that the order allows."""
+    table = Table(layout, costs)
+    return tuple(_peak(layout, place, order, table) for place in range(layout.size))
+
+
+def _peak(layout: Layout, place: int, order: Order, table: Table) -> float:
+    compute, host = order.compute[place], order.host[place] if order.host else ()
+    own, other = table.levels(compute), table.levels(host)
+    least = _waits(layout, order, compute, host)
+    reached = _waits(layout, order, host, compute)
+    most, last = 0.0, 0
+    for state, level in enumerate(own):
+        while last + 1 < len(other) and reached[last + 1] <= state:
+            last += 1
+        most = max(most, level + max(other[least[state] : last + 1], default=-math.inf))
+    return most
+
+
+def _waits(layout: Layout, order: Order, works: tuple[Work, ...], others: tuple[Work, ...]) -> list[int]:
+    """The least state of the other lane, by state of this one."""
+    done = {work: 2 * index + 2 for index, work in enumerate(others)}
+    own: list[int] = [0]
+    for work in works:
+        waits = [one for choice in needs(work, layout.stages) for one in choice]
+        waits += [order.after[work]] if work in order.after else []
+        own += [max((done.get(one, 0) for one in waits), default=0), 0]
+    return list(accumulate(own, max))
+
+
+def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, float]], costs: PipelineCosts) -> Order:
+    """The order with what has to wait for the other lane so that memory never exceeds its limit, whatever the timing.
+
+    Every work that takes memory waits for the earliest end on the other lane with which its own start fits beside all
+    that had started there before it. In any state that can be, all that has been taken was taken up to the latest such
+    start, and at least what that one waits for has been given back: so no more is held than in the times given, at
+    some moment, or than the limit.
+
+    Args:
+        times: (start, end) of every work, in which memory is within the limit at every time.
+    """
+    after: dict[Work, Work] = {}
+    hosts, table = order.host or ((),) * layout.size, Table(layout, costs)
+    for compute, host in zip(order.compute, hosts, strict=True):
+        own, other = table.levels(compute), table.levels(host)
+        for works, mine, others, theirs in ((compute, own, host, other), (host, other, compute, own)):
+            started = 0
+            for index, work in enumerate(works):
+                start = times[work][0]
+                while started < len(others) and (times[others[started]][0], others is compute) <= (start, False):
+                    started += 1
+                if not table.taken[work.kind, work.stage]:
+                    continue
+                if wait := _least(table.limit - mine[2 * index + 1], theirs, started):
+                    after[work] = others[wait - 1]
+    return replace(order, after=after)
+
+
+def _least(room: float, others: list[float], started: int) -> int:
+    """So many works of the other lane have to end first, where so many have started."""
+    ended = started
+    while ended and others[2 * ended - 2] <= room and others[2 * ended - 1] <= room:
+        ended -= 1
+    return ended

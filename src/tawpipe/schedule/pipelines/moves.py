@@ -1,0 +1,183 @@
+"""Layouts that differ a little from one, and what bounds their time from below, without playing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from tawpipe.schedule.pipelines.ticks import Ticks
+
+
+class Plan(NamedTuple):
+    """A layout's cuts and places."""
+
+    cuts: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def _sums(times: Sequence[int], pace: float = 1) -> list[int]:
+    return list(accumulate((round(time * pace) for time in times), initial=0))
+
+
+class Moves:
+    """Changes of layouts.
+
+    Args:
+        most: stages of all positions.
+    """
+
+    def __init__(self, ticks: Ticks, positions: int, micro_batches: int, most: int) -> None:
+        self.positions, self.micro_batches, self.most, self.hop = positions, micro_batches, most, ticks.hop
+        self.blocks = len(ticks.forward)
+        whole = [sum(three) for three in zip(ticks.forward, ticks.inputs, ticks.weights, strict=True)]
+        self.forward, self.inputs, self.total = (
+            [_sums(times, pace) for pace in ticks.pace] if ticks.pace else [_sums(times)] * positions
+            for times in (ticks.forward, ticks.inputs, whole)
+        )
+        """By position the time of so many of the first blocks."""
+
+    def loads(self, plan: Plan) -> list[int]:
+        """Time of a micro-batch on every position."""
+        loads, total = [0] * self.positions, self.total
+        for first, end, place in zip(plan.cuts, self._ends(plan), plan.places, strict=True):
+            loads[place] += total[place][end] - total[place][first]
+        return loads
+
+    def bounds(self, plan: Plan) -> list[int]:
+        """For every position a time that no order of its works is shorter than.
+
+        Before the first micro-batch comes to a stage, its position has nothing to do but F of earlier stages; after
+        the last one has gone back through it, nothing but I and W of these.
+        """
+        count, hop, places, loads = self.micro_batches, self.hop, plan.places, self.loads(plan)
+        forward, inputs = [0] * self.positions, [0] * self.positions
+        first, found = [-1] * self.positions, [0] * self.positions
+        at, tail, before = 0, 0, places[0]
+        tails = []
+        for cut, end, place in zip(plan.cuts, self._ends(plan), places, strict=True):
+            if place != before:
+                before = place
+                at += hop
+                tail += hop
+            time = at + count * (loads[place] - forward[place])
+            if time > found[place]:
+                found[place] = time
+            if first[place] < 0:
+                first[place] = at
+            sums = self.forward[place]
+            time = sums[end] - sums[cut]
+            forward[place] += time
+            at += time
+            sums = self.inputs[place]
+            tails.append(tail)
+            tail += sums[end] - sums[cut]
+        tails.append(tail)
+        for stage in range(len(places) - 1, -1, -1):
+            place, hops = places[stage], hop if stage + 1 < len(places) and places[stage + 1] != places[stage] else 0
+            inputs[place] += tails[stage + 1] - tails[stage] - hops
+            time = first[place] + count * (forward[place] + inputs[place]) + tails[stage]
+            if time > found[place]:
+                found[place] = time
+        return found
+
+    def shifts(self, plan: Plan, limit: int) -> list[tuple[int, Plan]]:
+        """(largest load, plan) of all in which one or two cuts are a block further, and no load reaches the limit."""
+        cuts, places, total = plan.cuts, plan.places, self.total
+        loads, ends = self.loads(plan), self._ends(plan)
+        found, single = [], []
+        for at in range(1, len(cuts)):
+            for step in (-1, 1):
+                cut = cuts[at] + step
+                if cuts[at - 1] < cut < ends[at]:
+                    gives, takes = (at - 1, at) if step < 0 else (at, at - 1)
+                    block = min(cut, cuts[at])
+                    less, more = places[gives], places[takes]
+                    out, into = (total[place][block + 1] - total[place][block] for place in (less, more))
+                    single.append((at, cut, less, more, out, into))
+        for index, (at, cut, less, more, out, into) in enumerate(single):
+            loads[less] -= out
+            loads[more] += into
+            if (most := max(loads)) < limit:
+                found.append((most, Plan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
+            for other, place, less2, more2, out2, into2 in single[index + 1 :]:
+                loads[less2] -= out2
+                loads[more2] += into2
+                if (most := max(loads)) < limit and other != at and place > (cut if other == at + 1 else 0):
+                    changed = (*cuts[:at], cut, *cuts[at + 1 : other], place, *cuts[other + 1 :])
+                    found.append((most, Plan(changed, places)))
+                loads[less2] += out2
+                loads[more2] -= into2
+            loads[less] += out
+            loads[more] -= into
+        return found
+
+    def placements(self, plan: Plan, limit: int) -> list[tuple[int, Plan]]:
+        """The same of all in which a stage goes elsewhere, two change places, one becomes two or two become one."""
+        loads, found = self.loads(plan), []
+        for less, more, (first, end), (start, stop), changed in self._placed(plan):
+            if len(set(changed.places)) < self.positions:
+                continue
+            here, there = self.total[less], self.total[more]
+            out = here[end] - here[first] - here[stop] + here[start]
+            into = there[end] - there[first] - there[stop] + there[start]
+            loads[less] -= out
+            loads[more] += into
+            if (most := max(loads)) < limit:
+                found.append((most, changed))
+            loads[less] += out
+            loads[more] -= into
+        return found
+
+    def _placed(self, plan: Plan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], Plan]]:
+        """(position that gives blocks, that takes them, from and to which, those that come back, plan)."""
+        cuts, places, ends, none = plan.cuts, plan.places, self._ends(plan), (0, 0)
+        for stage, place in enumerate(places):
+            first, end, before, after = cuts[stage], ends[stage], places[:stage], places[stage + 1 :]
+            for other in range(self.positions):
+                if other == place:
+                    continue
+                yield place, other, (first, end), none, Plan(cuts, (*before, other, *after))
+                if len(cuts) < self.most:
+                    for cut in range(first + 1, end):
+                        parted = (*cuts[: stage + 1], cut, *cuts[stage + 1 :])
+                        yield place, other, (cut, end), none, Plan(parted, (*before, place, other, *after))
+                        yield place, other, (first, cut), none, Plan(parted, (*before, other, place, *after))
+            for later in range(stage + 1, len(places)):
+                if (other := places[later]) != place:
+                    swapped = (*before, other, *places[stage + 1 : later], place, *places[later + 1 :])
+                    yield place, other, (first, end), (cuts[later], ends[later]), Plan(cuts, swapped)
+            if after:
+                other, fewer = after[0], (*cuts[: stage + 1], *cuts[stage + 2 :])
+                yield place, other, (first, end), none, Plan(fewer, (*before, *after))
+                yield other, place, (end, ends[stage + 1]), none, Plan(fewer, (*before, place, *after[1:]))
+
+    def balanced(self, plan: Plan) -> Plan:
+        """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink."""
+        while True:
+            loads = self.loads(plan)
+            now = max(loads), sum(load * load for load in loads)
+            options = sorted(self.shifts(plan, now[0] + 1))[:40]
+            best = min((((most, sum(x * x for x in self.loads(one))), one) for most, one in options), default=None)
+            if best is None or best[0] >= now:
+                return plan
+            plan = best[1]
+
+    def starts(self) -> Iterator[Plan]:
+        """Balanced plans in which stages go round the positions, or forth and back, with and without a round of single
+        blocks before, which brings work to all positions soon.
+        """
+        size, blocks = self.positions, self.blocks
+        there, back = tuple(range(size)), tuple(range(size - 1, -1, -1))
+        turns = [turn for number in (1, 2, 3) for turn in product((there, back), repeat=number) if turn[0] is there]
+        turns += [(there,) * 4, (there, back) * 2]
+        for turn, ramp in product(turns, ((), there, back)):
+            own = sum(turn, ())
+            stages = len(ramp) + len(own)
+            if stages <= min(blocks, self.most):
+                rest = blocks - len(ramp)
+                cuts = *range(len(ramp)), *(len(ramp) + rest * at // len(own) for at in range(len(own)))
+                yield self.balanced(Plan(cuts, (*ramp, *own)))
+
+    def _ends(self, plan: Plan) -> tuple[int, ...]:
+        return (*plan.cuts[1:], self.blocks)

@@ -1,0 +1,215 @@
+"""List scheduling of a layout's works, forward and backward in time: what ``arrange`` and ``generate`` ask thousands of
+times, and therefore the fast twin of ``work.play``.
+
+Works are numbers here. With M micro-batches and S stages, work ``step * M + m`` is micro-batch m on its way: steps 0 to
+S - 1 are forward passes, S to 2S - 1 backward passes (or their parts I) from the last stage to the first, and 2S to
+3S - 1 the W of these in the same order. What a work waits for is thereby M before it.
+
+A pass lets every position do, whenever it is free, the first work of a list that is ready. A pass backward in time is
+the same for the mirrored pipeline; the order in which it ends is the list of the next pass forward, and so on: double
+justification, as in scheduling projects under limited resources, which closes gaps that no fixed rule sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+
+from tawpipe.schedule.pipelines.room import Room
+from tawpipe.schedule.pipelines.ticks import StageTicks
+from tawpipe.schedule.pipelines.work import Order, Work
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A schedule.
+
+    Args:
+        ends: of works, by number; of no meaning for those that are none.
+        lanes: works of every position, in order.
+        makespan: the last end.
+    """
+
+    ends: list[int]
+    lanes: list[list[int]]
+    makespan: int
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Schedules of a layout.
+
+    Args:
+        split: by stage, true for I and W apart, false for B.
+    """
+
+    stages: StageTicks
+    micro_batches: int
+    split: tuple[bool, ...]
+
+    @cached_property
+    def _steps(self) -> tuple[list[int], list[int]]:
+        """(time, position) of every work."""
+        own, places, count = self.stages, self.stages.layout.places, self.micro_batches
+        back = range(len(places) - 1, -1, -1)
+        times = [*own.forward]
+        times += [own.inputs[s] + (0 if self.split[s] else own.weights[s]) for s in back]
+        times += [own.weights[s] for s in back]
+        where = [*places, *places[::-1], *places[::-1]]
+        return [one for one in times for _ in range(count)], [one for one in where for _ in range(count)]
+
+    @cached_property
+    def works(self) -> list[int]:
+        """All numbers of works."""
+        count, stages = self.micro_batches, self.stages.layout.stages
+        chain = 2 * stages * count
+        kept = [step for step in range(stages) if self.split[stages - 1 - step]]
+        return [*range(chain), *(chain + step * count + m for step in kept for m in range(count))]
+
+    def named(self, work: int) -> Work:
+        """A number's work."""
+        step, m = divmod(work, self.micro_batches)
+        turn, at = divmod(step, self.stages.layout.stages)
+        stage = at if turn == 0 else self.stages.layout.stages - 1 - at
+        return Work("F" if turn == 0 else "W" if turn == 2 else "I" if self.split[stage] else "B", stage, m)
+
+    def order(self, timed: Timed) -> Order:
+        """A schedule's order."""
+        return Order(tuple(tuple(map(self.named, lane)) for lane in timed.lanes))
+
+    def starts(self, timed: Timed) -> list[int]:
+        """When the works of a schedule start, by number."""
+        return [end - time for end, time in zip(timed.ends, self._steps[0], strict=True)]
+
+    def fits(self, timed: Timed) -> bool:
+        """True if a schedule keeps within the limit of memory."""
+        if self.stages.of.memory is None:
+            return True
+        return Room(self.stages, self.micro_batches, self.split).stays_within(timed.lanes)
+
+    def forward(self, works: Sequence[int], flying: int = 0) -> Timed:
+        """One pass in time.
+
+        Args:
+            works: all of them, the most urgent first.
+            flying: micro-batches that are under way at most; 0 for any number.
+        """
+        times, places = self._steps
+        count, stages, hop = self.micro_batches, self.stages.layout.stages, self.stages.of.hop
+        size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
+        rank = [0] * (3 * half)
+        for index, work in enumerate(works):
+            rank[work] = index
+        flying = min(flying, count) or count
+        ends, lanes, free = [0] * (3 * half), [[] for _ in range(size)], [0] * size
+        coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        ready: list[list[int]] = [[] for _ in range(size)]
+        idle, wakes = [True] * size, [(0, places[0])]
+        room = Room(self.stages, count, self.split) if self.stages.of.memory is not None else None
+        for m in range(flying):
+            heappush(ready[places[0]], rank[m])
+        while wakes:
+            now, place = heappop(wakes)
+            if free[place] > now:
+                continue
+            arriving, own = coming[place], ready[place]
+            while arriving and arriving[0][0] <= now:
+                heappush(own, rank[heappop(arriving)[1]])
+            work = -1
+            if own:
+                work = works[heappop(own)] if room is None else room.first(place, own, works)
+            if work < 0:
+                idle[place] = True
+                if arriving:
+                    heappush(wakes, (arriving[0][0], place))
+                continue
+            end = now + times[work]
+            ends[work] = free[place] = end
+            lanes[place].append(work)
+            idle[place] = False
+            heappush(wakes, (end, place))
+            if work >= chain:
+                continue
+            if work >= half:
+                if self.split[stages - 1 - (work - half) // count]:
+                    heappush(coming[place], (end, work + half))
+                if work >= chain - count and (begins := work - chain + count + flying) < count:
+                    heappush(coming[place], (end, begins))
+            after = work + count
+            if after < chain:
+                other = places[after]
+                at = end if other == place else end + hop
+                heappush(coming[other], (at, after))
+                if idle[other]:
+                    heappush(wakes, (at, other))
+        return Timed(ends, lanes, max(free))
+
+    def backward(self, works: Sequence[int], flying: int = 0) -> Timed:
+        """One pass against time, mirrored: a schedule that ends as late as can be.
+
+        Args:
+            works: all of them, first what should end last.
+            flying: see ``forward``.
+        """
+        times, places = self._steps
+        count, stages, hop = self.micro_batches, self.stages.layout.stages, self.stages.of.hop
+        size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
+        rank = [0] * (3 * half)
+        for index, work in enumerate(works):
+            rank[work] = index
+        flying = min(flying, count) or count
+        starts, lanes, free = [0] * (3 * half), [[] for _ in range(size)], [0] * size
+        missing = [1] * chain
+        last = chain - count
+        for work in range(last, chain):
+            missing[work] = 1 if work + flying < chain else 0
+        for step in range(stages):
+            if self.split[stages - 1 - step]:
+                for work in range(half + step * count, half + (step + 1) * count):
+                    missing[work] += 1
+        due = [0] * chain
+        coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        ready: list[list[int]] = [[] for _ in range(size)]
+        idle, wakes = [True] * size, [(0, place) for place in range(size)]
+        for work in works:
+            if work >= chain or missing[work] == 0:
+                heappush(ready[places[work]], rank[work])
+        while wakes:
+            now, place = heappop(wakes)
+            if free[place] > now:
+                continue
+            arriving, own = coming[place], ready[place]
+            while arriving and arriving[0][0] <= now:
+                heappush(own, rank[heappop(arriving)[1]])
+            if not own:
+                idle[place] = True
+                if arriving:
+                    heappush(wakes, (arriving[0][0], place))
+                continue
+            work = works[heappop(own)]
+            end = now + times[work]
+            starts[work] = free[place] = end
+            lanes[place].append(work)
+            idle[place] = False
+            heappush(wakes, (end, place))
+            if work >= chain:
+                before = (work - half,)
+            elif work >= count:
+                before = (work - count,)
+            else:
+                before = (last + work - flying,) if work >= flying else ()
+            for one in before:
+                other = places[one]
+                at = end if other == place else end + hop
+                if at > due[one]:
+                    due[one] = at
+                missing[one] -= 1
+                if not missing[one]:
+                    heappush(coming[other], (due[one], one))
+                    if idle[other]:
+                        heappush(wakes, (due[one], other))
+        makespan = max(free)
+        ends = [makespan - start + time for start, time in zip(starts, times, strict=True)]
+        return Timed(ends, [lane[::-1] for lane in lanes], makespan)

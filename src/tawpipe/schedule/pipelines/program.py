@@ -1,0 +1,347 @@
+"""From the layout of a pipeline and the order of its positions to the actions of every rank.
+
+Weights are there for the whole step. Ranks that hold the same stages share their homes: they gather the weights as the
+step begins and reduce the gradients as it ends. A unit that blocks on several positions use (tied embeddings) lives
+with the first of them, which sends its weights to the others and receives their gradients.
+
+Activations go between two positions on a lane of their own for each direction, as far as there are lanes: what one
+position sends another waits for nothing else. Where two share a lane their transfers take the places of their times
+in one order that all ranks make alike, so that a lane that waits for the other side waits for something that comes
+before: no deadlock, although a send holds its lane until its receive is there.
+
+What comes to a rank is freed by its last reader, and what goes by its send. What a micro-batch's layers are called with
+besides (``context``) every rank makes for itself (PREPARE), without the embedding's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.blocks import backward, forward
+from tawpipe.schedule.buffers import (
+    Buffer,
+    Kind,
+    block_input,
+    home_gradient,
+    home_weight,
+    input_gradient,
+    linear,
+    offloaded,
+    pooled,
+    turn,
+)
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.positions import Positions
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, play
+from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Pool, Schedule, StepSpec
+from tawpipe.schedule.step_end import StepEnd
+
+LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G, Lane.REDUCE)
+"""Lanes of transfers between positions; what goes to a later position prefers the first, the rest the last ones."""
+LEAST = 1e-6
+"""Share of the longest block's time that every work takes at least, so that nothing begins when it ends."""
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """All that the ranks of a pipeline agree on.
+
+    Args:
+        costs: by whose times the transfers of one lane are put in order.
+        order_of: the order of a pipeline with so many micro-batches.
+    """
+
+    model: ModelSpec
+    layout: Layout
+    positions: Positions
+    costs: PipelineCosts
+    order_of: Callable[[int], Order]
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For every unit the positions that compute with it; it lives with the first."""
+        return tuple(self.layout.positions_of(unit.blocks) for unit in self.model.units)
+
+    @cached_property
+    def homes(self) -> tuple[Home, ...]:
+        """Every unit over the ranks that hold its (first) block."""
+        homes = []
+        for unit, (first, *_) in zip(self.model.units, self.users, strict=True):
+            ranks = self.positions.holders(first)
+            homes.append(Home(ranks, padded_stripe(unit.numel, len(ranks))))
+        return tuple(homes)
+
+    @cached_property
+    def lanes(self) -> dict[tuple[int, int], Lane]:
+        """The lane of what goes from one position to another: of the four the one that fewest others of the two use."""
+        layout, pairs = self.layout, list[tuple[int, int]]()
+        for stage in range(layout.stages - 1):
+            a, b = layout.places[stage : stage + 2]
+            pairs += [(a, b), (b, a)]
+        for first, *others in self.users:
+            pairs += [pair for other in others for pair in ((first, other), (other, first))]
+        chosen: dict[tuple[int, int], Lane] = {}
+        for a, b in dict.fromkeys(pairs):
+            if a != b:
+                used = [lane for pair, lane in chosen.items() if {a, b} & set(pair)]
+                wanted = LANES if a < b else LANES[2:] + LANES[:2]
+                chosen[a, b] = min(wanted, key=used.count)
+        return chosen
+
+    def times(self, order: Order) -> dict[Work, tuple[float, float]]:
+        """When every work would start and end if transfers took no time, and none of them is in no time itself."""
+        longest = max(one.forward + one.backward_input + one.backward_weight for one in self.costs.blocks)
+        least = LEAST * longest or 1.0
+        blocks = tuple(
+            replace(
+                one,
+                forward=max(one.forward, least),
+                backward_input=max(one.backward_input, least),
+                backward_weight=max(one.backward_weight, least),
+            )
+            for one in self.costs.blocks
+        )
+        host = max(self.costs.host, least)
+        return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, host=host))
+
+
+def build_pipeline(shape: PipelineShape, step: StepSpec, *, training: bool) -> Schedule:
+    """The schedule of one step.
+
+    Raises:
+        UserError: the order cannot use so many micro-batches.
+    """
+    world, positions = step.topology.world_size, shape.positions
+    count = len({m for own in step.micro_batches for m in own})
+    shares = positions.share(count)
+    head = shape.layout.places[-1]
+    losses = tuple(own if positions.position(rank) == head else () for rank, own in enumerate(shares))
+    step = replace(step, micro_batches=shares, losses=losses)
+    orders = {many: shape.order_of(many) for many in {len(own) for own in shares}}
+    times = {many: shape.times(order) for many, order in orders.items()}
+    programs, pools = [], []
+    for rank in range(world):
+        many = len(shares[rank])
+        worker = _Worker(shape, step, rank, orders[many], times[many], training=training)
+        end = StepEnd(rank, step, training=training)
+        programs.append(tuple(end.close(_with_contexts(tuple(worker.program())))))
+        pools.append(worker.pools())
+    name = step.strategy.name if training else "evaluation"
+    return Schedule(name, step, tuple(programs), tuple(pools), training)
+
+
+class _Worker:
+    """One rank's program."""
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        step: StepSpec,
+        rank: int,
+        order: Order,
+        times: dict[Work, tuple[float, float]],
+        *,
+        training: bool,
+    ) -> None:
+        self.shape, self.step, self.rank, self.order, self.times = shape, step, rank, order, times
+        self.model, self.layout, self.homes, self.training = shape.model, shape.layout, step.homes, training
+        self.position, self.replica = shape.positions.position(rank), shape.positions.replica(rank)
+        self.numbers = step.micro_batches[rank]
+        self.several = shape.positions.replicas > 1
+        blocks = [block for stage in self.layout.stages_of(self.position) for block in self.layout.blocks_of(stage)]
+        self.units = sorted({unit for block in blocks for unit in self.model.blocks[block].units})
+        self.homed = [unit for unit in self.units if self.homes[unit].index(rank) is not None]
+        self.trained = [unit for unit in self.units if training and self.model.units[unit].trainable]
+        self.started: set[int] = set()
+        """Units whose gradient buffer holds something of this step."""
+
+    # buffers
+
+    def _is_home(self, unit: int) -> bool:
+        """True if the whole unit lives here, so that computing reads it there."""
+        return self.homes[unit].index(self.rank) is not None and not self.several
+
+    def _weights(self, unit: int) -> Buffer:
+        return home_weight(unit) if self._is_home(unit) else pooled(f"W{unit}", 0)
+
+    def _gradient(self, unit: int) -> Buffer:
+        return home_gradient(unit) if self._is_home(unit) else pooled(f"G{unit}", 0)
+
+    def _others(self, unit: int) -> tuple[int, ...]:
+        """Positions besides its home that use a unit which lives here."""
+        return self.shape.users[unit][1:] if unit in self.homed else ()
+
+    def pools(self) -> tuple[Pool, ...]:
+        """The buffers that the program uses."""
+        found = []
+        for unit in self.units:
+            padded, stripe, trained = self.homes[unit].padded, self.homes[unit].stripe, unit in self.trained
+            if not self._is_home(unit):
+                found.append(Pool(f"W{unit}", Kind.WEIGHT, 1, padded))
+                if trained:
+                    found.append(Pool(f"G{unit}", Kind.GRADIENT, 1, padded))
+            if trained and (others := self._others(unit)):
+                found.append(Pool(f"A{unit}", Kind.GRADIENT, len(others), padded))
+            if trained and self.several and unit in self.homed:
+                found.append(Pool(f"R{unit}", Kind.GRADIENT, 1, stripe))
+        return tuple(found)
+
+    # the program
+
+    def program(self) -> Iterator[Action]:
+        """All but the end of the step."""
+        group = self.shape.positions.group
+        gather, reduce = (Lane.GATHER, Lane.REDUCE) if group == "node" else (Lane.INTER_W, Lane.INTER_G)
+        for unit in self.homed if self.several else ():
+            reads, writes = (home_weight(unit),), (self._weights(unit),)
+            yield Action(Op.COLLECTIVE, gather, reads, writes, unit=unit, collective="all_gather", group=group)
+        yield from self._tied(weights=True)
+        yield from self._body()
+        for unit in self.trained:
+            if unit not in self.started:  # a pipeline without a micro-batch
+                yield Action(Op.ZERO, Lane.COMPUTE, (), (self._gradient(unit),), unit=unit)
+        if self.training:
+            yield from self._tied(weights=False)
+        for unit in reversed(self.homed) if self.several else ():
+            if unit in self.trained:
+                reads, writes = (self._gradient(unit),), (pooled(f"R{unit}", 0),)
+                yield Action(Op.COLLECTIVE, reduce, reads, writes, unit=unit, collective="reduce_scatter", group=group)
+                yield Action(Op.ADD, reduce, writes, (home_gradient(unit),), unit=unit)
+
+    def _tied(self, *, weights: bool) -> Iterator[Action]:
+        """The weights of units that several positions use, or their gradients."""
+        for unit, (first, *others) in enumerate(self.shape.users):
+            if not weights and unit not in self.trained:
+                continue
+            for number, other in enumerate(others):
+                if self.position not in (first, other):
+                    continue
+                here, there = (first, other) if self.position == first else (other, first)
+                send = (self.position == first) == weights
+                lane = self.shape.lanes[(here, there) if send else (there, here)]
+                arriving = pooled(f"A{unit}", number)
+                buffer = self._weights(unit) if weights else self._gradient(unit) if send else arriving
+                peer = self.shape.positions.rank(there, self.replica)
+                yield exchange(lane, (Transfer(send, peer, unit, buffer),), "world")
+                if not weights and not send:
+                    own = self._gradient(unit)
+                    yield Action(Op.ADD, lane, (own, arriving), (own,), unit=unit)
+
+    def _body(self) -> Iterator[Action]:
+        compute, host = self.order.compute[self.position], self.order.host
+        made = {work: list(self._compute(work)) for work in compute}
+        slots: dict[Work, int] = {}
+        for work in host[self.position] if host else ():
+            made[work] = list(self._host(work, slots))
+        self._take_turns(made)
+        events = [(self.times[work][0], 1, work, actions) for work, actions in made.items()]
+        events += [(self.times[work][1], 0, work, [action]) for work, action in self._transfers()]
+        for _, _, _, actions in sorted(events, key=lambda event: event[:3]):
+            yield from actions
+
+    def _take_turns(self, made: dict[Work, list[Action]]) -> None:
+        """Let works wait for those of the other lane that ``Order.after`` names."""
+        for number, (work, other) in enumerate(sorted(self.order.after.items())):
+            if made.get(work) and made.get(other):
+                ended, begun = made[other][-1], made[work][0]
+                made[other][-1] = replace(ended, writes=(*ended.writes, turn(number)))
+                reads, frees = (*begun.reads, turn(number)), (*begun.frees, turn(number))
+                made[work][0] = replace(begun, reads=reads, frees=frees)
+
+    def _transfers(self) -> Iterator[tuple[Work, Action]]:
+        """What goes to another position, or comes from there, with the work that makes it."""
+        for work in self.times:
+            step = {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
+            other = work.stage + step
+            if not step or not 0 <= other < self.layout.stages:
+                continue
+            source, target = self.layout.places[work.stage], self.layout.places[other]
+            border = self.layout.cuts[max(work.stage, other)]
+            if source == target or self.position not in (source, target):
+                continue
+            if step < 0 and border <= self.model.first_backward:  # nothing is trained before
+                continue
+            send = self.position == source
+            buffer = (block_input if step > 0 else input_gradient)(self.numbers[work.micro_batch], border)
+            peer = self.shape.positions.rank(target if send else source, self.replica)
+            transfers = (Transfer(send, peer, border, buffer),)
+            yield work, exchange(self.shape.lanes[source, target], transfers, "world")
+
+    def _compute(self, work: Work) -> Iterator[Action]:
+        m, own, blocks = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage), self.model.blocks
+        if work.kind == "F":
+            for block in own:
+                if blocks[block].kind != "head" or not self.training:
+                    weights = [self._weights(unit) for unit in blocks[block].units]
+                    yield forward(self.step, block, m, weights, training=self.training)
+            return
+        for block in reversed(own):
+            spec = blocks[block]
+            if not spec.needs_backward and spec.kind != "head":
+                continue
+            units = self.model.trainable_units(block)
+            split = work.kind != "B" and spec.kind == "layer" and bool(units)
+            gradients = {unit: (self._gradient(unit), unit in self.started) for unit in units}
+            if work.kind == "W":
+                if split:
+                    sums, kept = tuple(buffer for buffer, _ in gradients.values()), linear(m, block)
+                    reads = (kept, *sums)
+                    yield Action(Op.BACKWARD_WEIGHT, Lane.COMPUTE, reads, sums, (kept,), block=block, micro_batch=m)
+                continue
+            self.started.update(units)
+            reads = spec.backward_reads_weights or spec.kind == "head"
+            weights = [self._weights(unit) for unit in spec.units] if reads else []
+            (whole,) = backward(self.step, block, [m], weights, gradients)
+            if split:
+                whole = replace(whole, op=Op.BACKWARD_INPUT, writes=(*whole.writes, linear(m, block)))
+            yield whole
+
+    def _host(self, work: Work, slots: dict[Work, int]) -> Iterator[Action]:
+        """OFFLOAD or RELOAD of the inputs of a stage's layers, of which none is kept for others.
+
+        Args:
+            slots: places in the host's memory that are taken, by the work that took them.
+        """
+        m, own = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
+        first = max(1, self.model.first_backward)
+        layers = [block for block in own if block >= first and self.model.blocks[block].kind == "layer"]
+        there = replace(work, kind="O")
+        if work.kind == "O":
+            taken = {slot for other, slot in slots.items() if other.stage == work.stage}
+            slots[there] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            for block in layers:
+                x, away = (block_input(m, block),), (offloaded(slots[there], block),)
+                yield Action(Op.OFFLOAD, Lane.HOST, x, away, x, block=block, micro_batch=m)
+            return
+        for block in reversed(layers):
+            x, away = (block_input(m, block),), (offloaded(slots[there], block),)
+            yield Action(Op.RELOAD, Lane.HOST, away, x, away, block=block, micro_batch=m)
+        del slots[there]
+
+
+def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:
+    """The program with PREPARE where no embedding makes a micro-batch's context, which its last reader frees."""
+    made, last = set[Buffer](), dict[Buffer, int]()
+    for index, action in enumerate(program):
+        for buffer in action.reads:
+            if buffer.kind is Kind.CONTEXT:
+                last[buffer] = index
+    found: list[Action] = []
+    for index, action in enumerate(program):
+        mine = next((buffer for buffer in (*action.reads, *action.writes) if buffer.kind is Kind.CONTEXT), None)
+        if mine is not None:
+            if mine not in made and mine in action.reads:
+                found.append(Action(Op.PREPARE, Lane.COMPUTE, (), (mine,), micro_batch=action.micro_batch))
+            if mine not in last:  # an embedding alone on its position, frozen
+                found.append(replace(action, writes=tuple(buffer for buffer in action.writes if buffer != mine)))
+                continue
+            made.add(mine)
+            frees = tuple(buffer for buffer in action.frees if buffer != mine)
+            action = replace(action, frees=(*frees, mine) if last.get(mine) == index else frees)
+        found.append(action)
+    return tuple(found)

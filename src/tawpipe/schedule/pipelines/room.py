@@ -1,0 +1,136 @@
+"""What a position can still take under a limit of memory, so that everything under way can end: the banker's algorithm.
+
+A stage's forward pass takes what it keeps, its I takes what W needs and then gives the former back, W gives the latter
+back, B the former. W is always ready, so what waits for it can be had at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.ticks import StageTicks
+
+
+def whole_stages(stages: StageTicks, split: bool) -> tuple[bool, ...]:
+    """By stage, true if I and W can be apart: they are to be, W takes time, and memory holds what is between them.
+
+    Raises:
+        UserError: memory does not hold one micro-batch.
+    """
+    layout, limit, scale = stages.layout, stages.of.memory, stages.of.memory_scale
+    apart = [split and weights > 0 for weights in stages.weights]
+    if limit is None:
+        return tuple(apart)
+    needed = [sum(stages.kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size)]
+    if max(needed) > limit:
+        place = needed.index(max(needed))
+        least, there = max(needed) / scale, limit / scale
+        expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
+        raise UserError("memory of a position", f"{there:.6g}", f"{expected}, {least - there:.3g} more than there is")
+    for place in range(layout.size):
+        own = layout.stages_of(place)
+        for stage, below in zip(own, accumulate(stages.kept[stage] for stage in own), strict=True):
+            apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= limit
+    return tuple(apart)
+
+
+class Room:
+    """The memory of all positions while works start one after the other.
+
+    Args:
+        split: by stage, see ``whole_stages``.
+    """
+
+    def __init__(self, stages: StageTicks, micro_batches: int, split: Sequence[bool]) -> None:
+        layout, self.count = stages.layout, micro_batches
+        self.limit = stages.of.memory or 0
+        places, kept = layout.places, stages.kept
+        parts = [one if apart else 0 for one, apart in zip(stages.kept_for_weights, split, strict=True)]
+        self.stages, self.split = layout.stages, split
+        self.kept, self.parts, self.places = kept, parts, places
+        self.held = [0] * layout.size
+        self.waiting = [0] * layout.size
+        """For W, of what is held."""
+        self.mine = [[0] * micro_batches for _ in range(layout.size)]
+        """By position and micro-batch, between F and I."""
+        self.left = [[len(layout.stages_of(place))] * micro_batches for place in range(layout.size)]
+        """Stages whose backward pass is still to come, the first ones of the position."""
+        self.most: list[list[int]] = []
+        """By position and number of such stages, what a micro-batch needs to end."""
+        for place in range(layout.size):
+            own = layout.stages_of(place)
+            sums = list(accumulate((kept[stage] for stage in own), initial=0))
+            ends = [total + parts[stage] for total, stage in zip(sums[1:], own, strict=True)]
+            self.most.append(list(accumulate(ends, max, initial=0)))
+
+    def first(self, place: int, ready: list[int], works: Sequence[int]) -> int:
+        """The most urgent work that may start, which then has; -1 if none may.
+
+        Args:
+            ready: a heap of indices of ``works``; what is taken leaves it.
+        """
+        skipped, chosen = [], -1
+        while ready:
+            index = heappop(ready)
+            if self.fits(place, works[index]):
+                chosen = works[index]
+                self.start(place, chosen)
+                break
+            skipped.append(index)
+        for index in skipped:
+            heappush(ready, index)
+        return chosen
+
+    def stays_within(self, lanes: Iterable[Iterable[int]]) -> bool:
+        """True if works in these orders keep within the limit."""
+        for place, lane in enumerate(lanes):
+            for work in lane:
+                if self.held[place] + self._takes(work) > self.limit:
+                    return False
+                self.start(place, work)
+        return True
+
+    def fits(self, place: int, work: int) -> bool:
+        """True if there is room for a work, and then enough for all that is under way to end, the oldest first."""
+        takes = self._takes(work)
+        free = self.limit - self.held[place] - takes
+        if free < 0 or work // self.count >= self.stages:
+            return free >= 0
+        free += self.waiting[place]
+        most, mine, left, number = self.most[place], self.mine[place], self.left[place], work % self.count
+        for m, there in enumerate(mine):
+            if free >= most[-1]:
+                return True
+            if left[m]:
+                own = there + takes if m == number else there
+                if most[left[m]] - own > free:
+                    return False
+                free += own
+        return True
+
+    def start(self, place: int, work: int) -> None:
+        """Take and give back what a work does; nothing else runs there before it ends."""
+        step, m = divmod(work, self.count)
+        turn, at = divmod(step, self.stages)
+        if turn == 0:
+            self.held[place] += self.kept[at]
+            self.mine[place][m] += self.kept[at]
+            return
+        stage = self.stages - 1 - at
+        if turn == 1:
+            self.held[place] += self.parts[stage] - self.kept[stage]
+            self.waiting[place] += self.parts[stage]
+            self.mine[place][m] -= self.kept[stage]
+            self.left[place][m] -= 1
+        else:
+            self.held[place] -= self.parts[stage]
+            self.waiting[place] -= self.parts[stage]
+
+    def _takes(self, work: int) -> int:
+        step = work // self.count
+        if step < self.stages:
+            return self.kept[step]
+        return self.parts[2 * self.stages - 1 - step] if step < 2 * self.stages else 0

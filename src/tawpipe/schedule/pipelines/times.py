@@ -1,0 +1,115 @@
+"""Costs of blocks as text, for settings, and from sizes, where nobody has measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
+from tawpipe.schedule.spec import ModelSpec
+
+USUAL = (None, None, None, *(one.default for one in fields(BlockTimes)[3:]))
+"""What is left out at the end of a block, if it is this."""
+OTHERS = ("hop", "pace", "memory", "host")
+EXPECTED = "times of all blocks (forward/input gradient/weight gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3"
+
+
+def spell_times(costs: PipelineCosts) -> str:
+    """Costs as text: for every block forward/backward_input/backward_weight, and as much of /kept/kept_for_weights
+    and /resident as is not usual; equal blocks in a row once; then what else there is.
+
+    >>> spell_times(PipelineCosts((BlockTimes(1, 2.5, 0), *[BlockTimes(10, 20, 10, 1, 4)] * 32), hop=3))
+    '1/2.5/0,32x10/20/10/1/4;hop=3'
+    """
+    runs = [(len(list(same)), one) for one, same in itertools.groupby(costs.blocks)]
+    parts = [",".join(f"{count}x{_spell_block(one)}" if count > 1 else _spell_block(one) for count, one in runs)]
+    usual = PipelineCosts(())
+    for name in OTHERS:
+        if (value := getattr(costs, name)) != getattr(usual, name):
+            parts.append(f"{name}={'/'.join(map(_number, value if name == 'pace' else (value,)))}")
+    return ";".join(parts)
+
+
+def parse_times(text: str) -> PipelineCosts:
+    """The inverse of ``spell_times``.
+
+    Raises:
+        UserError: something else.
+
+    >>> parse_times("2x1/2/1,4/5/6;pace=1/2").blocks[1:] == (BlockTimes(1, 2, 1), BlockTimes(4, 5, 6))
+    True
+    >>> parse_times("1/2")
+    Traceback (most recent call last):
+    tawpipe.errors.UserError: schedule.block_times: got '1/2'; times of all blocks (forward/input gradient/weight \
+gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3
+    """
+    first, *rest = text.replace(" ", "").split(";")
+    blocks: list[BlockTimes] = []
+    others: dict[str, float | tuple[float, ...]] = {}
+    try:
+        for part in first.split(","):
+            count, _, numbers = part.rpartition("x")
+            values = [_positive(word) for word in numbers.split("/")]
+            if math.inf in values:
+                raise ValueError(part)
+            blocks += [BlockTimes(*values)] * int(count or 1)
+        for part in rest:
+            name, _, words = part.partition("=")
+            values = tuple(_positive(word) for word in words.split("/"))
+            if name not in OTHERS or name in others or (name != "pace" and len(values) != 1):
+                raise ValueError(part)
+            others[name] = values if name == "pace" else values[0]
+    except (TypeError, ValueError) as error:
+        raise UserError("schedule.block_times", text, EXPECTED) from error
+    return PipelineCosts(tuple(blocks), **others)  # type: ignore[arg-type]
+
+
+def times_from_sizes(model: ModelSpec) -> PipelineCosts:
+    """Times in proportion to the parameters that compute, for want of measured ones: thousandths of the largest block.
+
+    A forward pass is one product of a micro-batch with every weight, and so is each part of a backward pass; the part
+    for inputs begins with the recomputation. The embedding is looked up. The head runs in its backward pass alone,
+    and that as a whole.
+
+    >>> from tawpipe.schedule.spec import BlockSpec, UnitSpec
+    >>> units = UnitSpec(8000, True, (0, 3)), UnitSpec(1000, True, (1,)), UnitSpec(1000, True, (2,))
+    >>> kinds = ("embedding", "layer", "layer", "head")
+    >>> blocks = tuple(BlockSpec((unit,), kind) for unit, kind in zip((0, 1, 2, 0), kinds, strict=True))
+    >>> spell_times(times_from_sizes(ModelSpec(blocks, units)))
+    '0/0/0,2x125/250/125,0/3000/0'
+    """
+    sizes, trained = [], []
+    for block in model.blocks:
+        computes = block.kind != "embedding"
+        sizes.append(sum(model.units[unit].parameters for unit in block.units) * computes)
+        trained.append(
+            sum(model.units[unit].parameters for unit in block.units if model.units[unit].trainable) * computes
+        )
+    largest = max(sizes)
+    times = []
+    for block, size, own in zip(model.blocks, sizes, trained, strict=True):
+        one, weights = (-(-1000 * number // largest) for number in (size, own))
+        if block.kind == "head":
+            times.append(BlockTimes(0, 2 * one + weights, 0))
+        else:
+            times.append(BlockTimes(one, 2 * one if block.needs_backward else 0, weights))
+    return PipelineCosts(tuple(times))
+
+
+def _spell_block(block: BlockTimes) -> str:
+    values = [getattr(block, one.name) for one in fields(BlockTimes)]
+    while len(values) > 3 and values[-1] == USUAL[len(values) - 1]:
+        values.pop()
+    return "/".join(map(_number, values))
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def _positive(word: str) -> float:
+    if not (value := float(word)) >= 0:
+        raise ValueError(word)
+    return value

@@ -1,0 +1,207 @@
+"""What the positions of a pipeline do, and a clock for it that knows nothing but stages.
+
+The clock here is what searches for schedules ask thousands of times; what it finds is then played by the one clock of
+the house (simulate/clock.py), which knows links, lanes and actions, and proved like every schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tawpipe.schedule.pipelines.layout import Layout
+
+KINDS = "FBIWOR"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Work:
+    """One stage on one micro-batch.
+
+    Args:
+        kind: ``F`` forward; ``B`` backward, with its recomputation; ``I`` and ``W`` its parts for the gradients of
+            inputs and of weights; ``O`` and ``R``, on the link to the host's memory: what F keeps goes there, and comes
+            back.
+        micro_batch: its number in its pipeline, from 0.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Work:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: something else.
+        """
+        stage, _, number = text[1:].partition(".")
+        if not text or text[0] not in KINDS:
+            raise ValueError(f"{text!r} is no work")
+        return cls(text[0], int(stage), int(number))
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every position does, in order.
+
+    Args:
+        compute: by position, F, B, I and W.
+        host: by position, O and R; empty where nothing goes to the host's memory.
+        after: a work that waits for the end of one on the other lane of its position, because of memory: F and R of O
+            or B, I, W. All else that a work waits for follows from what it is (``needs``).
+    """
+
+    compute: tuple[tuple[Work, ...], ...]
+    host: tuple[tuple[Work, ...], ...] = ()
+    after: Mapping[Work, Work] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lanes = ("|".join(" ".join(map(str, works)) for works in some) for some in (self.compute, self.host))
+        return ";".join((*lanes, " ".join(f"{work}>{other}" for work, other in sorted(self.after.items()))))
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: something else.
+
+        >>> order = Order.parse("F0.0 F0.1 B0.0 B0.1|F1.0 B1.0 F1.1 B1.1;O0.0 R0.0|;F0.1>O0.0")
+        >>> order.host[0][1], order.host[1], str(order) == str(Order.parse(str(order)))
+        (Work(kind='R', stage=0, micro_batch=0), (), True)
+        """
+
+        def lanes(part: str) -> tuple[tuple[Work, ...], ...]:
+            return tuple(tuple(map(Work.parse, lane.split())) for lane in part.split("|")) if part else ()
+
+        compute, host, after = text.split(";")
+        pairs = (pair.partition(">") for pair in after.split())
+        return cls(lanes(compute), lanes(host), {Work.parse(one): Work.parse(other) for one, _, other in pairs})
+
+    @property
+    def lanes(self) -> list[tuple[int, tuple[Work, ...]]]:
+        """(position, works in order) of everything that runs one by one."""
+        return [*enumerate(self.compute), *enumerate(self.host)]
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """One block on one micro-batch; times in any unit, memory in any other.
+
+    Args:
+        backward_input: with the recomputation.
+        kept: memory from its forward pass to its backward pass (B or I).
+        kept_for_weights: memory from I to W.
+        resident: memory of its weights, gradients and optimizer state.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    kept: float = 1.0
+    kept_for_weights: float = 0.0
+    resident: float = 0.0
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Everything that a search for a schedule is given.
+
+    Args:
+        blocks: of the model, the embedding first and the head last.
+        hop: time of a boundary activation, or of its gradient, from one position to another; links do not get in each
+            other's way.
+        pace: multiplies the times of every position; empty for 1.
+        memory: a position can keep at one time, besides what is resident there.
+        host: time of a unit of kept memory on a position's link to its host; one transfer at a time, either way.
+    """
+
+    blocks: tuple[BlockTimes, ...]
+    hop: float = 0.0
+    pace: tuple[float, ...] = ()
+    memory: float = math.inf
+    host: float = 0.0
+
+    def seconds(self, layout: Layout, work: Work) -> float:
+        """Time of a work."""
+        own = [self.blocks[block] for block in layout.blocks_of(work.stage)]
+        if work.kind in "OR":
+            return self.host * sum(block.kept for block in own)
+        pace = self.pace[layout.places[work.stage]] if self.pace else 1.0
+        parts = {
+            "F": lambda one: one.forward,
+            "B": lambda one: one.backward_input + one.backward_weight,
+            "I": lambda one: one.backward_input,
+            "W": lambda one: one.backward_weight,
+        }
+        return pace * sum(map(parts[work.kind], own))
+
+    def kept(self, layout: Layout, stage: int) -> float:
+        """Memory of a stage and micro-batch from F to B or I."""
+        return sum(self.blocks[block].kept for block in layout.blocks_of(stage))
+
+    def kept_for_weights(self, layout: Layout, stage: int) -> float:
+        """Memory of a stage and micro-batch from I to W."""
+        return sum(self.blocks[block].kept_for_weights for block in layout.blocks_of(stage))
+
+
+def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
+    """What has to be done before, on whichever position: of each tuple the one that the order has."""
+    kind, stage, m = work.kind, work.stage, work.micro_batch
+    if kind == "F" and stage > 0:
+        yield (Work("F", stage - 1, m),)
+    if kind in "BIO":
+        yield (Work("F", stage, m),)
+    if kind in "BI":
+        yield (Work("R", stage, m),)
+        if stage < stages - 1:
+            yield Work("B", stage + 1, m), Work("I", stage + 1, m)
+    if kind == "W":
+        yield (Work("I", stage, m),)
+    if kind == "R":
+        yield (Work("O", stage, m),)
+
+
+def play(layout: Layout, order: Order, costs: PipelineCosts) -> dict[Work, tuple[float, float]]:
+    """(start, end) of every work.
+
+    Raises:
+        ValueError: the order waits for itself.
+    """
+    lanes = order.lanes
+    known = {work for _, works in lanes for work in works}
+    found: dict[Work, tuple[float, float]] = {}
+    at, free = [0] * len(lanes), [0.0] * len(lanes)
+    moved = True
+    while moved:
+        moved = False
+        for lane, (place, works) in enumerate(lanes):
+            while at[lane] < len(works):
+                work, ready = works[at[lane]], free[lane]
+                waits = [one for choice in needs(work, layout.stages) for one in choice if one in known]
+                if (other := order.after.get(work)) is not None:
+                    waits.append(other)
+                if any(one not in found for one in waits):
+                    break
+                for one in waits:
+                    away = layout.places[one.stage] != place
+                    ready = max(ready, found[one][1] + (costs.hop if away else 0.0))
+                free[lane] = ready + costs.seconds(layout, work)
+                found[work] = ready, free[lane]
+                at[lane] += 1
+                moved = True
+    if len(found) < len(known):
+        stuck = ", ".join(str(works[at[lane]]) for lane, (_, works) in enumerate(lanes) if at[lane] < len(works))
+        raise ValueError(f"these wait for ever: {stuck}")
+    return found
+
+
+def makespan(times: Mapping[Work, tuple[float, float]]) -> float:
+    """The end of the last work."""
+    return max((end for _, end in times.values()), default=0.0)
