@@ -9,6 +9,7 @@ import torch
 
 from states import stepped
 from tawpipe.errors import RunError
+from tawpipe.schedule.pipelines.work import Order, Work
 
 LARGE = pytest.param(3, 2, marks=pytest.mark.slow)
 """Six processes, which two processors take long for."""
@@ -135,6 +136,38 @@ def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
         pool.run("cases:weights_after", 1, 1, recompute="selective", **knobs)
 
 
+_ANOTHER = str(
+    Order(
+        (
+            tuple(Work(kind, 0, m) for kind, m in zip("FFFIIIWWW", (0, 1, 2) * 3, strict=True)),
+            tuple(Work(kind, 1, m) for m in range(3) for kind in "FIW"),
+        ),
+        ((Work("O", 0, 1), Work("R", 0, 1)), ()),
+        {Work("F", 0, 2): Work("O", 0, 1)},
+    )
+)
+_LAYERS = "0/0/0,5x10/20/10,0/9/0"
+PIPELINES = [
+    {"strategy": "1f1b", "rows": 7, "stages": "world"},
+    {"strategy": "1f1b", "rows": 5, "stages": "nodes", "evaluate_first": True},
+    {"strategy": "1f1b", "rows": 1, "stages": "nodes"},
+    {"strategy": "1f1b", "rows": 6, "stages": "world:0,1,4,6@0,1,2,3", "recompute": "none", "tied": False},
+    {"strategy": "1f1b", "rows": 6, "recompute": "selective:2,full", "clip_norm": None, "early_updates": True},
+    {"strategy": "interleaved-1f1b", "rows": 8, "stages": "nodes:0,2,4,5@0,1,0,1", "delays": 0.003},
+    {"strategy": "1f1b", "rows": 8, "stages": "locals", "delays": 0.003, "dtype": "float32"},
+    {"strategy": "zero-bubble", "rows": 6, "stages": "nodes", "delays": 0.003},
+    {"strategy": "zero-bubble", "rows": 5, "stages": "locals", "recompute": "none", "tied": False},
+    {"strategy": "solved", "rows": 5, "stages": "world", "block_times": f"{_LAYERS};memory=3;host=3", "delays": 0.003},
+    {"strategy": "generated", "rows": 6, "stages": "world:0,2,3,4,6@0,1,2,3,0", "evaluate_first": True},
+    {"strategy": "solved", "rows": 6, "stages": "nodes", "reorder": _ANOTHER, "delays": 0.003},
+]
+
+
+def test_pipelines_keep_the_numbers(pool):
+    """Side by side with uneven shares or none, uneven stages, tied ends, kept graphs, evaluations in between."""
+    check(pool, 2, 2, [{"dtype": "float64", "tied": True} | one for one in PIPELINES])
+
+
 @pytest.mark.parametrize(
     ("nodes", "local"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), LARGE], ids=lambda n: str(n)
 )
@@ -197,6 +230,7 @@ def test_evaluation_between_steps_changes_nothing(pool):
             marks=pytest.mark.slow,
         ),
         {"strategy": "tawpipe-spread", "sequence_chunk": 6, "offloaded_layers": 5, "recompute": "selective"},
+        {"strategy": "1f1b", "stages": "nodes"},
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
@@ -211,7 +245,12 @@ def test_delays_in_every_lane_change_no_bit(pool, knobs):
 def test_dropout_does_not_depend_on_the_topology(pool):
     results = [
         pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, strategy=strategy)[0]
-        for nodes, local, strategy in [(1, 1, "tawpipe-spread"), (2, 2, "tawpipe-spread"), (3, 2, "tawpipe-whole")]
+        for nodes, local, strategy in [
+            (1, 1, "tawpipe-spread"),
+            (2, 2, "tawpipe-spread"),
+            (3, 2, "tawpipe-whole"),
+            (4, 1, "1f1b"),
+        ]
     ]
     for losses, weights in results[1:]:
         assert losses == pytest.approx(results[0][0], rel=1e-10)

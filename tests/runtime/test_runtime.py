@@ -11,13 +11,16 @@ import torch
 
 import tawpipe
 from cases import batches, llama
+from model_families import Holder, family_config, packed_batch, real_model
 from tawpipe.errors import UserError
+from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.lanes import CpuLane, Failure
 from tawpipe.runtime.optimizer import adamw, check_elementwise
 from tawpipe.runtime.storage import Piece
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.runtime.world import World
-from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import context
 from tawpipe.topology import Topology
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
@@ -50,6 +53,17 @@ def test_a_number_that_is_not_finite_stops_before_the_weights(pool, tmp_path):
         assert "not finite" in message
         assert same
         assert goes_on
+
+
+def test_calls_of_layers_take_no_random_numbers_of_the_caller():
+    """PREPARE runs the embedding side, dropout included, for what comes besides the hidden states."""
+    holder = Holder(real_model(family_config("gpt2", embd_pdrop=0.5)))
+    compute = Compute(holder.chain, holder.chain.spec, chunk_tokens=8)
+    given = StepInput({0: packed_batch(((9, 7),))}, scale=1.0, seed=0, step=0)
+    before = torch.get_rng_state()
+    compute.prepare(Action(Op.PREPARE, Lane.COMPUTE, writes=(context(0),), micro_batch=0), given)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert compute._held[context(0)].calls
 
 
 def test_strict_mode_names_messages_out_of_order(pool):

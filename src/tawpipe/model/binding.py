@@ -7,7 +7,7 @@ Calls come from one thread; only the gradient hooks may run on autograd's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,8 @@ class UnitBinding:
         self.device, self.dtype = torch.device("meta"), torch.float32
         self._parameters: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._placeholders: tuple[tuple[Tensor, ...], ...] = ()
+        self._place_of: dict[nn.Parameter, tuple[int, int]] = {}
+        """Parameter -> its unit, and its slot in that."""
         self._collections: dict[int, _Collection] = {}
         self._span_of: dict[int, tuple[int, int]] = {}
         self._unpacked: dict[int, Tensor] = {}
@@ -116,6 +118,7 @@ class UnitBinding:
         by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._parameters = tuple(tuple(by_name[slot.name] for slot in unit.slots) for unit in self.units)
         self._placeholders = tuple(tuple(p.data for p in parameters) for parameters in self._parameters)
+        self._place_of = {p: (unit, slot) for unit, own in enumerate(self._parameters) for slot, p in enumerate(own)}
         self._collections, self._unpacked = {}, {}
         self._room = torch.empty(self.unpacked_elements, dtype=dtype, device=device)
         self._span_of = self._spans()
@@ -191,6 +194,23 @@ class UnitBinding:
             self._collections[unit] = _Collection(torch.empty_like(flat, dtype=wide), False, (flat, accumulate))
         else:
             self._collections[unit] = _Collection(flat, accumulate)
+
+    def parameters_of(self, units: Iterable[int]) -> Iterator[nn.Parameter]:
+        """The parameters of units."""
+        for unit in units:
+            yield from self._parameters[unit]
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """The place of a parameter's gradient while ``collect`` is on, for sums that autograd does not make: what has
+        arrived, or zeros.
+        """
+        unit, index = self._place_of[parameter]
+        collection, slot = self._collections[unit], self.units[unit].slots[index]
+        target = slot.view(collection.flat)
+        if not collection.accumulate and index not in collection.arrived:
+            target.zero_()
+        collection.arrived.add(index)
+        return target
 
     def finish_collect(self, unit: int) -> None:
         """End ``collect``; without ``accumulate``, what no gradient reached, padding included, is set to zero."""

@@ -101,6 +101,8 @@ class Chain(UnitBinding):
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
         self.width = discovery.width
         """Elements of the hidden states of a token."""
+        self.why_not_staged = discovery.calls_need_weights
+        """The reason why layers cannot be called where the embedding's weights are not (``calls``); mostly empty."""
         self._writes_input: dict[tuple[int, bool], bool] = {}
         """(block, training) -> True if the layer changes its hidden states in place; known once it has run."""
         count = len(self.layers)
@@ -252,6 +254,15 @@ class Chain(UnitBinding):
             return hidden, tuple(self._tape.calls)
         finally:
             self._tape.rewind()
+
+    @torch.no_grad()
+    def calls(self, batch: MicroBatch) -> tuple[LayerCall, ...]:
+        """The layers' calls that ``embed`` gives, where the embedding's weights are not: no value of them is in what
+        layers are given besides the hidden states, which come from elsewhere (``why_not_staged`` is empty).
+
+        The parameters of the embedding side are placeholders; what is computed of them goes, and would be NaN.
+        """
+        return self.embed(batch)[1]
 
     def _call(self, view: nn.Module, arguments: dict[str, Any]) -> Any:
         return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.alone)))

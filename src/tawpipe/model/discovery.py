@@ -22,7 +22,7 @@ from tawpipe.model.first_call import Held, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
-from tawpipe.model.watch import SAMPLE_TOKENS, SavedWeights, Watch, WatchedFeeder, WatchedRecorder
+from tawpipe.model.watch import SAMPLE_TOKENS, FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
 
 LENGTHS_OF_TUPLES = 0, 1, 2, 3
 """What models may expect from a layer: hidden states, alone or in a tuple of so many."""
@@ -61,6 +61,8 @@ class Discovery:
     uses: dict[str, tuple[int, ...]]
     """Canonical name of every parameter -> the blocks that use it, ascending: 0 the embedding, N + 1 the head."""
     embedding_backward_reads_weights: bool
+    calls_need_weights: str
+    """The argument of a layer, besides the hidden states, that is computed from weights, in words; mostly empty."""
     positions: Positions
 
 
@@ -118,7 +120,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discov
             )
     watch = Watch(model)
     held = Held(model)
-    tape, reads_weights = _follow_embedding(model, path, layers, watch, returns, alone=alone)
+    tape, followed = _follow_embedding(model, path, layers, watch, returns, alone=alone)
     assert tape.hidden is not None
     assert tape.hidden.shape[:2] == (1, SAMPLE_TOKENS), "hidden states are not [rows, tokens, ...]"
     _follow_head(model, path, layers, watch, Feed(returns, torch.zeros_like(tape.hidden)), alone=alone)
@@ -146,7 +148,13 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discov
     _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
     width = tape.hidden.shape[2:].numel()
-    return Discovery(path, layers, returns, width, uses, reads_weights, _positions(model, watch))
+    made = [
+        f"layer {index} is given a tensor besides the hidden states that is computed from weights of the embedding side"
+        for index, call in enumerate(tape.calls)
+        if any(isinstance(leaf, Tensor) and followed.made(leaf) for leaf in tree_leaves((call.args, call.kwargs)))
+    ]
+    positions = _positions(model, watch)
+    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(made[:1]), positions)
 
 
 def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
@@ -161,21 +169,21 @@ def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Docume
 
 def _follow_embedding(
     model: nn.Module, path: str, layers: tuple[nn.Module, ...], watch: Watch, returns: int, *, alone: bool
-) -> tuple[Tape, bool]:
-    """Run up to the last layer: the layers' calls, and True if the embedding side's backward pass needs weights."""
+) -> tuple[Tape, FollowedWeights]:
+    """Run up to the last layer: the layers' calls, and what became of the weights."""
     tape = Tape(returns)
     recorders = [WatchedRecorder(layer, i, len(layers), tape, watch) for i, layer in enumerate(layers)]
     view, _ = view_with_layers(model, path, recorders)
     inputs, documents = _sample(model, alone=alone)
-    saved = SavedWeights(model)
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
+    followed = FollowedWeights(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks(followed.pack, lambda tensor: tensor)
     try:
-        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, saved:
+        with _own_random_numbers(model), watch, packing(documents), torch.enable_grad(), hooks, followed:
             watch.begin("embedding", inputs)
             view(**taken_by(view, inputs, alone=alone))
         raise AssertionError("the model does not call all of its layers")
     except LayersReached:
-        return tape, saved.weights_saved
+        return tape, followed
     finally:
         watch.phase = None
 

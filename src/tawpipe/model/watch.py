@@ -120,26 +120,36 @@ class WatchedFeeder(Feeder):
         return as_returned(hidden, feed.returns)
 
 
-class SavedWeights(TorchDispatchMode):
-    """Watch for parameters that autograd saves, or what was computed from parameters alone.
+class FollowedWeights(TorchDispatchMode):
+    """Watch for parameters that autograd saves, or what was computed from parameters alone; and for all that was
+    computed from parameters and anything else.
 
-    The latter, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
+    The former, because a copy in another dtype (a norm in fp32) is the parameter itself where the dtypes are the same.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._weights = {_storage(parameter) for parameter in model.parameters()}
+        self._made = set(self._weights)
+        """Storages of parameters, and of whatever has to do with their values."""
         self._alive: list[Tensor] = []  # or another tensor would get the same storage
         self.weights_saved = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if read and all(_storage(tensor) in self._weights for tensor in read):
-            made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._alive += made
             self._weights.update(map(_storage, made))
+        name = func._schema.name
+        if any(map(self.made, read)) and not (name.endswith("_like") or name.startswith("aten::new_")):  # shapes alone
+            self._made.update(map(_storage, made))
+        self._alive += made
         return output
+
+    def made(self, tensor: Tensor) -> bool:
+        """True if the values of a tensor come from those of parameters, in part at least."""
+        return _storage(tensor) in self._made
 
     def pack(self, saved: Tensor) -> Tensor:
         """Hook for ``saved_tensors_hooks``."""

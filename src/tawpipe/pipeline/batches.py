@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Deal:
     Args:
         micro_batch: rows in one; the last of a global batch may have fewer.
         ranks: so many neighbours compute the same micro-batches together.
+        share: micro-batches 0..n-1 for every rank; as ``share_micro_batches`` does it if None.
         alone: why a row may hold one document only; empty where it may hold several.
         positions: how the model uses them.
         vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
@@ -70,6 +71,7 @@ class Deal:
     own_loss: bool = False
     ranks: int = 1
     alone: str = ""
+    share: Callable[[int], Sequence[Sequence[int]]] | None = None
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -82,7 +84,8 @@ class Deal:
         (Share(index=2, rows=range(4, 6)), Share(index=3, rows=range(6, 7)))
         """
         size = self.micro_batch
-        mine = share_micro_batches(self.count(rows), self.world_size, self.ranks)[self.rank]
+        share = self.share or (lambda count: share_micro_batches(count, self.world_size, self.ranks))
+        mine = share(self.count(rows))[self.rank]
         return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
 
     def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:

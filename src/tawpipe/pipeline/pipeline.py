@@ -59,8 +59,11 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
-from tawpipe.schedule.sets import share_in_sets
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.work import Order
+from tawpipe.schedule.pipelines.work import Work as StageWork
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies import strategy_of
 
@@ -166,16 +169,6 @@ class Pipeline:
                 expected = f"unset: rows of {self.chain.name} cannot be cut, because {self.chain.alone}"
                 raise UserError(f"schedule.{name}", value, expected)
         self.work = work or work_of(self.chain)
-        self._deal = Deal(
-            micro_batch,
-            self.world.rank,
-            self.world.size,
-            self.chain.positions,
-            self.chain.config.get_text_config().vocab_size,
-            own_loss=loss is not None,
-            ranks=self.sequence_ranks,
-            alone=self.chain.alone,
-        )
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
             source = weights(self.chain)
@@ -194,6 +187,24 @@ class Pipeline:
         self.spec = self.chain.spec
         optimizer = optimizer or adamw()
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
+        strategy = self._schedules.smallest.strategy
+        if compile_layers and strategy.splits:
+            expected = f"false under {strategy.name}, whose backward passes are taken apart"
+            raise UserError("compile_layers", True, expected)
+        if strategy.weights_stay and (why := self.chain.why_not_staged):
+            expected = f"a strategy whose weights travel for {self.chain.name}: {why}"
+            raise UserError("schedule.strategy", strategy.name, expected)
+        self._deal = Deal(
+            micro_batch,
+            self.world.rank,
+            self.world.size,
+            self.chain.positions,
+            self.chain.config.get_text_config().vocab_size,
+            own_loss=loss is not None,
+            ranks=self.sequence_ranks,
+            alone=self.chain.alone,
+            share=self._schedules.shares,
+        )
         refuse_cut_matrices(optimizer, self.chain.units, self._schedules.smallest.homes, self.settings.strategy)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._adopted: set[int] = set()
@@ -240,6 +251,7 @@ class Pipeline:
             sequence_chunk=self.settings.sequence_chunk or 0,
             sequence_ranks=self.sequence_ranks,
             compiled=compile_layers,
+            split_backward=self._schedules.smallest.strategy.splits,
             offload_dir=self.settings.offload_dir,
         )
         self.executor = Executor(
@@ -261,6 +273,22 @@ class Pipeline:
         """The optimizer's parameter groups, for ``torch.optim.lr_scheduler``: ``scheduler.step()`` after ``step``."""
         return self.optimizers.groups
 
+    @property
+    def ranks_of_a_row(self) -> int:
+        """How many processes compute a row: a set, or the positions of a pipeline."""
+        step = self._schedules.smallest
+        return self.world.size // len(set(step.strategy.share(self.world.size, step.topology, step.settings)))
+
+    @property
+    def share_of_a_row(self) -> float:
+        """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
+        strategy, step = self._schedules.smallest.strategy, self._schedules.smallest
+        if not isinstance(strategy, ActivationPipeline):
+            return 1.0
+        shape = strategy.shape(step.model, step.topology)
+        mine = shape.layout.stages_of(shape.positions.position(self.world.rank))
+        return sum(shape.costs.seconds(shape.layout, StageWork(kind, stage, 0)) for kind in "FB" for stage in mine)
+
     # what a step does
 
     def schedule(self, rows: int, *, training: bool = True) -> Schedule:
@@ -277,6 +305,16 @@ class Pipeline:
                 self.injector.check(schedule, self.world.rank)
             self.executor.adopt(schedule)
         return schedule
+
+    def reorder(self, rows: int, order: Order) -> None:
+        """Train on batches of ``rows`` rows in another order of the same pipeline from the next step on; between the
+        same two steps on all ranks. Weights stay where they are, and the numbers what they are.
+
+        Raises:
+            UserError: weights travel under the strategy.
+            ScheduleError: the order is none of this pipeline.
+        """
+        self._schedules.reorder(self._deal.count(rows), order)
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
@@ -521,6 +559,7 @@ class Pipeline:
             measure=measure,
             place=self.world.topology.local_of(self.world.rank) % self.sequence_ranks,
             shared=schedule.step.shared,
+            counted=schedule.step.losses_of(self.world.rank) if schedule.step.losses else None,
             kept={m: self._layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
         )
         if schedule.step.settings.offloaded_layers:

@@ -11,14 +11,16 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
 from tawpipe.model.shapes import num_heads
-from tawpipe.runtime.recompute import kept_per_token
+from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, step_of, strategy_of
+from tawpipe.schedule.strategies import build, shares_of, step_of, strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Schedules:
         self._model, self._world = model, world
         self._lock = threading.Lock()
         self._kept: dict[tuple[int | tuple[int, int], bool], Schedule] = {}
+        self._replaced: list[Schedule | None] = []
+        """Schedules that are known by their identity as long as steps may use them."""
         self.smallest = self.step(world.size)
         """A step in which every rank has a micro-batch: all schedules share its homes."""
         ready = self._ready
@@ -50,9 +54,13 @@ class Schedules:
         if ready is not None and not ready.training:
             raise UserError("schedule", "one that only goes forward", "one of a training step")
 
+    def shares(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """The micro-batches of every rank, of so many."""
+        return shares_of(count, self._world.topology, self.settings, self._strategy)
+
     def step(self, count: int) -> StepSpec:
         """A step of so many micro-batches."""
-        shares = share_in_sets(count, self._world.topology, self.settings)
+        shares = self.shares(count)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
 
     def samples(self) -> list[Schedule]:
@@ -86,6 +94,18 @@ class Schedules:
                 self._kept[count, training] = schedule
             return self._kept[count, training]
 
+    def reorder(self, count: int, order: Order) -> None:
+        """Put a schedule of the same pipeline in another order in the place of that for so many micro-batches."""
+        step = self.step(count)
+        if not isinstance(step.strategy, ActivationPipeline):
+            raise UserError("schedule.strategy", step.strategy.name, "one whose activations travel, to have an order")
+        schedule = for_one_thread(step.strategy.build_in_order(step, order))
+        if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
+            verify(schedule, steps=2, one_thread=True)
+        with self._lock:
+            self._replaced.append(self._kept.get((count, True)))
+            self._kept[count, True] = schedule
+
     def _build(self, count: int | tuple[int, int], *, training: bool) -> Schedule:
         if isinstance(count, tuple):
             return build(self.of_bins(count), training=training)
@@ -103,8 +123,10 @@ class Schedules:
             UserError: attention's results are to be kept, and no kernel computes them.
         """
         wanted = {self.smallest.recomputes(block) for block in range(len(self._model.blocks))} - {"full"}
+        splits = self.smallest.strategy.splits
+        linear: dict[str, int] = {Kind.LINEAR: kept_for_weights_per_token(chain)} if splits else {}
         if not wanted and not self.settings.keep_mib:
-            return {}
+            return linear
         if self.settings.sequence_chunk:  # attention's output, and a sum for every head
             config = chain.config.get_text_config()
             return {"kept": attention_width(config) * dtype.itemsize + num_heads(config) * max(4, dtype.itemsize)}
@@ -118,4 +140,4 @@ class Schedules:
         if "selective" in wanted and not per_token["attention"]:
             expected = f"full or none: {chain.name} computes attention by no kernel whose result could be kept"
             raise UserError("schedule.recompute", "selective", expected)
-        return per_token
+        return {**per_token, **linear}

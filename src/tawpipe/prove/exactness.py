@@ -32,7 +32,7 @@ def exact(world: World) -> Outcome:
     expected = _plain(world, count) if world.rank == 0 else (0.0, {})
     differences: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, strategy in strategies(runs=True).items():
+    for name, strategy in strategies().items():
         if not strategy.candidate:
             continue
         try:
@@ -98,7 +98,7 @@ def sets(world: World) -> Outcome:
 def order(world: World) -> Outcome:
     """A step of every strategy with the check of every message's number and action."""
     checked = []
-    for name, strategy in strategies(runs=True).items():
+    for name, strategy in strategies().items():
         if strategy.candidate:
             try:
                 _step(world, 2 * world.size, schedule=name, strict=True)

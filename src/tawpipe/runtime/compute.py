@@ -7,7 +7,7 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.recompute import keep_attention, keep_graph
 from tawpipe.runtime.rows import OnDevice, Places, Room, Rows
 from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.split import DeferredProducts
 from tawpipe.runtime.transport import Transport
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import (
@@ -39,6 +40,7 @@ from tawpipe.schedule.buffers import (
     input_gradient,
     key_gradients,
     keys,
+    linear,
     loss,
 )
 from tawpipe.schedule.spec import ModelSpec
@@ -62,6 +64,7 @@ class StepInput:
         measure: looks at an evaluation's head.
         place: of this rank among those that compute these micro-batches together.
         shared: micro-batches below this number are computed together, the others alone; None for all together.
+        counted: those whose tokens this rank counts, where several ranks compute one in turn; None for all.
         kept: by micro-batch, blocks that keep all that their backward pass would compute again.
     """
 
@@ -73,12 +76,16 @@ class StepInput:
     measure: Measure | None = None
     place: int = 0
     shared: int | None = None
+    counted: Collection[int] | None = None
     kept: Mapping[int, Collection[int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         """Labels that count, of micro-batches that no other rank counts."""
-        return sum(batch.tokens for m, batch in self.micro_batches.items() if not (self.place and self.is_shared(m)))
+        return sum(batch.tokens for m, batch in self.micro_batches.items() if self._counts(m))
+
+    def _counts(self, m: int) -> bool:
+        return m in self.counted if self.counted is not None else not (self.place and self.is_shared(m))
 
     def is_shared(self, m: int) -> bool:
         """True if a micro-batch is computed by a set of ranks, where there are any."""
@@ -87,10 +94,12 @@ class StepInput:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A layer's input with the graph of its output, in the place of the input."""
+    """A layer's input with the graph of its output: what a layer keeps, also in the place of the input."""
 
     leaf: Tensor
     edge: GradientEdge
+    deferred: DeferredProducts | None
+    """Where its backward pass may be in two parts."""
 
 
 @dataclass
@@ -117,6 +126,8 @@ class Compute:
         sequence_chunk: tokens of a row that a layer computes at one time; 0 for all.
         sequence_ranks: that compute a row together.
         compiled: layers are compiled.
+        split_backward: the backward passes of layers may be in two parts (BACKWARD_INPUT); not of compiled ones, and
+            not in chunks.
         offload_dir: folder of files for what waits outside of the device chunk by chunk; the host's memory if empty.
     """
 
@@ -129,10 +140,12 @@ class Compute:
         sequence_chunk: int = 0,
         sequence_ranks: int = 1,
         compiled: bool = False,
+        split_backward: bool = False,
         offload_dir: str = "",
     ) -> None:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
         self.sequence_chunk, self.sequence_ranks = sequence_chunk, sequence_ranks
+        self.split_backward = split_backward
         self._random = BlockRandomness(chain.device, compiled=compiled)
         self._repeated: set[tuple[int, bool]] = set()
         """Blocks that have been seen to give the same twice."""
@@ -142,6 +155,8 @@ class Compute:
         self._places: dict[tuple[Buffer, torch.dtype], Room] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
         self.places = Places(chain.device, offload_dir)
+        self._stream: Any = None
+        """The one that computes, on CUDA."""
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
@@ -163,7 +178,8 @@ class Compute:
             with torch.set_grad_enabled(keep):
                 hidden = tokens_of(hidden, dealt.own) if dealt else hidden
             edge = get_gradient_edge(hidden) if keep else None
-            self._held[context(m)] = _OnDevice(batch, own, dealt, calls, edge)
+            if context(m) in action.writes:
+                self._held[context(m)] = _OnDevice(batch, own, dealt, calls, edge)
             self._keep_rows(next(one for one in action.writes if one.kind in ROWS), hidden.detach())
         else:
             held = self._held[context(m)]
@@ -196,17 +212,19 @@ class Compute:
             with torch.no_grad():
                 return self._drawing(action, given, lambda: layer(hidden))
         leaf = hidden.detach().requires_grad_(b > self.spec.first_backward)
+        deferred = self._deferred(b) if self.split_backward else None
+        layer = deferred.around(layer) if deferred else layer
         if kept is None or kept.kind is Kind.GRAPH:
             units = self.spec.blocks[b].units
             output = self._drawing(action, given, lambda: keep_graph(layer, leaf, units, self._bound))
             if kept is None:  # the input stays for the backward pass anyway; now with what it gave
-                self._held[block_input(action.micro_batch, b)] = _Graph(leaf, get_gradient_edge(output))
+                self._held[block_input(action.micro_batch, b)] = _Graph(leaf, get_gradient_edge(output), deferred)
                 return output.detach()
         else:
             again = partial(self._random.again, self._state(action), self._seed(action, given))
             output = self._drawing(action, given, lambda: keep_attention(layer, leaf, again=again))
         # Not the output: its memory belongs to the next block's input, and goes with that.
-        self._held[kept] = (leaf, get_gradient_edge(output))
+        self._held[kept] = _Graph(leaf, get_gradient_edge(output), deferred)
         return output.detach()
 
     def _keeps(self, action: Action, given: StepInput) -> bool:
@@ -287,6 +305,40 @@ class Compute:
         batch, dealt = self._dealt(given, m)
         return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
 
+    def prepare(self, action: Action, given: StepInput) -> None:
+        """PREPARE: what layers are called with besides their input."""
+        batch = given.micro_batches[action.micro_batch].to(self.chain.device)
+        # The embedding side runs for it, and draws what it draws where the embedding is.
+        calls = self._drawing(replace(action, block=0), given, lambda: self.chain.calls(batch))
+        self._held[context(action.micro_batch)] = _OnDevice(batch, batch, None, calls, None)
+
+    def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
+        """An EXCHANGE of activations, in the lane of a direction between two ranks."""
+        on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
+        for one in action.transfers:
+            (m, block), width = one.buffer.at, self.chain.width
+            shape, dtype = (*self._shape(given, m), width), self.chain.dtype
+            if one.send:
+                held = self._held[one.buffer]
+                if tuple(held.shape) != shape or held.dtype != dtype:
+                    name = f"{self.chain.block_name(block - 1)} of {self.chain.name}"
+                    expected = (
+                        f"hidden states {shape} in {dtype} where a stage ends; or a strategy whose weights travel"
+                    )
+                    raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
+                tensors[one.buffer] = held.contiguous()
+            else:
+                tensors[one.buffer] = torch.empty(shape, dtype=dtype, device=self.chain.device)
+        transport.exchange(action, tensors)
+        for one in action.transfers:
+            if one.send:
+                del self._held[one.buffer]
+            else:
+                self._held[one.buffer] = tensors[one.buffer]
+            if on_cuda:  # or its memory would be given away before the other lane has read it
+                mine = torch.cuda.current_stream()
+                tensors[one.buffer].record_stream(mine if one.send else self._stream or mine)
+
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """KEYS: this rank's keys and values of a layer."""
         self._bind(action, buffers)
@@ -323,7 +375,8 @@ class Compute:
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """BACKWARD: propagate through the graph that was kept, or through one computed again; gradients of weights into
-        their buffers.
+        their buffers. BACKWARD_INPUT, of a layer on whole rows: but for those of its products, and what these are
+        computed from is held.
         """
         block, m, b = self.spec.blocks[action.block], action.micro_batch, action.block
         self._bind(action, buffers)
@@ -356,21 +409,27 @@ class Compute:
         else:
             arriving = self._held[input_gradient(m, b + 1)]
             with torch.enable_grad():
-                hidden = None
-                if kept := next((buffer for buffer in action.reads if buffer.kind in SAVED), None):
-                    hidden, graph = self._held[kept]
-                elif block.kind == "layer" and isinstance(own := self._input(action), _Graph):
-                    hidden, graph = own.leaf, own.edge
+                hidden, deferred = None, None
+                kept = next((self._held[one] for one in action.reads if one.kind in (*SAVED, *ROWS)), None)
+                if isinstance(kept, _Graph):
+                    hidden, graph, deferred = kept.leaf, kept.edge, kept.deferred
                 elif block.kind == "layer":
                     hidden = self._input(action).detach().requires_grad_(wanted)
-                    layer = partial(self.chain.layer, b, hidden, held.calls)
-                    graph = get_gradient_edge(self._drawing(action, given, layer))
+                    layer = partial(self.chain.layer, b, calls=held.calls)
+                    if action.op is Op.BACKWARD_INPUT:
+                        deferred = self._deferred(b)
+                        layer = deferred.around(layer)
+                    graph = get_gradient_edge(self._drawing(action, given, partial(layer, hidden)))
                 elif held.embedded is not None:
                     graph, held.embedded = held.embedded, None
                 else:
                     output = self._drawing(action, given, lambda: self.chain.embed(held.batch))[0]
                     graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
                 torch.autograd.backward(graph, arriving)
+            if action.op is Op.BACKWARD_INPUT:
+                self._held[linear(m, b)] = deferred
+            elif deferred is not None:
+                deferred.run(self.chain.gradient_of)
             if hidden is not None:
                 gradient = hidden.grad
         if wanted:
@@ -378,6 +437,19 @@ class Compute:
         for unit in units:
             self.chain.finish_collect(unit)
         self._release(action)
+
+    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        """BACKWARD_WEIGHT: the gradients of a layer's weights that BACKWARD_INPUT has left out. It reads no weights."""
+        units = self.spec.trainable_units(action.block)
+        for unit, buffer in zip(units, action.gradients, strict=True):
+            self.chain.collect(unit, buffers[buffer], accumulate=buffer in action.reads)
+        self._held[linear(action.micro_batch, action.block)].run(self.chain.gradient_of)
+        for unit in units:
+            self.chain.finish_collect(unit)
+        self._free(action)
+
+    def _deferred(self, block: int) -> DeferredProducts:
+        return DeferredProducts(self.chain.parameters_of(self.spec.blocks[block].units))
 
     def _sums_when_new(self, action: Action) -> list[Tensor] | None:
         """Sums over the bits of a block's weights, if it runs for the first time."""
@@ -444,12 +516,17 @@ class Compute:
     def reload(self, action: Action) -> None:
         """RELOAD: bring it back."""
         self._copy(action, to_host=False)
-        self._free(action)
 
     def _copy(self, action: Action, *, to_host: bool) -> None:
         source, target = self._held[action.reads[0]], action.writes[0]
-        place = self._place(target, source.shape, source.dtype, to_host=to_host)
+        if target.kind is Kind.INPUT:  # back to where any input is
+            place = torch.empty(source.shape, dtype=source.dtype, device=self.chain.device)
+        else:
+            place = self._place(target, source.shape, source.dtype, to_host=to_host)
         self._held[target] = place.copy_(source, non_blocking=True)
+        if self.chain.device.type == "cuda" and action.frees:
+            (source if to_host else place).record_stream(torch.cuda.current_stream() if to_host else self._stream)
+        self._free(action)
 
     def _place(self, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
         return self._room(target, dtype, to_host=to_host).of(shape)
@@ -489,6 +566,8 @@ class Compute:
         return losses
 
     def _bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        if self._stream is None and self.chain.device.type == "cuda":
+            self._stream = torch.cuda.current_stream()
         if action.weights:
             for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
                 self._bound[unit] = self.chain.bind(unit, buffers[buffer])
@@ -509,7 +588,8 @@ class Compute:
 
     def _free(self, action: Action) -> None:
         for buffer in action.frees:
-            del self._held[buffer]
+            if buffer.kind is not Kind.TURN:
+                del self._held[buffer]
 
     def _drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
         """``forward()`` with the random numbers of this block and micro-batch."""

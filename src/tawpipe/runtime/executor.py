@@ -51,6 +51,12 @@ class BlockCompute(Protocol):
 
     def keys_together(self, action: Action, transport: Transport) -> None: ...
 
+    def prepare(self, action: Action, given: StepInput) -> None: ...
+
+    def travel(self, action: Action, transport: Transport, given: StepInput) -> None: ...
+
+    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None: ...
+
 
 class Optimizers(Protocol):
     """``UnitOptimizers``, or something that stands for it in a measurement."""
@@ -197,9 +203,12 @@ class Executor:
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
             Op.KEYS: lambda action, step: compute.keys(action, self._buffers, step.given),
             Op.KEYS_BACKWARD: lambda action, step: compute.keys_backward(action, self._buffers, step.given),
+            Op.PREPARE: lambda action, step: compute.prepare(action, step.given),
+            Op.BACKWARD_INPUT: lambda action, step: compute.backward(action, self._buffers, step.given),
+            Op.BACKWARD_WEIGHT: lambda action, _: compute.backward_weight(action, self._buffers),
             Op.ZERO: lambda action, _: self._zero(action),
             Op.ADD: lambda action, _: self._add(action),
-            Op.EXCHANGE: lambda action, _: transport.exchange(action, self._buffers),
+            Op.EXCHANGE: self._exchange,
             Op.COLLECTIVE: lambda action, _: self._collective(action),
             Op.OFFLOAD: lambda action, _: compute.offload(action),
             Op.RELOAD: lambda action, _: compute.reload(action),
@@ -299,6 +308,12 @@ class Executor:
         return event
 
     # actions
+
+    def _exchange(self, action: Action, step: _Step) -> None:
+        if action.transfers[0].buffer.is_activation:
+            self.compute.travel(action, self.transport, step.given)
+        else:
+            self.transport.exchange(action, self._buffers)
 
     def _collective(self, action: Action) -> None:
         if action.lane is Lane.SEQ:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.discovery import kind_of
+from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.randomness import draws
+from tawpipe.runtime.split import DeferredProducts
 
 PROBED_TOKENS = 32
+T = TypeVar("T")
 Layer = Callable[[Tensor], Tensor]
 
 
@@ -113,40 +117,92 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     as position embeddings.
     To be called before the first step, while parameters are placeholders: they do not count.
     """
+    most = {"graph": 0, "kept": 0, "attention": 0}
+    for block, leaf, context in _one_of_every_kind(chain):
+        units = chain.blocks[block].units
+
+        def kept(block=block, leaf=leaf, context=context, units=units) -> tuple[int, int]:
+            stored: dict[int, Tensor] = {}
+
+            def store(saved: Tensor) -> Tensor:
+                stored[_place(saved)] = saved
+                return saved
+
+            with torch.no_grad():
+                chain.layer(block, leaf.detach().clone(), context)  # the first call gets a copy of its input
+            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
+                output = chain.layer(block, leaf, context)
+            stored[_place(leaf)] = leaf
+            shared = [one for one in tree_leaves([vars(call) for call in context]) if isinstance(one, Tensor)]
+            others = set(map(_place, [output, *shared, *chain.parameters_of(units)]))
+            total = sum(one.untyped_storage().nbytes() for place, one in stored.items() if place not in others)
+            return total, attention.bytes
+
+        total, attention = _tried(chain, block, kept, "schedule.recompute", "selective or none", "full")
+        most["graph"] = max(most["graph"], total // PROBED_TOKENS)
+        most["kept"] = max(most["kept"], (attention + leaf.nbytes) // PROBED_TOKENS)
+        most["attention"] = max(most["attention"], attention // PROBED_TOKENS)
+    return most
+
+
+def kept_for_weights_per_token(chain: Chain) -> int:
+    """Bytes that the layer which keeps most keeps for every token between the two parts of its backward pass
+    (``DeferredProducts``), counted in the same way. The gradient of its output is among them, and where it begins with
+    a product its input.
+    """
+    most = 0
+    for block, leaf, context in _one_of_every_kind(chain):
+
+        def kept(block=block, leaf=leaf, context=context) -> int:
+            deferred = DeferredProducts(chain.parameters_of(chain.blocks[block].units))
+            with torch.no_grad():
+                chain.layer(block, leaf.detach().clone(), context)
+            with torch.enable_grad():
+                output = deferred.around(partial(chain.layer, block, calls=context))(leaf)
+            torch.autograd.grad(output, leaf, torch.ones_like(output))
+            return deferred.bytes
+
+        total = _tried(chain, block, kept, "schedule.strategy", "a backward pass in two parts", "a strategy without")
+        most = max(most, total // PROBED_TOKENS)
+    return most
+
+
+def _one_of_every_kind(chain: Chain) -> Iterator[tuple[int, Tensor, tuple[LayerCall, ...]]]:
+    """The first layer, the last one and one of every kind: its block, an input that takes a gradient, and the calls."""
     ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.long)
     batch = MicroBatch.from_rows(ids, ids).to(chain.device)
-    most = {"graph": 0, "kept": 0, "attention": 0}
     with torch.no_grad(), _caller_undisturbed(chain.device):
         hidden, context = chain.embed(batch)
-    shared = {_place(one) for one in tree_leaves([vars(call) for call in context]) if isinstance(one, Tensor)}
     kinds = {kind_of(layer, index): index + 1 for index, layer in enumerate(chain.layers)}
     for block in {1, len(chain.layers), *kinds.values()}:
-        stored: dict[int, Tensor] = {}
+        # Not the hidden states that there are: numbers, so that changes of them show.
+        yield block, torch.ones_like(hidden, requires_grad=True), context
 
-        def store(saved: Tensor, stored: dict[int, Tensor] = stored) -> Tensor:
-            if saved.untyped_storage().nbytes() > saved.element_size():  # else a placeholder of a weight
-                stored[_place(saved)] = saved
-            return saved
 
-        given = torch.ones_like(hidden)  # not what there is: numbers, so that changes of them show
-        leaf = given.clone().requires_grad_()
-        try:
-            with _caller_undisturbed(chain.device), torch.no_grad():
-                chain.layer(block, given, context)  # the first call gets a copy of its input
-            hooks = saved_tensors_hooks(store, lambda saved: saved)
-            with _caller_undisturbed(chain.device), torch.enable_grad(), hooks, _Attention() as attention:
-                output = chain.layer(block, leaf, context)
-        except RuntimeError as error:
-            expected = f"full: {chain.block_name(block)} cannot be tried while it has no weights ({error})"
-            raise UserError("schedule.recompute", "selective or none", expected) from error
-        stored[_place(leaf)] = leaf
-        others = {_place(output), *shared}
-        total = sum(one.untyped_storage().nbytes() for place, one in stored.items() if place not in others)
-        most["graph"] = max(most["graph"], total // PROBED_TOKENS)
-        own = attention.bytes + leaf.nbytes
-        most["kept"] = max(most["kept"], own // PROBED_TOKENS)
-        most["attention"] = max(most["attention"], attention.bytes // PROBED_TOKENS)
-    return most
+def _tried(chain: Chain, block: int, run: Callable[[], T], setting: str, value: str, otherwise: str) -> T:
+    """``run()``, which calls a layer, on placeholders; or on zeros, where a kernel takes none.
+
+    Raises:
+        UserError: it cannot; the value of a setting that needs it, and what would do.
+    """
+    units = chain.blocks[block].units
+    try:
+        with _caller_undisturbed(chain.device):
+            return run()
+    except RuntimeError:
+        pass
+    try:
+        for unit in units:
+            chain.bind(unit, torch.zeros(chain.units[unit].spec.numel, dtype=chain.dtype, device=chain.device))
+        with _caller_undisturbed(chain.device):
+            return run()
+    except RuntimeError as error:
+        expected = f"{otherwise}: {chain.block_name(block)} cannot be tried while it has no weights ({error})"
+        raise UserError(setting, value, expected) from error
+    finally:
+        for unit in units:
+            chain.release(unit)
+        chain.forget()
 
 
 def _place(tensor: Tensor) -> int:

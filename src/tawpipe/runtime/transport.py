@@ -316,7 +316,8 @@ class Transport:
             pair = (self.rank, t.peer) if t.send else (t.peer, self.rank)
             counter = (key[0], f"{pair[0]}>{pair[1]}")
             self._sequence.setdefault(counter, 0)
-            mine = self._header(counter, f"u{t.unit} {action.compression}")
+            about = str(t.buffer) if t.buffer.is_activation else f"u{t.unit}"
+            mine = self._header(counter, f"{about} {action.compression}")
             if t.send:
                 works.append(dist.isend(mine, t.peer, group=group))
             else:

@@ -1,0 +1,206 @@
+"""A layer's backward pass in two parts: first all gradients but those of the weights of matrix products, then these.
+
+The first part is what other ranks wait for. It goes through the whole graph, so that nothing of this stays; of every
+product it keeps the input and the gradient of the output, which is all that the second part needs. Weights are neither
+kept nor needed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+Layer = Callable[[Tensor], Tensor]
+Views = tuple[Callable[[Tensor], Tensor], ...]
+"""What makes a view of a parameter, one after the other."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of an input with a weight, [.., in] -> [.., out].
+
+    Args:
+        parameter: the weight, or what it is a view of by ``views``.
+        transposed: it is [out, in], as in ``nn.Linear``; otherwise [in, out], perhaps of every expert.
+        offsets: ends of the experts' rows in the input, for products by groups of rows.
+    """
+
+    parameter: nn.Parameter
+    views: Views
+    transposed: bool
+    offsets: Tensor | None
+
+    def multiply(self, first: Tensor, second: Tensor) -> Tensor:
+        """The product of the same kind."""
+        return first @ second if self.offsets is None else F.grouped_mm(first, second, offs=self.offsets)
+
+    def add_gradient(self, given: Tensor, arriving: Tensor, target: Tensor) -> None:
+        """Add the weight's gradient.
+
+        Args:
+            given, arriving: the input, and the gradient of the output.
+            target: of the parameter's shape.
+        """
+        for view in self.views:
+            target = view(target)
+        if target.ndim == 2:
+            given, arriving = given.flatten(0, -2), arriving.flatten(0, -2)
+        first, second = (arriving, given) if self.transposed else (given, arriving)
+        if target.stride(-1) != 1:  # the way in which both are read row by row
+            target, first, second = target.mT, second, first
+        target.add_(self.multiply(first.mT, second))
+
+
+class DeferredProducts(TorchFunctionMode):
+    """A context for the forward pass of a layer, whose backward pass leaves out the gradients of weights of products;
+    afterwards what they are computed from.
+
+    A product with anything else than a parameter or a plain view of one is none of its business, and so are products
+    of weights with each other: their gradients come with the first part.
+
+    Args:
+        parameters: of the layer. Those that are frozen have no part in it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters = tuple(parameters)
+        self._weights: dict[int, tuple[Tensor, nn.Parameter, Views]] = {}
+        """By id, while the layer runs: trainable parameters and views of them."""
+        self._storages: set[int] = set()
+        self._noted: list[tuple[_Product, Tensor, Tensor]] = []
+
+    def __enter__(self) -> DeferredProducts:
+        self._storages = {one.untyped_storage()._cdata for one in self._parameters}
+        self._weights = {id(one): (one, one, ()) for one in self._parameters if one.requires_grad}
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._weights = {}
+        super().__exit__(*error)
+
+    def around(self, layer: Layer) -> Layer:
+        """``layer``, with the context around each of its runs."""
+
+        def run(hidden: Tensor) -> Tensor:
+            with self:
+                return layer(hidden)
+
+        return run
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is kept. An input of several products is kept once."""
+        kept = [one.untyped_storage() for _, *both in self._noted for one in both]
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+
+    def run(self, target: Callable[[nn.Parameter], Tensor]) -> None:
+        """The second part: add the gradients of the weights to what ``target`` gives for their parameters. What is kept
+        goes, bit by bit.
+        """
+        self._noted.reverse()
+        with torch.no_grad():
+            while self._noted:
+                product, given, arriving = self._noted.pop()
+                product.add_gradient(given, arriving, target(product.parameter))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _VIEWS and args and id(args[0]) in self._weights:
+            _, parameter, views = self._weights[id(args[0])]
+            view = func(*args, **kwargs)
+            if view._is_view():
+                again = partial(_call_on_first, func, args[1:], kwargs)
+                self._weights[id(view)] = view, parameter, (*views, again)
+            return view
+        if func in _PRODUCTS and torch.is_grad_enabled() and (taken := _PRODUCTS[func](*args, **kwargs)) is not None:
+            given, weight, bias, transposed, offsets = taken
+            if id(weight) in self._weights and self._defers(given, weight, offsets):
+                _, parameter, views = self._weights[id(weight)]
+                product = _Product(parameter, views, transposed, offsets)
+                return _Apart.apply(partial(func, *args, **kwargs), product, self._noted, given, weight, bias)
+        return func(*args, **kwargs)
+
+    def _defers(self, given: Tensor, weight: Tensor, offsets: Tensor | None) -> bool:
+        if weight.ndim == 2:
+            fits = given.ndim > 1
+        elif offsets is not None:
+            fits = (given.ndim, weight.ndim) == (2, 3)
+        else:
+            fits = given.ndim == weight.ndim == 3 and given.shape[0] == weight.shape[0]
+        own = given.untyped_storage()._cdata not in self._storages  # a weight would have gone by then
+        return fits and own and not torch.is_autocast_enabled(weight.device.type)
+
+
+class _Apart(torch.autograd.Function):
+    """A product whose weight gets no gradient: what this is computed from is noted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Callable[[], Tensor],
+        product: _Product,
+        noted: list[tuple[_Product, Tensor, Tensor]],
+        given: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.product, ctx.noted, ctx.bias = product, noted, None if bias is None else bias.shape
+        ctx.save_for_backward(given, weight)
+        return run().data  # not as the view that some products end with: models change it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, arriving: Tensor) -> Any:  # type: ignore[override]
+        given, weight = ctx.saved_tensors
+        ctx.noted.append((ctx.product, given.detach(), arriving))
+        of_given = of_bias = None
+        if ctx.needs_input_grad[3]:
+            of_given = ctx.product.multiply(arriving, weight if ctx.product.transposed else weight.mT)
+        if ctx.needs_input_grad[5]:
+            of_bias = arriving.sum_to_size(ctx.bias)
+        return None, None, None, of_given, None, of_bias
+
+
+# what is looked at: functions with their arguments, as (input, weight, bias, transposed, offsets), None for others
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return input, weight, bias, True, None
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> Any:
+    return None if others else (mat1, mat2, input, False, None)
+
+
+def _matmul(input: Tensor, other: Tensor | None = None, **others: Any) -> Any:
+    return None if others or other is None else (input, other, None, False, None)
+
+
+def _grouped(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **others: Any) -> Any:
+    plain = offs is not None and all(one is None for one in others.values())
+    return (input, mat2, None, False, offs) if plain else None
+
+
+def _call_on_first(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Tensor:
+    return func(tensor, *args, **kwargs)
+
+
+_PRODUCTS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _matmul),
+    torch._grouped_mm: _grouped,  # type: ignore[attr-defined]  # what F.grouped_mm calls
+}
+_TURNED: list[Any] = [Tensor.T, Tensor.mT]
+_VIEWS = {Tensor.__getitem__, Tensor.transpose, torch.transpose, Tensor.t, torch.t, *(one.__get__ for one in _TURNED)}
+"""Those after which every element of a parameter is in the view once, or not at all."""
