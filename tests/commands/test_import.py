@@ -16,7 +16,6 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import (
     IMPORTS,
     STRATEGIES,
-    ActivationPipeline,
     Flat,
     find,
     import_strategies,
@@ -111,9 +110,3 @@ def test_a_library_user_may_name_a_strategy_in_every_way() -> None:
     assert strategy_of(chosen) == (flat, chosen)
     with pytest.raises(UserError, match="schedule: got 3; ScheduleSettings, a Strategy"):
         strategy_of(3)  # type: ignore[arg-type]
-
-
-def test_what_is_only_predicted_is_not_run() -> None:
-    for named in ("1f1b", ActivationPipeline("zero-bubble"), ScheduleSettings(strategy="interleaved-1f1b")):
-        with pytest.raises(UserError, match=r"schedule.strategy: got '.*'; one that is run.*weipipe"):
-            strategy_of(named)

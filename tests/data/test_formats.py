@@ -115,7 +115,7 @@ def test_of_a_folder_with_rows_other_files_are_left_out_in_one_line(tmp_path):
         ("a.csv", b"text\nx\n\xff\n", "line 3", "not UTF-8"),
         ("a.csv", b"text,text\nx,y\n", "a.csv", "two columns of one name"),
         ("a.csv", b"body\nx\n", "line 2", "lacking the columns 'text'"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9)[:-9], "a.jsonl.gz", "not readable"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9], "a.jsonl.gz", "not readable"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd", "a.jsonl.zst", "not readable"),
         ("a.pq", b"PAR1", "a.pq, after row 0", "not readable as parquet"),
     ],

@@ -156,7 +156,7 @@ def test_windows_of_layers_are_in_a_saved_plan() -> None:
 def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
     asked = request(450)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
-    found = [Candidate("tawpipe-spread", step, predict(asked, step), True, True)]
+    found = [Candidate("tawpipe-spread", step, predict(asked, step), True)]
     work = work_of_plan(Plan.of(asked, found).text())
     assert work is not None
     for length in (1, 50, 1000):

@@ -27,7 +27,7 @@ from tawpipe.simulate import LinkModel
 
 MOST = 1 << 20
 GPUS = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
-CANDIDATES = [name for name, one in strategies(runs=True).items() if one.candidate]
+CANDIDATES = [name for name, one in strategies().items() if one.candidate and not one.weights_stay]
 
 
 def asked_of(machine: Machine | None = None, *, memory: int, most: int = MOST) -> PlanRequest:

@@ -104,9 +104,7 @@ def test_without_the_solver_the_heuristic_holds_and_that_is_said(monkeypatch):
 def test_a_slow_link_keeps_less_and_the_plan_says_where():
     asked = uneven()
     steps = {name: step_of(asked, name) for name in ("tawpipe-spread", "tawpipe-striped")}
-    spread, striped = (
-        settle(asked, Candidate(name, step, predict(asked, step), True, True)) for name, step in steps.items()
-    )
+    spread, striped = (settle(asked, Candidate(name, step, predict(asked, step), True)) for name, step in steps.items())
     assert striped.step is not None and striped.step.settings.homes and striped.homes is not None
     assert striped.seconds < predict(asked, steps["tawpipe-striped"]).step_seconds
     assert planned_settings(settings_of(striped.step), DEFAULT).homes == striped.step.settings.homes

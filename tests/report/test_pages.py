@@ -150,7 +150,10 @@ def test_actions_are_matched_by_their_words(plan):
 
 
 def test_a_timeline_says_whose_lanes_it_shows(plan, monkeypatch):
-    bars = predicted_bars(timeline_of(plan.request, plan.chosen.step))
+    steps = {one.strategy: one.step for one in plan.candidates}
+    passing = predicted_bars(timeline_of(plan.request, steps["1f1b"]))  # all ranks, which do not do alike
+    assert "The first rank" not in timeline_section("A step", passing).text
+    bars = predicted_bars(timeline_of(plan.request, steps["tawpipe-spread"]))
     section = timeline_section("A step", bars, "3 of 9 rounds.")
     assert section.text.startswith("Drag to zoom") and "3 of 9 rounds. The first rank of every node." in section.text
     monkeypatch.setattr("tawpipe.report.page.MOST_BARS", len(bars) // 3)

@@ -104,7 +104,7 @@ class Dealt:
             UserError: a document is longer than any bin can be.
         """
         alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
-        candidates = [one for one in search(alone, tell=tell) if one.runnable]
+        candidates = search(alone, tell=tell)
         good = [one for one in candidates if one.fits and one.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size

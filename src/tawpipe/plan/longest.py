@@ -146,7 +146,7 @@ class Longest:
     def of(
         cls, request: PlanRequest, *, ends: str = POSITIONS, tell: Callable[[str], None] = lambda _: None
     ) -> Longest:
-        """Look at every strategy that runs.
+        """Look at every strategy whose weights travel: pipelines keep several rows at one time, and whole ones.
 
         Args:
             request: with micro-batches of one row, and rows as long as may be.
@@ -154,8 +154,8 @@ class Longest:
             tell: is given a line for every strategy.
         """
         rows = []
-        for strategy in strategies(runs=True).values():
-            if strategy.candidate:
+        for strategy in strategies().values():
+            if strategy.candidate and not strategy.weights_stay:
                 rows.append(_longest_of(request, strategy, ends))
                 tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
         return cls(request, tuple(sorted(rows, key=lambda one: (-one.tokens, -one.tokens_per_second))))

@@ -27,8 +27,8 @@ from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.simulate import LinkModel
 
 USABLE = 0.95
@@ -92,6 +92,7 @@ def request_of(
     quantize: str = NONE,
     trust_remote_code: bool = False,
     why_whole: str = "",
+    compiled: bool = False,
     optimizer: OptimizerFactory = USUAL,
     here: torch.device | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -111,6 +112,7 @@ def request_of(
         frozen: patterns of names of parameters that are not trained.
         quantize: form of frozen matrices, as of ``Pipeline``.
         why_whole: the reason why rows may not be cut, if they may not.
+        compiled: layers are compiled.
         optimizer: whose states and updates are planned for.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
@@ -191,6 +193,8 @@ def request_of(
             communicator_bytes=communicator_bytes,
             drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
+            why_not_staged=made.why_not_staged,
+            compiled=compiled,
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 

@@ -21,6 +21,7 @@ from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.peak import Peak, peaks
 from tawpipe.runtime.recompute import attention_bytes, keep_attention, keep_graph
 from tawpipe.runtime.rows import OnDevice, Rows
+from tawpipe.runtime.split import DeferredProducts
 from tawpipe.schedule.footprint import BlockMemory
 
 MOST_TOKENS = 2048
@@ -39,7 +40,7 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
         packed: rows hold several documents, which attention may compute one by one.
     """
     working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-    kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0}
+    kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0, "lin": 0}
     at_once: dict[str, int] = {}
     for (kind, *_), blocks in bench.kinds().items():
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
@@ -139,6 +140,7 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         return found
     again = _steady([backward, held.clear], bench.device)[0]
     found["backward full"] = again.most - gradient
+    found["lin"] = _kept_for_weights(chain, case, layer)
     for name, kind in (("none", "graph"), ("selective", "kept")):
         if name == "selective" and not found["attention"]:
             continue
@@ -147,6 +149,15 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         found[f"forward {name}"] = there.most - there.after - size
         found[f"backward {name}"] = back.most - back.before - gradient
     return found
+
+
+def _kept_for_weights(chain: Chain, case: Case, layer: Callable[[Tensor], Tensor]) -> int:
+    """What a layer keeps between the two parts of its backward pass."""
+    deferred, leaf = DeferredProducts(chain.parameters_of(case.spec.units)), case.hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        output = deferred.around(layer)(leaf)
+    torch.autograd.grad(output, leaf, torch.ones_like(output))
+    return deferred.bytes
 
 
 def measure_chunks(bench: Bench, smallest: int) -> dict[str, tuple[float, float, float]]:
@@ -255,6 +266,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
             "graph": boundary + norms + attention + 3 * inner,
             "kept": boundary + queries + 4 * heads,
             "ctx": 2 * queries // max(1, heads) + 32,
+            "lin": 4 * boundary + attention + queries + 5 * inner,
         },
         {
             "layer": layer,

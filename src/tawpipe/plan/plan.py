@@ -48,7 +48,7 @@ class Plan:
 
     @classmethod
     def of(cls, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
-        good = [one for one in candidates if one.runnable and one.fits and one.prediction is not None]
+        good = [one for one in candidates if one.fits and one.prediction is not None]
         good.sort(key=lambda one: one.seconds)
         if good:  # of those that are as fast, the one that loads the links least
             alike = [one for one in good if one.seconds <= good[0].seconds * (1 + GAIN)]
@@ -66,6 +66,8 @@ class Plan:
         made, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - made.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
+        if self.chosen.step.strategy.weights_stay:
+            words += f", its stages {self.chosen.step.strategy.layout}"
         if chunk := self.chosen.step.settings.sequence_chunk:
             words += f", rows in {of_chunks(self.request, chunk)}"
         if (ranks := self.chosen.step.sequence_ranks) > 1:
@@ -82,10 +84,6 @@ class Plan:
         if self.runner_up is not None:
             behind = self.runner_up.seconds / seconds - 1
             words += f"; {self.runner_up.strategy} is {'as fast' if behind < GAIN else f'{behind:.1%} slower'}"
-        better = [one for one in self.candidates if not one.runnable and one.fits and one.seconds < seconds]
-        if better:
-            ahead = seconds / better[0].seconds - 1
-            words += f". {better[0].strategy} would be {ahead:.0%} faster; {better[0].why_not}"
         return words
 
     def _nothing_fits(self) -> str:
@@ -101,7 +99,7 @@ class Plan:
     def least(self) -> Candidate | None:
         """The candidate that needs the least memory of a device."""
         return min(
-            (one for one in self.candidates if one.runnable and one.prediction is not None),
+            (one for one in self.candidates if one.prediction is not None),
             key=lambda one: one.prediction.peak_bytes if one.prediction else 0,
             default=None,
         )
@@ -124,7 +122,7 @@ class Plan:
         row: dict[str, Any] = {
             "strategy": candidate.strategy,
             "knobs": candidate.chosen_settings(),
-            "runnable": candidate.runnable,
+            "runnable": True,
             "fits": candidate.fits,
             "why_not": candidate.why_not,
             "exchange_seconds": candidate.homes and {**candidate.homes.seconds, "bound": candidate.homes.bound_s},

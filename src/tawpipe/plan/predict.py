@@ -107,8 +107,9 @@ def link_bytes_of(timeline: Timeline) -> float:
 
 def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
-    count = sum(map(len, step.micro_batches))
-    most = max(map(len, step.micro_batches)) if step.strategy.runs else count / step.topology.world_size
+    most = max(map(len, step.micro_batches))
+    if step.strategy.weights_stay:  # each of them is computed by several ranks, in turn
+        most = len({m for own in step.micro_batches for m in own}) / step.topology.world_size
     compute, topology = most * request.compute_s(step), request.topology
     traffic = step.strategy.traffic(step, training=True)
     if topology.num_nodes == 1 or traffic is None:
@@ -145,7 +146,7 @@ def predict(request: PlanRequest, step: StepSpec) -> Prediction:
         round(extended(link_bytes_of)),
         memory_of(request, schedule),
         bound_of(request, step),
-        made if step.strategy.runs else None,
+        made,
     )
 
 

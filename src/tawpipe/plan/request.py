@@ -12,11 +12,10 @@ from tawpipe.plan.machine import Machine
 from tawpipe.plan.profile import Profile
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.sets import share_in_sets
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
-from tawpipe.schedule.strategies import step_of
+from tawpipe.schedule.strategies import shares_of, step_of
 from tawpipe.simulate import CostModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
@@ -46,6 +45,8 @@ class PlanRequest:
         key_value_bytes: of a layer's keys and values, for every token; 0 if unknown.
         flops: that the model needs for a step, as MFU counts; 0 if unknown.
         peak_flops: of a device; None if unknown.
+        why_not_staged: the reason why the layers cannot be on other devices than the embedding; mostly empty.
+        compiled: layers are compiled, so that their backward passes are not taken apart.
         needs_whole: an optimizer that looks at whole matrices, which every unit's home has to have; empty for others.
         settings: what a plan takes as given: see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
     """
@@ -67,6 +68,8 @@ class PlanRequest:
     drops: bool = False
     key_value_bytes: int = 0
     needs_whole: str = ""
+    why_not_staged: str = ""
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):
@@ -167,10 +170,15 @@ class PlanRequest:
         """
         if settings.sequence_chunk is None:  # and so rows are whole
             settings = replace(settings, **self.in_chunks(0))
-        shares = share_in_sets(self.micro_batches, self.topology, settings)
+        shares = shares_of(self.micro_batches, self.topology, settings, strategy)
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy)
+        why = self.why_not_staged if step.strategy.weights_stay else ""
+        if self.compiled and step.strategy.splits:
+            why = why or "backward passes of compiled layers cannot be taken apart"
+        if why:
+            raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}")
         for unit, home in zip(self.model.units, step.homes, strict=True):
-            if self.needs_whole and step.strategy.runs and unit.trainable and len(home.ranks) > 1:
+            if self.needs_whole and unit.trainable and len(home.ranks) > 1:
                 expected = f"one that keeps whole units, for {self.needs_whole}, which looks at whole matrices"
                 raise UserError("schedule.strategy", step.strategy.name, f"{expected}: tawpipe-whole")
         return step

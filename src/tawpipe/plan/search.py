@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.plan import pipelines
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import (
@@ -29,7 +30,8 @@ from tawpipe.plan.predict import (
     short_schedule,
 )
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.settings import DEFAULT, spell_homes
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies import step_of, strategies
 
@@ -58,14 +60,12 @@ class Candidate:
     Args:
         strategy: its name.
         step: with the settings; None where the strategy cannot be played at all; then ``why_not`` says why.
-        runnable: whether this project runs it.
         homes: what was found where units can be placed one by one, see place.py.
     """
 
     strategy: str
     step: StepSpec | None
     prediction: Prediction | None
-    runnable: bool
     fits: bool
     why_not: str = ""
     homes: Homes | None = None
@@ -75,8 +75,8 @@ class Candidate:
         return self.prediction.step_seconds if self.prediction is not None else float("inf")
 
     def chosen_settings(self) -> dict[str, Any]:
-        """The settings by name; none where the strategy cannot be run."""
-        return settings_of(self.step) if self.step is not None and self.runnable else {}
+        """The settings by name; none where the strategy cannot be played."""
+        return settings_of(self.step) if self.step is not None else {}
 
 
 def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
@@ -92,9 +92,9 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         if any(one.fits for one in candidates):
             break
         candidates = []
-        for strategy in strategies(runs=True).values():
+        for strategy in strategies().values():
             if strategy.candidate:
-                candidates.append(_best(asked, strategy))
+                candidates.append(_best(asked, strategy, _best_axis(candidates)))
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     for i, one in enumerate(candidates):
@@ -103,9 +103,6 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
             step, made = _improve(request, one.step, one.prediction)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
             tell(describe(request, candidates[i]))
-    for strategy in strategies(runs=False).values():
-        candidates.append(_best_elsewhere(request, strategy))
-        tell(describe(request, candidates[-1]))
     return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
 
 
@@ -137,10 +134,14 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
 def whole_rows_fit(request: PlanRequest) -> bool:
     """True if some strategy can run the rows whole, with everything on the device."""
-    for strategy in strategies(runs=True).values():
+    for strategy in strategies().values():
+        if (
+            strategy.weights_stay or not strategy.candidate
+        ):  # where a pipeline fits, others do that keep less at one time
+            continue
         with suppress(UserError):
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
-            if strategy.candidate and fits(request, memory_quickly(request, request.step(lean, strategy))):
+            if fits(request, memory_quickly(request, request.step(lean, strategy))):
                 return True
     return False
 
@@ -166,13 +167,17 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy) -> Candidate:
-    """The settings that suit a strategy, as long as nothing is improved one by one."""
-    best = _best_of(request, strategy)
+def _best(request: PlanRequest, strategy: Strategy, axis: str = "") -> Candidate:
+    """The settings that suit a strategy, as long as nothing is improved one by one.
+
+    Args:
+        axis: what pipelines that are made for costs are laid over.
+    """
+    best = _best_of(request, strategy, axis)
     if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
         return best
     for ranks in request.sets:
-        other = _best_of(request.with_ranks(ranks), strategy)
+        other = _best_of(request.with_ranks(ranks), strategy, axis)
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -194,12 +199,32 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy) -> Candidate:
-    """The same with as many ranks to a row as the request says."""
-    refused = Candidate(strategy.name, None, None, True, False)
-    base = replace(request.settings, strategy=strategy.name)
+def _best_of(request: PlanRequest, strategy: Strategy, axis: str) -> Candidate:
+    """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
     try:
-        options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in _per_visit(request)]
+        ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis)]
+    except UserError as error:
+        return Candidate(strategy.name, None, None, False, str(error))
+    if not ways:
+        return Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
+    return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
+
+
+def _best_axis(candidates: Sequence[Candidate]) -> str:
+    """What the best pipeline so far is laid over; empty if there is none."""
+    found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
+    if not found:
+        return ""
+    step = min(found, key=lambda one: (not one.fits, one.seconds)).step
+    return step.strategy.axis if step is not None and isinstance(step.strategy, ActivationPipeline) else ""
+
+
+def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
+    refused = Candidate(strategy.name, None, None, False)
+    base = replace(request.settings, strategy=strategy.name)
+    visits = [1] if strategy.weights_stay else _per_visit(request)
+    try:
+        options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
         options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
@@ -222,7 +247,7 @@ def _best_of(request: PlanRequest, strategy: Strategy) -> Candidate:
             if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
                 best = step, made
     assert best is not None
-    return Candidate(strategy.name, *best, True, True)
+    return Candidate(strategy.name, *best, True)
 
 
 def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
@@ -272,7 +297,7 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     """Why a strategy is no other than one before it on these machines, or nothing."""
     if request.topology.num_nodes > 1 or not strategy.defaults:
         return ""
-    for other in strategies(runs=True).values():
+    for other in strategies().values():
         if other is strategy:
             break
         parts = ("place", "home", "route", "build")  # the rest is what nodes keep, and there is one node
@@ -294,29 +319,6 @@ def _too_large(request: PlanRequest, step: StepSpec) -> str:
     if one_for_all(request, step) or topology.world_size * len(request.model.blocks) <= LARGEST_WORK:
         return ""
     return f"not played on {topology.world_size} devices that do not all do alike"
-
-
-def _best_elsewhere(request: PlanRequest, strategy: Strategy) -> Candidate:
-    """A strategy that others run, laid out in every way that it knows: the fastest that fits, or the smallest."""
-    refused = Candidate(strategy.name, None, None, False, False)
-    world = request.topology.world_size
-    if world * len(request.model.blocks) > LARGEST_WORK:
-        return replace(refused, why_not=f"not played on {world} devices")
-    played: list[tuple[bool, float, Prediction, Strategy]] = []
-    why_not = ""
-    for layout in strategy.layouts(request.topology):
-        try:
-            made = predict(request, request.step(DEFAULT, layout))
-        except UserError as error:
-            why_not = why_not or str(error)
-            continue
-        good = fits(request, made.needs)
-        played.append((not good, made.step_seconds if good else made.peak_bytes, made, layout))
-    if not played:
-        return replace(refused, why_not=why_not or "a pipeline needs several devices")
-    over, _, made, layout = min(played, key=lambda one: one[:2])
-    reason = f"{layout.layout}; torch.distributed.pipelining and Megatron-LM run it"
-    return Candidate(strategy.name, None, made, False, not over, reason)
 
 
 def _per_visit(request: PlanRequest) -> list[int]:
@@ -364,6 +366,9 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
 def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
     """Settings that may be worth a try; a strategy refuses those that are not for it."""
     settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
+    if step.strategy.weights_stay:
+        yield from pipelines.changes(request, step)
+        return
     for name in ("look_ahead", "gradient_buffers"):
         yield {name: getattr(settings, name) + 1}
     if request.topology.num_nodes > 1:

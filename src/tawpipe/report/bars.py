@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer
+from tawpipe.schedule.buffers import Kind
 from tawpipe.simulate.timeline import Timeline
 
 FORMAT = 1
@@ -32,6 +33,9 @@ KINDS = {
     "sums, norm": "#8d99ae",
     "host": "#c9a227",
     "keys and values": "#d67ab1",
+    "backward, for weights": "#8fb3d9",
+    "activations": "#00a6a6",
+    "gradients of activations": "#7fd1ae",
 }
 """Kinds of action that are told apart, and their colours."""
 
@@ -117,12 +121,18 @@ def find_recording(path: Path) -> Path:
     return recorded[-1]
 
 
-def first_of_nodes(bars: Iterable[Bar]) -> list[int]:
-    """The lowest rank of every node: the ranks of a node do alike."""
+def first_of_nodes(bars: Sequence[Bar]) -> list[int]:
+    """The lowest rank of every node, where its ranks do alike; in a pipeline all ranks."""
+    if any(map(_passes_activations, bars)):
+        return sorted({bar.rank for bar in bars})
     lowest: dict[int, int] = {}
     for bar in bars:
         lowest[bar.node] = min(bar.rank, lowest.get(bar.node, bar.rank))
     return sorted(lowest.values())
+
+
+def _passes_activations(bar: Bar) -> bool:
+    return any(one.buffer.is_activation for one in bar.action.transfers)
 
 
 def kind_of(bar: Bar) -> str:
@@ -132,12 +142,16 @@ def kind_of(bar: Bar) -> str:
         return "host"
     if action.op is Op.COLLECTIVE and action.reads and action.reads[0].is_activation:
         return "keys and values"
+    if _passes_activations(bar):
+        forward = action.transfers[0].buffer.kind is Kind.INPUT
+        return "activations" if forward else "gradients of activations"
     if action.op in (Op.EXCHANGE, Op.COLLECTIVE):
         what = "weights" if (*action.reads, *action.writes)[0].is_weight else "gradients"
         far = action.lane in (Lane.INTER_W, Lane.INTER_G) or action.group in ("rail", "world")
         return f"{what} {'between nodes' if far else 'inside a node'}"
     known = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.ZERO: "backward", Op.UPDATE: "update"}
-    known |= {Op.KEYS: "forward", Op.KEYS_BACKWARD: "backward"}
+    known |= {Op.KEYS: "forward", Op.KEYS_BACKWARD: "backward", Op.PREPARE: "forward"}
+    known |= {Op.BACKWARD_INPUT: "backward", Op.BACKWARD_WEIGHT: "backward, for weights"}
     return known.get(action.op, "sums, norm")
 
 
@@ -145,6 +159,10 @@ def lanes_of(bars: Sequence[Bar], ranks: Iterable[int]) -> list[tuple[int, Lane]
     """The rows of a timeline: for every rank the lanes that it uses, in the order of ``Lane``."""
     used = {(bar.rank, bar.action.lane) for bar in bars}
     return [(rank, lane) for rank in ranks for lane in Lane if (rank, lane) in used]
+
+
+def _what(transfer: Transfer) -> str:
+    return str(transfer.buffer) if transfer.buffer.is_activation else f"u{transfer.unit}"
 
 
 def label(bar: Bar) -> str:
@@ -156,7 +174,7 @@ def label(bar: Bar) -> str:
     action = bar.action
     words = [action.collective or action.op.value]
     if action.transfers:
-        words.append(" ".join(f"{'>' if t.send else '<'}{t.peer}:u{t.unit}" for t in action.transfers))
+        words.append(" ".join(f"{'>' if t.send else '<'}{t.peer}:{_what(t)}" for t in action.transfers))
     for letter, number in (("b", action.block), ("m", action.micro_batch), ("u", action.unit)):
         if number >= 0:
             words.append(f"{letter}{number}")

@@ -16,6 +16,8 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
 from tawpipe.runtime.faults import parse_faults
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
+from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
 from tawpipe.schedule.strategies import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
@@ -57,9 +59,13 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
         expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
-    if config.schedule.strategy not in (known := strategies(runs=True)):
+    if config.schedule.strategy not in (known := strategies()):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
+    if isinstance(known[config.schedule.strategy], ActivationPipeline):
+        check_axis(config.schedule.stages)
+    if config.schedule.block_times:
+        parse_times(config.schedule.block_times)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
     if lengths := config.evaluation.retrieval_lengths:

@@ -242,6 +242,9 @@ class TrainConfig(DataSettings):
     """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best,
     in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings
     under schedule that are not as usual beat auto. A resumed run does on the same nodes what it did before."""
+    plan_improve: Literal["on", "off"] = "on"
+    """Look for a better order of a pipeline beside the training (under solved): some steps are timed, a solver looks
+    for at most a minute, and what it finds is swapped in between two steps. --plan.improve means the same."""
     report: str = ""
     """A file for a page (HTML) about the run when it has ended: plan, curves, the recorded step. Empty for none."""
     max_restarts: int = bounded(0, minimum=0)
@@ -338,7 +341,7 @@ def in_bins(config: TrainConfig, world_size: int) -> TrainConfig:
 def train_options() -> Options[TrainConfig]:
     """The settings of ``tawpipe train``."""
     head = (TrainConfig.__doc__ or "").strip()
-    choices = {"schedule.strategy": {name: one.summary for name, one in strategies(runs=True).items()}}
+    choices = {"schedule.strategy": {name: one.summary for name, one in strategies().items()}}
     groups = {"finite_check": "optimizer"}
     renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
     renamed["text_column"] = "columns, as text=COLUMN"
@@ -352,7 +355,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         UserError: see :meth:`Options.parse`.
         SystemExit: ``--help`` and ``--print-config``, after printing.
     """
-    return train_options().parse(argv)
+    return train_options().parse([word.replace("--plan.improve", "--plan-improve", 1) for word in argv])
 
 
 def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:

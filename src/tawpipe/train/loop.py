@@ -35,6 +35,7 @@ from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.evaluation import Best, Evaluation
+from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.recipe import settled
@@ -97,8 +98,11 @@ class Training:
         self.evaluation = Evaluation(config, pipeline, data, self._batches, check=check, best=best)
         disk.best = [best.step] if best else []
         self.saves = Saves(config, console, pipeline, disk, memory, self._state)
+        left = config.steps - self.first if config.plan_improve == "on" else 0
+        self._improving = Improving(pipeline, world, console, rows=config.global_batch, steps=left)
         self.texts = Samples(config, console, pipeline, data, first=self.first)
         self._computed_s = self._own_work = 0.0
+        self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
         self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
         self._writer: MetricsWriter | None = None
@@ -141,6 +145,7 @@ class Training:
             elif self.evaluation.due and not self.evaluation.measured:
                 self._evaluate_before()
         finally:
+            self._improving.close()
             self._batches.close()
             if self._writer is not None:
                 self._writer.close()
@@ -153,11 +158,13 @@ class Training:
         if recording is not None:
             pipeline.drain()  # so that the picture shows one step and nothing else
             self._report(keep=0, evaluate=False)  # whose time ends here
-        result = pipeline.step(given.batch, rate=rate, recording=recording)
+        timed = recording or self._improving.recording(step + 1)
+        result = pipeline.step(given.batch, rate=rate, recording=timed)
         if recording is not None:
             pipeline.drain()
             folder = config.output_path / TRACES / f"step-{step + 1:08}"
             recording.write(folder, rank=self.world.rank, node=self.world.nodes.node_of(self.world.rank))
+        self._improving.after(step + 1)
         self.samples += given.samples
         self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, given))
         last = step + 1 == config.steps
@@ -236,7 +243,7 @@ class Training:
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
                 values["imbalance"] = bins.seconds / bins.mean_seconds
-            self._own_work += own if bins is None else sum(map(bins.time, bins.of(self.world.rank)))
+            self._own_work += own * self._share if bins is None else sum(map(bins.time, bins.of(self.world.rank)))
             if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:
@@ -332,7 +339,7 @@ class Training:
             lengths, ranks = list(batch.bins.lengths), self.world.size
         else:
             lengths = [length for one in batch.micro_batches for length in one.lengths]
-            ranks = self.pipeline.sequence_ranks
+            ranks = self.pipeline.ranks_of_a_row
         flops = chain_flops(self.pipeline.chain, lengths) if lengths else None
         return None if flops is None else mfu(flops, seconds, peak=self._peak, num_devices=ranks)
 

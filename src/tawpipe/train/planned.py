@@ -280,6 +280,7 @@ def ask(
             quantize=config.quantize,
             trust_remote_code=config.trust_remote_code,
             why_whole="--compile compiles layers on whole rows" if config.compile else "",
+            compiled=config.compile,
             optimizer=factory_of(config),
             here=world.device,
             tell=tell,

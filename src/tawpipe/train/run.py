@@ -33,7 +33,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector, parse_faults
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.sets import share_in_sets
+from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
 from tawpipe.train.config import TrainConfig, config_text, in_bins
 from tawpipe.train.evaluation import Best, check_best, loss_words

@@ -1,0 +1,121 @@
+"""Pipelines in plans: how they are laid over the devices, and the costs that searches for schedules are given.
+
+Times are in microseconds and memory in boundary activations, rounded: what a run is told in
+``ScheduleSettings.block_times`` is what the plan has looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.pipelines.generate import BUDGET, generate
+from tawpipe.schedule.pipelines.positions import Positions
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.times import spell_times
+from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
+from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.schedule.step import StepSpec, Strategy
+
+MICRO = 1e6
+QUICK = BUDGET // 10
+"""Of a search for stages, where it is to be seen whether they are worth one that takes longer."""
+TRIES = 4
+"""Limits of memory for which something is made, each lower by what the one before was too high."""
+PASSING = 3
+"""Boundary activations, and gradients of them, that come and go while a stage computes."""
+
+
+def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Iterator[Strategy]:
+    """The ways to lay a strategy out that a plan tries.
+
+    Args:
+        axis: the only one for what is made for costs, which takes time; any if empty.
+    """
+    if isinstance(strategy, ActivationPipeline) and strategy.made and axis and not strategy.stages:
+        strategy = replace(strategy, stages=axis)
+    for way in strategy.layouts(request.topology):
+        if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
+            yield replace(way, **_made(request, way, "full", budget=QUICK))
+        else:
+            yield way
+
+
+def changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
+    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others."""
+    strategy, layers = step.strategy, request.model.num_layers
+    assert isinstance(strategy, ActivationPipeline)
+    ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
+    for recompute in (*ways, *(["full"] if strategy.kind == "generated" else []), "none"):
+        with suppress(UserError):  # memory for no order of what layers would keep
+            yield {"recompute": recompute, **(_made(request, strategy, recompute) if strategy.made else {})}
+
+
+def _made(
+    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int = BUDGET
+) -> dict[str, str]:
+    """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
+    positions = strategy.positions(request.topology)
+    costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
+    boundary = request.profile.memory.boundary * request.size.tokens
+    for _ in range(TRIES):
+        if strategy.kind == "generated":
+            layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
+            stages = f"{positions.axis}:{layout}"
+        made = {"stages": stages, "block_times": spell_times(costs)}
+        if not request.memory_bytes or strategy.kind == "zero-bubble":
+            break
+        settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
+        needs = memory_quickly(request, request.step(settings, replace(strategy, **made)))
+        if (over := needs.device - request.memory_bytes) <= 0:
+            break
+        costs = replace(costs, memory=costs.memory - over // boundary - 1)
+    return made
+
+
+def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
+    """What a search for a pipeline's schedule is given: the costs of the clock, for each position.
+
+    Args:
+        recompute: what layers compute again.
+    """
+    costs, memory, blocks = request.costs, request.profile.memory, []
+    boundary = memory.boundary * request.size.tokens
+    for number, block in enumerate(request.model.blocks):
+        layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
+        forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
+        back = costs.backward_s(0, number, 0, recompute if layer else "full") if trains else 0.0
+        weights = costs.backward_weight_s(0, number, 0) if layer and request.model.trainable_units(number) else 0.0
+        saved = RECOMPUTE[recompute] if layer else None
+        kept = memory.kept.get(saved, 0.0) / memory.boundary if saved else float(block.kind != "embedding")
+        linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
+        times = (round(one * MICRO) for one in (forward, back - weights, weights))
+        blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2)))
+    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
+    near = positions.axis == "locals" or request.topology.num_nodes == 1
+    link = costs.inside if near else costs.between
+    host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
+    return PipelineCosts(
+        tuple(blocks),
+        hop=round((link.latency_s + boundary / link.bytes_per_s) * MICRO),
+        pace=tuple(factors) if set(factors) != {1.0} else (),
+        memory=_room(request, positions, boundary),
+        host=round(host * MICRO) if host < math.inf else math.inf,
+    )
+
+
+def _room(request: PlanRequest, positions: Positions, boundary: float) -> float:
+    """Boundary activations that a device has room for, with the stages of an even pipeline."""
+    if not request.memory_bytes:
+        return math.inf
+    settings = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="")
+    parts = memory_quickly(request, request.step(settings)).parts
+    others = sum(size for name, size in parts.items() if name not in ("activations", "host"))
+    return max(0, (request.memory_bytes - others) // boundary - PASSING)
