@@ -24,11 +24,13 @@ from tawpipe.lab.rivals.fsdp_collectives import (
     TransferLanes,
 )
 from tawpipe.lab.rivals.pipelining import ZBV_NEEDS
+from tawpipe.lab.rivals.stages import stages_of
 from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
 from tawpipe.lab.sleeper import BusyTime, Sleeper
 from tawpipe.lab.worker import make, makers
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from timed import LAYERS, STEPS, WORKLOAD
@@ -52,8 +54,26 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "interleaved-1f1b": ("interleaved-1f1b", {"parts_per_layer": 2}),
     "zbv": ("zbv", {"parts_per_layer": 2}),
 }
+UNEVEN = {
+    **WORKLOAD,
+    "pattern": "baa ",
+    "kinds": {
+        "a": {"forward_s": 0.0, "linear_bytes": 400},
+        "b": {"backward_input_s": 0.01},
+        "head": {"forward_s": 0.003},
+    },
+    "room": 3,
+    "host_s": 1e-4,
+}
+UNEVEN_ROWS: list[tuple[str, dict[str, Any]]] = [
+    *((name, knobs) for name in ("1f1b", "interleaved-1f1b", "zbv") for knobs in ({}, {"balance": "cost"})),
+    *((name, {}) for name in ("1f1b-ours", "interleaved-1f1b-ours", "zero-bubble")),
+    ("1f1b-ours", {"stages": "nodes:0,4@0,1"}),
+    ("1f1b-fitted", {}),
+    ("generated", {"stages": "world:0,1,3@1,0,1"}),
+]
 if torch.__version__ < ZBV_NEEDS:
-    del CONTENDERS["zbv"]
+    del CONTENDERS["zbv"], UNEVEN_ROWS[4:6]
 
 
 # what the workers run
@@ -178,6 +198,39 @@ def test_gradients_and_weights_are_those_of_one_process(
         assert rank[title]["weights"] == pytest.approx([weight.item()] * len(rank[title]["weights"]), abs=1e-7)
 
 
+def compute_uneven(world: World) -> dict[str, float]:
+    """Seconds that a rank computes in the second step of every pipeline, of layers that differ."""
+    found = {}
+    for name, knobs in UNEVEN_ROWS:
+        contender: Any = make(name, TimedWorkload(**UNEVEN), world.topology, world.rank, **knobs)
+        contender.step()
+        before = contender.sleeper.asked_s
+        contender.step()
+        found[f"{name} {knobs}"] = contender.sleeper.asked_s - before
+        if name == "1f1b-fitted":
+            found["host"] = contender.busy().get("HOST", 0.0)
+        contender.close()
+    return found
+
+
+def test_stages_of_layers_that_differ_compute_what_is_theirs(pool: WorkerPool) -> None:
+    """Equal in layers or in time, or as given; with a backward pass in two, too; torch's and ours."""
+    workload = TimedWorkload(**UNEVEN)
+    found = pool.run(f"{__name__}:compute_uneven", 2, 1)
+    for name, knobs in UNEVEN_ROWS:
+        strategy, own_stages = ours.rows().get(name, name), knobs.get("stages", "").partition(":")[2]
+        rival = {"zero-bubble": "zbv", "solved": "1f1b"}.get(strategy, strategy)
+        layout = stages_of(rival, workload, 2, 1 if rival == "1f1b" else 2, knobs.get("balance", "layers"))
+        layout = Layout.parse(own_stages, workload.layers + 2) if own_stages else layout
+        for rank, own in enumerate(found):
+            blocks = [block for stage in layout.stages_of(rank) for block in layout.blocks_of(stage)]
+            seconds = workload.micro_batches * sum(workload.block_parts[block].seconds for block in blocks)
+            assert own[f"{name} {knobs}"] == pytest.approx(seconds), (name, knobs, rank)
+    assert found[0]["host"] > 0 and found[1]["host"] == 0, (
+        "the first keeps inputs of two micro-batches, the last of one"
+    )
+
+
 def test_sharded_layers_are_gathered_where_they_are_used_and_not_longer(
     alternated: list[dict[str, dict[str, Any]]],
 ) -> None:
@@ -226,7 +279,8 @@ def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tup
         ("fsdp2", {"micro_batches_per_gather": 0}, {}, "micro_batches_per_gather"),
         ("fsdp2", {"reduction": "nonsense"}, {}, "reduction"),
         ("hsdp", {"reduction": "ring"}, {}, "reduction"),
-        ("1f1b", {}, {"layers": 6}, "layers"),
+        ("1f1b", {}, {"layers": 3}, "layers"),
+        ("1f1b", {"balance": "nonsense"}, {}, "balance"),
         ("1f1b", {}, {"micro_batches": 3}, "micro_batches"),
         ("1f1b", {"stages_per_rank": 2}, {}, "stages_per_rank"),
         ("interleaved-1f1b", {"stages_per_rank": 1}, {}, "stages_per_rank"),

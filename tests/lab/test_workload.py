@@ -1,17 +1,24 @@
-"""The timed workload's two ends: an embedding and a head with bytes and seconds."""
+"""The timed workload: its two ends, what is frozen, layers that differ, and the stages that rivals make of them."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import schedule_bytes, shipped_bounds, workload_costs, workload_model
+from tawpipe.lab.mixes import MIXES
+from tawpipe.lab.rivals.stages import balanced_cuts, stages_of
 from tawpipe.lab.rivals.timed_modules import TimedChain, TimedLayer, TimedTask
 from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe.lab.suite import read_suite
+from tawpipe.lab.workload import TimedWorkload, from_spelled_out, spell_out
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.simulate import LinkModel, play
@@ -51,7 +58,7 @@ def test_stages_and_parts_of_rivals_are_the_whole_model():
     assert [part.weight.numel() for part in task.parts() if isinstance(part, TimedLayer)] == [2000, *[1000] * 4, 2020]
     cut = []
     for index in range(4):
-        stage = task.stage(index, 4, parts_per_layer=2)
+        stage = task.stage(stages_of("1f1b", ENDS.split(2), 4, 1).blocks_of(index), parts_per_layer=2)
         assert isinstance(stage, TimedChain)
         cut += [layer.weight.numel() for layer in stage.layers if isinstance(layer, TimedLayer)]
     assert cut == [2000, *[500] * 8, 2020]
@@ -82,3 +89,88 @@ def test_what_is_frozen_travels_and_has_no_gradients():
         assert moved - without == pytest.approx(share * 4 * 40_000), (name, knobs)
     layers = [part for part in TimedTask(FROZEN, BusyTime()).parts() if isinstance(part, TimedLayer)]
     assert all(sum(p.numel() for p in one.parameters() if not p.requires_grad) == 10_000 for one in layers)
+
+
+UNEVEN = replace(
+    PLAIN,
+    pattern="ab a",
+    kinds={
+        "a": {"backward_weight_s": 0.5, "linear_bytes": 48},
+        "b": {"forward_s": 1.0, "layer_bytes": 8_000},
+        "embedding": {"forward_s": 0.05},
+        "head": {"forward_s": 2.0, "backward_input_s": 0.25},
+    },
+)
+
+
+def test_layers_that_differ_are_so_for_schedules_clock_and_rivals():
+    a, b, plain = 0.1 + 0.2 + 0.5, 1.0 + 0.2 + 0.1, 0.1 + 0.2 + 0.1
+    assert [part.seconds for part in UNEVEN.parts] == pytest.approx([0.05, a, b, plain, a, 2.25])
+    assert UNEVEN.compute_s == pytest.approx(8 * (0.05 + 2 * a + b + plain + 2.25))
+    assert [unit.numel for unit in workload_model(UNEVEN).units] == [1000, 2000, 1000, 1000]
+    costs = workload_costs(UNEVEN, between=LinkModel(1e9), inside=LinkModel(1e9))
+    for block, part in enumerate(UNEVEN.block_parts):
+        assert costs.forward_s(0, block, 0) + costs.backward_s(0, block, 0) == pytest.approx(part.seconds)
+        assert costs.backward_weight_s(0, block, 0) == pytest.approx(part.backward_weight_s)
+    whole = [one for one in TimedTask(UNEVEN, BusyTime()).parts() if isinstance(one, TimedLayer)]
+    assert [one.part for one in whole] == list(UNEVEN.parts)
+    cut = UNEVEN.split(2)
+    assert cut.pattern == "aabb  aa" and cut.compute_s == pytest.approx(UNEVEN.compute_s)
+    assert [part.linear_bytes for part in cut.layer_parts] == [24, 24, 0, 0, 0, 0, 24, 24]
+    assert UNEVEN.faster(4).compute_s == pytest.approx(UNEVEN.compute_s / 4)
+    assert from_spelled_out(json.loads(json.dumps(spell_out(UNEVEN)))) == UNEVEN
+
+
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        ({"pattern": "ab"}, "pattern"),
+        ({"pattern": "aaaa"}, "kinds"),
+        ({"kinds": {"a": {"seconds": 1}}}, "kinds.a"),
+        ({"kinds": {"head": {"layer_bytes": 1}}}, "kinds.head"),
+    ],
+)
+def test_patterns_that_cannot_be(change, setting):
+    with pytest.raises(UserError) as caught:
+        replace(UNEVEN, **change)
+    assert caught.value.setting == setting
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
+def test_no_other_cuts_have_a_cheaper_largest_part(costs, data):
+    parts = data.draw(st.integers(1, len(costs)))
+
+    def largest(cuts):
+        return max(sum(costs[a:b]) for a, b in itertools.pairwise((*cuts, len(costs))))
+
+    others = ((0, *rest) for rest in itertools.combinations(range(1, len(costs)), parts - 1))
+    cuts = balanced_cuts(costs, parts)
+    assert cuts[0] == 0 and len(set(cuts)) == parts and cuts == sorted(cuts)
+    assert largest(cuts) == min(map(largest, others))
+
+
+def test_stages_balanced_by_cost_count_both_ends():
+    """A long head is a stage of its own; one that is nothing goes with the last layer."""
+    assert str(stages_of("1f1b", UNEVEN, 3, 1, "cost")) == "0,3,5@0,1,2"
+    assert str(stages_of("zbv", PLAIN, 2, 2, "cost")) == str(stages_of("zbv", PLAIN, 2, 2)) == "0,2,3,4@0,1,1,0"
+    assert str(stages_of("1f1b", UNEVEN, 3, 1)) == "0,3,4@0,1,2"
+    # The second rank: its own stage for all micro-batches, and that before it once forward and once backward.
+    link, own = LinkModel(1e30), 0.8 + 1.3
+    bound = shipped_bounds("1f1b", replace(UNEVEN, kinds={**UNEVEN.kinds, "head": {}}), Topology.grid(2, 1), link)
+    assert bound.compute_s == pytest.approx(8 * (0.05 + own))
+    assert bound.dependency_s == pytest.approx(max(8 * (0.05 + own), 8 * 1.2 + 0.05 + own))
+
+
+def test_a_mix_in_a_suite_is_that_of_its_model():
+    blocks = MIXES["nemotron"](9)
+    cell = {"name": "c", "nodes": 2, "local": 2, "rate": "none"}
+    workload = {"mix": {"model": "nemotron", "tick_s": 0.5}, "layers": 9, "micro_batches": 8}
+    workload |= {"layer_bytes": 4, "activation_bytes": 4}
+    suite = {"name": "x", "cells": [{**cell, "workload": workload}], "strategies": [{"strategy": "1f1b"}]}
+    read = read_suite(suite).cells[0].workload
+    assert isinstance(read, TimedWorkload)
+    for part, block in zip(read.block_parts, blocks, strict=True):
+        own = (block.forward, block.backward_input, block.backward_weight)
+        assert (2 * part.forward_s, 2 * part.backward_input_s, 2 * part.backward_weight_s) == pytest.approx(own)
+    with pytest.raises(UserError, match="nemotron"):
+        read_suite({**suite, "cells": [{**cell, "workload": {**workload, "mix": {"model": "x", "tick_s": 1}}}]})

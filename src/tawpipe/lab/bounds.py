@@ -16,6 +16,7 @@ out of both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,14 +25,16 @@ from typing import Any, Literal
 
 from tawpipe.errors import UserError
 from tawpipe.lab.lengths import DealtWorkload
+from tawpipe.lab.rivals.stages import stages_of
 from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
 from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.buffers import TRAVELLING, Kind
 from tawpipe.schedule.footprint import Widths, far_widths
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.traffic import link_elements
-from tawpipe.simulate import CostModel, LinkModel, dependency_bound
+from tawpipe.schedule.traffic import borders_passed, link_elements
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, dependency_bound
 from tawpipe.topology import Topology
 
 WeightsScope = Literal["visit", "step", "replica"]
@@ -63,7 +66,7 @@ class Bounds:
 
 
 def workload_model(workload: TimedWorkload) -> ModelSpec:
-    """The workload as builders see it: equal layers, an embedding and a head with weights or without."""
+    """The workload as builders see it: layers, an embedding and a head with weights or without."""
     last, units = workload.layers + 1, list[UnitSpec]()
 
     def unit(size_bytes: int, *blocks: int, trainable: bool = True) -> tuple[int, ...]:
@@ -73,8 +76,8 @@ def workload_model(workload: TimedWorkload) -> ModelSpec:
         return (len(units) - 1,)
 
     def layer(block: int) -> BlockSpec:
-        frozen = unit(workload.frozen_bytes, block, trainable=False)
-        return BlockSpec((*frozen, *unit(workload.layer_bytes, block)), "layer")
+        part = workload.block_parts[block]
+        return BlockSpec((*unit(4 * part.frozen, block, trainable=False), *unit(4 * part.elements, block)), "layer")
 
     ends = (0, last) if workload.tied else (0,)
     embedding = unit(workload.embedding_bytes, *ends)
@@ -86,18 +89,24 @@ def workload_model(workload: TimedWorkload) -> ModelSpec:
 
 def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
     """The workload as the clock sees it; ``settings`` are other fields of ``CostModel``. Elements are fp32."""
+    linear = 0.0
     if isinstance(workload, DealtWorkload):
-        settings = {"sizes": dict(enumerate(workload.sizes)), "linear": workload.linear, **settings}
-    return CostModel.timed(
-        layers=workload.layers,
-        forward_s=workload.forward_s,
-        backward_s=workload.backward_input_s + workload.backward_weight_s,
-        head_s=workload.head_s,
-        between=between,
-        inside=inside,
-        key_elements=workload.keys_bytes // 4,
-        **settings,
+        settings, linear = {"sizes": dict(enumerate(workload.sizes)), **settings}, workload.linear
+    embedding, *layers, head = workload.block_parts
+    blocks = (
+        BlockCost.timed(embedding.forward_s, embedding.backward_s, embedding.backward_weight_s),
+        *(BlockCost.timed(one.forward_s, one.backward_s, one.backward_weight_s, linear=linear) for one in layers),
+        BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head does all at once, in the backward pass
     )
+    host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
+    given = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes, "host": host}
+    return CostModel(blocks, between, inside, **{**given, **settings})
+
+
+def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:
+    """Bytes of one activation of every kind, on the mean of all layers."""
+    sizes = dict.fromkeys((Kind.GRAPH, Kind.RELOADED, *TRAVELLING), workload.activation_bytes)
+    return {**sizes, Kind.LINEAR: round(fmean(part.linear_bytes for part in workload.layer_parts))}
 
 
 def schedule_bounds(
@@ -113,7 +122,8 @@ def schedule_bounds(
             their seconds counts.
     """
     topology = physical or schedule.topology
-    sent, received = schedule_bytes(schedule, topology, Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0))
+    widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0)
+    sent, received = schedule_bytes(schedule, topology, widths, costs.boundary(0))
     if dealt is not None:
         costs = replace(costs, kept=dealt.kept(schedule.step))
     each = [_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size)]
@@ -125,11 +135,17 @@ def schedule_bounds(
 
 
 def schedule_bytes(
-    schedule: Schedule, topology: Topology, widths: Widths
+    schedule: Schedule, topology: Topology, widths: Widths, boundary: float = 0.0
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``."""
-    traffic, far = link_elements(schedule, physical=topology), far_widths(schedule.step.settings, widths)
-    return tuple(one.bytes_sent(*far) for one in traffic), tuple(one.bytes_received(*far) for one in traffic)
+    """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``.
+
+    Args:
+        boundary: bytes of an activation between two layers.
+    """
+    far, passed = far_widths(schedule.step.settings, widths), borders_passed(schedule, physical=topology)
+    pairs = [*zip(link_elements(schedule, physical=topology), passed, strict=True)]
+    sent = tuple(one.bytes_sent(*far) + away * boundary for one, (away, _) in pairs)
+    return sent, tuple(one.bytes_received(*far) + back * boundary for one, (_, back) in pairs)
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
@@ -141,6 +157,11 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         elif action.op is Op.BACKWARD:
             again = schedule.step.recomputes(action.block)
             total += own.backward_s(rank, action.block, action.micro_batch, again)
+        elif action.op is Op.BACKWARD_INPUT:
+            total += own.backward_s(rank, action.block, action.micro_batch)
+            total -= own.backward_weight_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD_WEIGHT:
+            total += own.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
     return total
@@ -214,7 +235,7 @@ def shipped_bounds(
     """
     knobs = dict(knobs or {})
     if name in PIPELINES:
-        return _pipeline_bounds(name, workload, topology, between, stages_per_rank(name, knobs))
+        return _pipeline_bounds(name, workload, topology, between, knobs)
     if name not in SHARDED:
         raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
     if name == "hsdp":
@@ -274,30 +295,36 @@ def _sharded_bounds(
     return Bounds(compute, link, max(link, before + compute + after), each, each)
 
 
-def _pipeline_bounds(name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, stages: int) -> Bounds:
-    """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank, all equally long.
+def _pipeline_bounds(
+    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
+) -> Bounds:
+    """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank.
 
-    Physical: every device does 1/P of the computing. Where stage s and s + 1 are on different nodes, M activations
-    cross forward and M gradients of the same size backward. 1F1B passes every border between neighbouring nodes once;
-    interleaving passes it v times and goes from the last rank to the first v - 1 times; ZBV goes down and back up.
+    Physical: the rank with the longest stages computes them M times. Where stage s and s + 1 are on different nodes, M
+    activations cross forward and M gradients of the same size backward. 1F1B passes every border between neighbouring
+    nodes once; interleaving passes it v times and goes from the last rank to the first v - 1 times; ZBV goes down and
+    back up.
 
-    By dependencies: the last rank's first pass comes after P - 1 stages forward (and an activation over every border),
-    and where weight gradients are not split off, P - 1 stages backward come after its last one: the bubble (P-1)/v of a
-    micro-batch's time, so that a step takes at least (M + (P-1)/v) / M of its computing. ZBV fills the end with weight
-    gradients, so only the P - 1 forward stages count there. With L layers, a stage has L / (P v) of them, and the last
-    one the head besides.
+    By dependencies: a rank's first pass comes after the stages before it forward (and an activation over every border
+    between), and where weight gradients are not split off, these stages backward come after its last one: with equal
+    stages the bubble (P-1)/v of a micro-batch's time. ZBV fills the end with weight gradients, so only the forward
+    stages count there.
     """
-    devices = topology.world_size
-    node = nodes_of_stages(name, topology, stages)
-    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, stages)
-    layers_per_stage = workload.layers / len(node)
-    backward_s = workload.backward_input_s + workload.backward_weight_s
-    head_s = workload.micro_batches * workload.head_s
-    compute = (workload.compute_s - head_s) / devices + head_s
-    borders = sum(a != b for a, b in pairwise(node[:devices]))
-    crossing = borders * workload.activation_bytes / between.bytes_per_s
-    needed = (devices - 1) * layers_per_stage * workload.forward_s + crossing + compute
-    if name != "zbv":
-        needed += (devices - 1) * layers_per_stage * backward_s + crossing
+    each = stages_per_rank(name, knobs)
+    cut = workload.split(int(knobs.get("parts_per_layer", 1)))
+    layout = stages_of(name, cut, topology.world_size, each, knobs.get("balance", "layers"))
+    node = nodes_of_stages(name, topology, each)
+    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, each)
+    stages = [[cut.block_parts[block] for block in layout.blocks_of(stage)] for stage in range(layout.stages)]
+    compute, needed = 0.0, 0.0
+    for rank in range(topology.world_size):
+        own, before = layout.stages_of(rank), stages[: layout.stages_of(rank)[0]]
+        busy = workload.micro_batches * sum(part.seconds for stage in own for part in stages[stage])
+        borders = sum(a != b for a, b in pairwise(node[: own[0] + 1]))
+        crossing = borders * workload.activation_bytes / between.bytes_per_s
+        waits = sum(part.forward_s for stage in before for part in stage) + crossing
+        if name != "zbv":
+            waits += sum(part.backward_s for stage in before for part in stage) + crossing
+        compute, needed = max(compute, busy), max(needed, busy + waits)
     link = max(between.busy_s(topology.local_size, one, one) for one in moved)
-    return Bounds(compute, link, max(compute, link, needed), moved, moved)
+    return Bounds(compute, link, max(link, needed), moved, moved)

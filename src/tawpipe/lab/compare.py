@@ -24,7 +24,7 @@ from typing import Any
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab import ours
-from tawpipe.lab.bounds import Bounds, schedule_bounds, shipped_bounds, workload_costs
+from tawpipe.lab.bounds import Bounds, activation_sizes, schedule_bounds, shipped_bounds, workload_costs
 from tawpipe.lab.bounds_real import LinkBounds, real_bounds
 from tawpipe.lab.cluster.cluster import Cluster
 from tawpipe.lab.cluster.rates import parse_rates
@@ -33,7 +33,6 @@ from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
 from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
-from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -127,6 +126,14 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
     readings: dict[int, dict[str, Any]] = {}
+    entries = list(suite.strategies)
+    for i, entry in enumerate(entries):
+        try:
+            found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs)
+            entries[i] = replace(entry, found={**entry.found, **found})
+        except UserError as error:
+            failed[i] = str(error)
+    suite = replace(suite, strategies=tuple(entries))
     with (
         Cluster.create(cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, name=CLUSTER) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
@@ -247,10 +254,10 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
     rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
     if isinstance(cell.workload, RealWorkload):
-        return real_bounds(entry.strategy, cell.workload, topology, between, entry.knobs)
+        return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
     if entry.strategy in ours.rows():
-        schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.knobs)
-        workload = ours.computed(entry.strategy, cell.workload, topology, entry.knobs)
+        schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
+        workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
         costs = workload_costs(workload, between=between, inside=INSIDE, reduce_scatter="ring")
         return schedule_bounds(
@@ -258,7 +265,7 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
         )
     whole = cell.workload
     timed = dealt(whole, "in turn", topology) if isinstance(whole, LengthsWorkload) else whole
-    return shipped_bounds(entry.strategy, timed, topology, between, entry.knobs)
+    return shipped_bounds(entry.strategy, timed, topology, between, entry.all_knobs)
 
 
 def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
@@ -266,10 +273,9 @@ def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
     workload = cell.workload
     if not isinstance(workload, TimedWorkload) or entry.strategy not in ours.rows():
         return None
-    schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.knobs)
+    schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.all_knobs)
     widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
-    boundary = workload.activation_bytes
-    said = costs(schedule, widths, activation_bytes={Kind.INPUT: boundary, Kind.GRAPH: boundary})
+    said = costs(schedule, widths, activation_bytes=activation_sizes(workload))
     return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
 
 
@@ -277,9 +283,9 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
     row: dict[str, Any] = {
         "suite": suite.name,
         "cell": cell.spelled_out(),
-        "strategy": entry.strategy,
+        "strategy": ours.named(entry.strategy),
         "origin": "ours" if entry.strategy in ours.rows() else "shipped",
-        "knobs": reading.get("knobs") or entry.knobs,
+        "knobs": reading.get("knobs") or entry.all_knobs,
         "label": entry.label,
         "status": "ok",
         "reason": "",
@@ -328,7 +334,7 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
     if not isinstance(cell.workload, LengthsWorkload):
         return {}
     is_ours = entry.strategy in ours.rows()
-    name, whole, knobs = entry.strategy, cell.workload, entry.knobs
+    name, whole, knobs = entry.strategy, cell.workload, entry.all_knobs
     work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, "in turn", topology)
     assert isinstance(work, DealtWorkload)
     step = ours.schedule_of(name, whole, topology, knobs).step if is_ours else None

@@ -7,6 +7,7 @@ would count as grouping or overlap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,10 +17,16 @@ from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.lengths import DealtWorkload, dealt
 from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
-from tawpipe.schedule.sets import share_in_sets
+from tawpipe.schedule.pipelines.fitting import heuristics
+from tawpipe.schedule.pipelines.program import PipelineShape
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.times import spell_times
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies import Spread, build, register, step_of, strategies
+from tawpipe.schedule.strategies import Spread, build, find, register, shares_of, step_of, strategies
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.topology import Topology
 
@@ -52,10 +59,19 @@ class NoOverlap(Spread):
 
 register(NoGrouping())
 register(NoOverlap())
-OWN_NAMES = {"hsdp": "hsdp-ours"}
+OWN_NAMES = {name: f"{name}-ours" for name in ("hsdp", "1f1b", "interleaved-1f1b")}
 """Strategy -> its row, where a rival's row has the strategy's name."""
 BALANCED = {"tawpipe-balanced": "tawpipe-spread", "step-balanced": "tawpipe-step", "hsdp-balanced": "hsdp"}
 """Row -> strategy, where documents of uneven lengths are dealt by time, long ones over the ranks of a node."""
+FITTED = {
+    "1f1b-fitted": ("1f1b", "1f1b-offload", "one-by-one"),
+    "zero-bubble-fitted": ("zero-bubble", "zero-bubble-offload"),
+}
+"""Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
+schedule/pipelines/fitting.py.
+"""
+SOLVER_S = 30.0
+"""Seconds of the solver for the row ``solved``."""
 MADE_FOR: dict[str, dict[str, Any]] = {
     **{row: {"packing": "balanced"} for row in BALANCED},
     "tawpipe-whole": {"reuse": False},
@@ -75,6 +91,7 @@ class OurSettings:
         clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
         strict: check sequence number and action of every message.
         packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
+        order: of a pipeline, as ``Order`` spells it, in the place of the strategy's own.
     """
 
     schedule: ScheduleSettings
@@ -82,11 +99,12 @@ class OurSettings:
     clip_norm: float | None = 1.0
     strict: bool = True
     packing: str | None = None
+    order: str | None = None
 
     def spelled_out(self) -> dict[str, Any]:
         """All knobs as plain data, which ``settings_of`` reads back."""
         schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
-        own = {name: value for name, value in vars(self).items() if name != "packing" or value}
+        own = {name: value for name, value in vars(self).items() if name not in ("packing", "order") or value}
         return {name: value for name, value in {**schedule, **own}.items() if name in KNOBS}
 
 
@@ -98,7 +116,12 @@ KNOBS = (*OWN_KNOBS, *(one.name for one in fields(ScheduleSettings) if one.name 
 
 def rows() -> dict[str, str]:
     """Row -> strategy."""
-    return {OWN_NAMES.get(name, name): name for name in strategies(runs=True)} | BALANCED
+    return {OWN_NAMES.get(name, name): name for name in strategies()} | BALANCED | dict.fromkeys(FITTED, "solved")
+
+
+def named(row: str) -> str:
+    """The name in results of what a row runs, whose ``origin`` tells it from a rival of this name."""
+    return next((strategy for strategy, own in OWN_NAMES.items() if own == row), row)
 
 
 def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
@@ -138,6 +161,75 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
     return work
 
 
+def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
+    """What a profile of the workload would say, in microseconds and boundary activations."""
+    blocks = []
+    for block, part in enumerate(workload.block_parts):
+        forward, inputs, weights = part.forward_s, part.backward_input_s, part.backward_weight_s
+        if block == workload.layers + 1:  # our head does all at once
+            forward, inputs, weights = 0.0, part.seconds, 0.0
+        waiting = round(part.linear_bytes / workload.activation_bytes, 3)
+        times = round(1e6 * forward), round(1e6 * inputs), round(1e6 * weights)
+        blocks.append(BlockTimes(*times, kept=float(block > 0), kept_for_weights=waiting))
+    room = math.inf if workload.room is None else workload.room
+    return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
+
+
+SEARCHED = ("generated", "solved")
+"""Kinds of pipelines that a search finds."""
+
+
+def found_for(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order.
+
+    Raises:
+        UserError: nothing of this kind fits into the workload's room.
+    """
+    strategy = find(rows()[name]) if name in rows() else None
+    if (
+        not isinstance(strategy, ActivationPipeline)
+        or strategy.kind not in SEARCHED
+        or not isinstance(workload, TimedWorkload)
+    ):
+        return {}
+    if "order" in knobs or "block_times" in knobs or (name == "generated" and ":" in knobs.get("stages", "")):
+        return {}
+    work = computed(name, workload, topology, knobs)
+    strategy = strategy.configured(settings_of(name, knobs).schedule)
+    assert isinstance(work, TimedWorkload)
+    positions, costs = strategy.positions(topology), pipeline_costs(work)
+    count = work.micro_batches // positions.replicas
+    if name == "generated":
+        from tawpipe.schedule.pipelines.generate import generate
+
+        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}"}
+    layout = strategy.layout_of(workload_model(work), positions.size)
+    if name == "solved":
+        from tawpipe.schedule.pipelines.solve import solve
+
+        return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order)}
+    fitting = heuristics(layout, costs, count)
+    orders = [order for way, order in fitting.items() if way in FITTED[name]]
+    if not orders:
+        raise UserError("room", work.room, f"more for {name}; {', '.join(fitting)} would do with that")
+    return {"order": str(min(orders, key=lambda order: makespan(play(layout, order, costs))))}
+
+
+@dataclass(eq=False)
+class _Ordered(ActivationPipeline):
+    """A pipeline with an order that is given.
+
+    Args:
+        order: as ``Order`` spells it.
+    """
+
+    order: str = ""
+
+    def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
+        order = Order.parse(self.order)
+        return replace(super().shape(model, topology), order_of=lambda _: order)
+
+
 def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
     """The schedule that a row runs.
 
@@ -155,8 +247,15 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         chosen = replace(chosen, sequence_ranks=topology.local_size)
     elif isinstance(work, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not work.keys_bytes:
         raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
-    shares = shares or share_in_sets(work.micro_batches, topology, chosen)
-    step = step_of(model, topology, chosen, shares, shared=shared)
+    strategy = find(chosen.strategy)
+    if strategy.weights_stay and isinstance(work, TimedWorkload) and not chosen.block_times:
+        chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
+    found = {**found_for(name, workload, topology, knobs), **knobs}
+    chosen = replace(chosen, stages=found.get("stages", chosen.stages))
+    if order := found.get("order"):
+        strategy = _Ordered(chosen.strategy, chosen.stages, chosen.block_times, order)
+    shares = shares or shares_of(work.micro_batches, topology, chosen)
+    step = step_of(model, topology, chosen, shares, shared=shared, strategy=strategy)
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))
     if selective and isinstance(work, TimedWorkload):
         expected = "full or none: a timed layer has no attention of its own"

@@ -4,6 +4,7 @@ computing, which sleeps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,12 +30,15 @@ from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.world import World
-from tawpipe.schedule.actions import Action, Lane
-from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
+
+HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
+"""Activations that have memory here, those of sets besides."""
 
 
 class PipelineContender:
@@ -114,7 +118,8 @@ class OurContender:
         token = torch.zeros(1, 1, dtype=torch.long)
         mine = self.schedule.step.micro_batches[rank]
         batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
-        self._given = StepInput(batches, scale=1.0, seed=None, step=0)
+        counted = self.schedule.step.losses_of(rank)
+        self._given = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
 
     def step(self) -> None:
         self._executor.play(self.schedule, self._given, self._rule)
@@ -135,50 +140,86 @@ class OurContender:
 
 
 class _SleepingCompute:
-    """Takes the seconds of the workload and leaves buffers as they are: what travels is what was there.
-
-    Boundary activations stay from forward to backward, as in training, so that memory can be compared.
+    """Takes the seconds of the workload and leaves buffers of weights and gradients as they are: what travels is what
+    was there. Activations are tensors of their size for as long as the schedule says, so that memory can be compared.
     """
 
     def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
         self._workload, self._model, self._step = workload, schedule.model, schedule.step
         self._sleeper = sleeper
         self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
-        self._boundaries: dict[tuple[int, int], Tensor] = {}
-        self._keys: dict[Buffer, Tensor] = {}
-        """Of all tokens, [ranks, of each]: keys and values, or their gradients."""
+        self._held: dict[Buffer, Tensor] = {}
+        """Activations; keys and values, or their gradients, are of all tokens, [ranks, of each]."""
         self._rank = rank
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
-        if self._model.blocks[action.block].kind == "layer":
-            self._drop_keys(action)
-            m, ranks = action.micro_batch, self._step.ranks_of(action.micro_batch)
-            elements = int(self._workload.activation_bytes * self._workload.tokens(m)) // 4 // ranks
-            self._boundaries[action.block, m] = torch.ones(max(1, elements))
-            self._sleep(m, self._workload.forward_s)
+        part = self._workload.block_parts[action.block]
+        if self._model.blocks[action.block].kind != "head":  # which does all in its backward pass
+            self._compute(action, part.forward_s)
+        self._turn_over(action)
 
     def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
-        m = action.micro_batch
+        part, m = self._workload.block_parts[action.block], action.micro_batch
         if self._model.blocks[action.block].kind == "head":
-            self._sleep(m, self._workload.head_s)
-        elif self._model.blocks[action.block].kind == "layer":
+            self._compute(action, part.seconds)
+        else:
             kept = self._step.recomputes(action.block) == "none" or action.block in self._kept.get(m, ())
-            self._sleep(m, self._workload.backward_input_s - (self._workload.forward_s if kept else 0))
-            self._sleep(m, self._workload.backward_weight_s)
-            del self._boundaries[action.block, m]
-            self._drop_keys(action)
+            again = part.forward_s if kept else 0.0
+            self._compute(action, part.backward_input_s - again)
+            if action.op is Op.BACKWARD:
+                self._compute(action, part.backward_weight_s)
+        self._turn_over(action)
 
-    def _sleep(self, m: int, seconds: float) -> None:
+    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        self._compute(action, self._workload.block_parts[action.block].backward_weight_s)
+        self._turn_over(action)
+
+    def prepare(self, action: Action, given: StepInput) -> None:
+        pass
+
+    def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
+        tensors = {one.buffer: self._held[one.buffer] for one in action.transfers if one.send}
+        tensors |= {one.buffer: self._new(one.buffer) for one in action.transfers if not one.send}
+        transport.exchange(action, tensors)
+        self._held |= {one.buffer: tensors[one.buffer] for one in action.transfers if not one.send}
+        self._drop(action)
+
+    def _compute(self, action: Action, seconds: float) -> None:
         """Compute for a rank's share of so many seconds of a usual micro-batch."""
+        m = action.micro_batch
         self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
+
+    def _turn_over(self, action: Action) -> None:
+        """Hold the activations that an action writes, and no longer those that it frees."""
+        for buffer in action.writes:
+            stays = buffer.kind in STAYING and buffer in self._held
+            if buffer.kind in HELD and not stays:
+                self._held[buffer] = self._new(buffer, action.micro_batch)
+        self._drop(action)
+
+    def _new(self, buffer: Buffer, m: int | None = None) -> Tensor:
+        """Memory of an activation's size.
+
+        Args:
+            m: the micro-batch, where the buffer does not say so.
+        """
+        m = buffer.at[0] if m is None else m
+        linear = buffer.kind is Kind.LINEAR
+        size = self._workload.block_parts[buffer.at[1]].linear_bytes if linear else self._workload.activation_bytes
+        return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
+
+    def _drop(self, action: Action) -> None:
+        for buffer in action.frees:
+            if buffer.kind not in STAYING:
+                self._held.pop(buffer, None)
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         m = action.micro_batch
-        self._keys[action.writes[0]] = self._all_keys(m)
+        self._held[action.writes[0]] = self._all_keys(m)
         self._sleeper.compute(self._workload.keys_s(m) / self._step.ranks_of(m))
 
     def keys_together(self, action: Action, transport: Transport) -> None:
-        whole = self._keys.setdefault(action.reads[0], self._all_keys(action.micro_batch))
+        whole = self._held.setdefault(action.reads[0], self._all_keys(action.micro_batch))
         own, every = whole[self._rank % len(whole)], whole.view(-1)
         gathers = action.collective == "all_gather"
         transport.together(action, [(own, every) if gathers else (every, torch.empty_like(own))])
@@ -186,21 +227,24 @@ class _SleepingCompute:
     def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         m = action.micro_batch  # once more, and the gradients of its input and its weights
         self._sleeper.compute(3 * self._workload.keys_s(m) / self._step.ranks_of(m))
-        self._drop_keys(action)
-
-    def _drop_keys(self, action: Action) -> None:
-        for buffer in action.frees:
-            self._keys.pop(buffer, None)
+        self._drop(action)
 
     def _all_keys(self, m: int) -> Tensor:
         ranks = self._step.ranks_of(m)
         return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
 
     def offload(self, action: Action) -> None:
-        pass
+        self._to_host(action)
 
     def reload(self, action: Action) -> None:
-        pass
+        self._to_host(action)
+
+    def _to_host(self, action: Action) -> None:
+        """Pass the link to the host. What waits there is no memory of the device, and so none of this process."""
+        if self._workload.host_s:
+            with self._sleeper.busy("HOST"):
+                time.sleep(self._workload.host_s * self._workload.tokens(action.micro_batch))
+        self._turn_over(action)
 
     def losses(self, action: Action) -> list[Tensor]:
         return []

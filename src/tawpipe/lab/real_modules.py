@@ -88,13 +88,12 @@ class RealTask:
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
         return RealChain(parts[0], parts[1:-1], parts[-1], _config(self.workload))
 
-    def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
+    def stage(self, blocks: range, *, parts_per_layer: int) -> nn.Module:
         embedding, *layers, head = self.parts()
-        count = self.workload.split(parts_per_layer).layers // num_stages
         return RealChain(
-            embedding if index == 0 else None,
-            layers[index * count : (index + 1) * count],
-            head if index == num_stages - 1 else None,
+            embedding if 0 in blocks else None,
+            [layer for block, layer in enumerate(layers, start=1) if block in blocks],
+            head if len(layers) + 1 in blocks else None,
             _config(self.workload),
         )
 

@@ -12,7 +12,8 @@ strategies:
   - {strategy: fsdp2, knobs: {micro_batches_per_gather: 2}}
   - {strategy: tawpipe-spread, knobs: {micro_batches_per_visit: 2}}
 
-A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe.lab.workload`.
+A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe.lab.workload`. A timed one with
+``mix: {model: nemotron, tick_s: 0.00001}`` in the place of seconds has the layers of `tawpipe.lab.mixes`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
+from string import ascii_letters
 from typing import Any
 
 import yaml
 
 from tawpipe.errors import UserError
+from tawpipe.lab.mixes import MIXES
 from tawpipe.lab.sleeper import Slowdown
 from tawpipe.lab.workload import KINDS, RealWorkload, Workload, spell_out
+from tawpipe.schedule.pipelines.work import BlockTimes
+
+PARTS = ("forward", "backward_input", "backward_weight")
+"""Of a block's times."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy with its knobs."""
+    """One strategy with its knobs.
+
+    Args:
+        found: more of them, which a search gave.
+    """
 
     strategy: str
     knobs: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all_knobs(self) -> dict[str, Any]:
+        return {**self.found, **self.knobs}
 
     @property
     def label(self) -> str:
@@ -151,7 +168,34 @@ def _read_workload(values: Any, what: str) -> Workload:
     kind = given.pop("kind", "timed") if isinstance(given, dict) else "timed"
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError("--suite", {"kind": kind}, f"{what} is of one of the kinds {', '.join(KINDS)}")
+    if kind == "timed" and "mix" in given:
+        given |= _mixed(given.pop("mix"), given.get("layers"), what)
     return _make(KINDS[kind], given, what)
+
+
+@dataclass(frozen=True)
+class _Mix:
+    """The layers of a mix; a unit of its times in seconds."""
+
+    model: str
+    tick_s: float
+
+
+def _mixed(values: Any, layers: Any, what: str) -> dict[str, Any]:
+    """The settings of a timed workload that a mix says: seconds of every layer and of the ends."""
+    mix: _Mix = _make(_Mix, values, f"the mix of {what}")
+    if mix.model not in MIXES or not isinstance(layers, int) or layers < 1:
+        raise UserError("--suite", {"mix": mix.model, "layers": layers}, f"{', '.join(MIXES)}, and how many layers")
+    blocks = MIXES[mix.model](layers)
+
+    def seconds(*some: BlockTimes) -> dict[str, float]:
+        return {f"{name}_s": mix.tick_s * fmean(getattr(one, name) for one in some) for name in PARTS}
+
+    letters = dict(zip(dict.fromkeys(blocks[1:-1]), ascii_letters, strict=False))
+    kinds = {letter: seconds(block) for block, letter in letters.items()}
+    kinds |= {"embedding": seconds(blocks[0]), "head": seconds(blocks[-1])}
+    pattern = "".join(letters[block] for block in blocks[1:-1])
+    return {"kinds": kinds, "pattern": pattern, **seconds(*blocks[1:-1])}
 
 
 def _known(cls: type, values: Any, what: str) -> dict[str, Any]:

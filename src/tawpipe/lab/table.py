@@ -91,9 +91,15 @@ def describe(row: dict[str, Any]) -> str:
     if embedding := workload.get("embedding_bytes"):
         head = "tied to it" if workload["tied"] else f"of {workload['head_bytes'] / 1e6:g} MB"
         ends = f"an embedding of {embedding / 1e6:g} MB, a head {head} with {workload['head_s']:g} s, "
+    if "head" in workload.get("kinds", {}):
+        ends = f"a head with {sum(workload['kinds']['head'].values()):.3g} s, "
+    if room := workload.get("room"):
+        ends += f"room for {room:g} boundary activations, of which one passes the host's link in "
+        ends += f"{workload['host_s']:g} s, "
+    each = "on the mean" if workload.get("pattern") else "each"
     return (
-        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB{frozen}, each "
-        f"{workload['forward_s']:g} s forward and {backward_s:g} s backward, {ends}"
+        f"{workload['layers']} layers of {workload['layer_bytes'] / 1e6:g} MB{frozen}, {each} "
+        f"{workload['forward_s']:.4g} s forward and {backward_s:.4g} s backward, {ends}"
         f"{workload['micro_batches']} micro-batches."
     )
 

@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,10 +62,26 @@ class TimedPart(NamedTuple):
     backward_weight_s: float
     frozen: int = 0
     """Elements besides that travel and are not trained."""
+    linear_bytes: int = 0
+    """Kept for a micro-batch between the two parts of its backward pass."""
 
     @property
     def backward_s(self) -> float:
         return self.backward_input_s + self.backward_weight_s
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+SECONDS_OF_LAYERS = ("forward_s", "backward_input_s", "backward_weight_s")
+BYTES_OF_LAYERS = ("layer_bytes", "frozen_bytes", "linear_bytes")
+ENDS = ("embedding", "head")
+
+
+def _part(size: int, seconds: Mapping[str, float], frozen: int = 0, linear_bytes: int = 0) -> TimedPart:
+    forward, backward_input, backward_weight = (seconds.get(name, 0.0) for name in SECONDS_OF_LAYERS)
+    return TimedPart(size // 4, forward, backward_input, backward_weight, frozen, linear_bytes)
 
 
 @dataclass(frozen=True)
@@ -81,15 +97,25 @@ class TimedWorkload:
         micro_batches: of one step, over all devices.
         activation_bytes: of the boundary between two layers, for one micro-batch.
         optimizer: run AdamW on the home stripes, instead of leaving the update out.
-        embedding_bytes, head_bytes: weights of the model's ends, fp32; 0 leaves them out. A lookup takes no time.
-        head_s: of loss and gradients of a micro-batch.
+        embedding_bytes, head_bytes: weights of the model's ends, fp32; 0 leaves them out.
+        head_s: of loss and gradients of a micro-batch; of the embedding's lookup see ``kinds``.
         tied: the head uses the weights of the embedding, which it has none of its own besides.
         keys_bytes: keys and values of a layer for one micro-batch, which processes that compute one together exchange:
             in this project's rows those of a node, where a micro-batch is one document.
         frozen_bytes: of a layer besides, as it travels: quantised, of a model under adapters. No gradient of it exists.
+        linear_bytes: of a layer, what its linear layers keep for a micro-batch where the gradients of weights come
+            later than that of the input.
+        kinds: letter -> settings of a layer of this kind that are not those above: its seconds, ``layer_bytes``,
+            ``frozen_bytes``, ``linear_bytes``; and the seconds of an ``embedding``, which otherwise takes no time, and
+            of a ``head``, which otherwise takes a third of ``head_s`` for each of its passes.
+        pattern: the letters of all layers in their order, where not all are alike; one that is no kind stands for the
+            settings above.
+        host_s: in which a boundary activation passes between a device and its host's memory, one at a time.
+        room: boundary activations that a device has memory for, in pipelines that are made for that; None for any
+            number.
 
     Raises:
-        UserError: ends that contradict each other.
+        UserError: ends that contradict each other, or a pattern that does not fit.
     """
 
     layers: int
@@ -106,12 +132,25 @@ class TimedWorkload:
     tied: bool = False
     keys_bytes: int = 0
     frozen_bytes: int = 0
+    linear_bytes: int = 0
+    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    pattern: str = ""
+    host_s: float = 0.0
+    room: float | None = None
 
     kind: ClassVar[str] = "timed"
 
     def __post_init__(self) -> None:
         if self.tied and (self.head_bytes or not self.embedding_bytes):
             raise UserError("tied", True, "an embedding with bytes and a head without")
+        if self.pattern and len(self.pattern) != self.layers:
+            raise UserError("pattern", self.pattern, f"a letter for each of the {self.layers} layers")
+        for kind, own in self.kinds.items():
+            if kind not in (*self.pattern, *ENDS):
+                raise UserError("kinds", kind, f"{', '.join(ENDS)} and letters that are in the pattern")
+            known = SECONDS_OF_LAYERS if kind in ENDS else (*SECONDS_OF_LAYERS, *BYTES_OF_LAYERS)
+            if unknown := set(own) - set(known):
+                raise UserError(f"kinds.{kind}", min(unknown), f"some of {', '.join(known)}")
 
     def split(self, parts: int) -> TimedWorkload:
         """The same work with every layer cut into ``parts`` equal layers.
@@ -119,16 +158,35 @@ class TimedWorkload:
         Raises:
             UserError: the weights of a layer cannot be cut so.
         """
-        if parts < 1 or self.layer_elements % parts:
-            raise UserError("parts_per_layer", parts, f"a divisor of the {self.layer_elements} weights of a layer")
-        sizes = {name: getattr(self, name) // parts for name in ("layer_bytes", "keys_bytes", "frozen_bytes")}
-        each = replace(self.faster(parts), layers=self.layers * parts, **sizes)
-        return replace(each, head_s=self.head_s)
+        for elements in {layer.elements for layer in self.layer_parts}:
+            if parts < 1 or elements % parts:
+                raise UserError("parts_per_layer", parts, f"a divisor of the {elements} weights of a layer")
+        sizes = {name: getattr(self, name) // parts for name in ("keys_bytes", *BYTES_OF_LAYERS)}
+        shares = {name: getattr(self, name) / parts for name in SECONDS_OF_LAYERS}
+        kinds = {
+            kind: {name: size // parts if name in BYTES_OF_LAYERS else size / parts for name, size in own.items()}
+            for kind, own in self.kinds.items()
+            if kind not in ENDS
+        }
+        pattern = "".join(letter * parts for letter in self.pattern)
+        layers = {"layers": self.layers * parts, "pattern": pattern, "kinds": {**self.kinds, **kinds}}
+        return replace(self, **layers, **sizes, **shares)
 
     def faster(self, times: int) -> TimedWorkload:
-        """The same bytes with computing that is so many times as fast."""
-        seconds = ("forward_s", "backward_input_s", "backward_weight_s", "head_s")
-        return replace(self, **{name: getattr(self, name) / times for name in seconds})
+        """The same bytes with computing, and a link to the host, that is so many times as fast."""
+        return self._with_seconds(lambda seconds: seconds / times)
+
+    def with_each_sleep(self, more: float) -> TimedWorkload:
+        """The same where everything that takes time takes so many seconds more."""
+        return self._with_seconds(lambda seconds: seconds + more if seconds else 0.0)
+
+    def _with_seconds(self, change: Callable[[float], float]) -> TimedWorkload:
+        kinds = {
+            kind: {name: change(size) if name in SECONDS_OF_LAYERS else size for name, size in own.items()}
+            for kind, own in self.kinds.items()
+        }
+        seconds = {name: change(getattr(self, name)) for name in (*SECONDS_OF_LAYERS, "head_s", "host_s")}
+        return replace(self, kinds=kinds, **seconds)
 
     def work(self, micro_batch: int) -> float:
         """The seconds of a micro-batch as a multiple of those above."""
@@ -149,22 +207,40 @@ class TimedWorkload:
     @property
     def compute_s(self) -> float:
         """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
-        return self.micro_batches * sum(part.forward_s + part.backward_s for part in self.parts)
+        return self.micro_batches * sum(part.seconds for part in self.parts)
+
+    @cached_property
+    def layer_parts(self) -> tuple[TimedPart, ...]:
+        """Every layer."""
+        usual = {name: getattr(self, name) for name in (*SECONDS_OF_LAYERS, *BYTES_OF_LAYERS)}
+
+        def part(letter: str) -> TimedPart:
+            own = {**usual, **self.kinds.get(letter, {})}
+            elements, frozen, linear = (int(own[name]) for name in BYTES_OF_LAYERS)
+            return _part(elements, own, frozen // 4, linear)
+
+        kinds = {letter: part(letter) for letter in {*self.pattern, ""}}
+        return tuple(kinds[letter] for letter in self.pattern or [""] * self.layers)
+
+    @cached_property
+    def block_parts(self) -> tuple[TimedPart, ...]:
+        """Embedding, every layer and head, whether there is anything to them or not."""
+        third = dict.fromkeys(SECONDS_OF_LAYERS, self.head_s / 3)
+        embedding = _part(self.embedding_bytes, self.kinds.get("embedding", {}))
+        return embedding, *self.layer_parts, _part(self.head_bytes, {**third, **self.kinds.get("head", {})})
 
     @property
     def parts(self) -> tuple[TimedPart, ...]:
-        """Embedding, layers and head, as far as there are any. The head's time is a third for each of its passes."""
-        layer = TimedPart(
-            self.layer_elements,
-            self.forward_s,
-            self.backward_input_s,
-            self.backward_weight_s,
-            frozen=self.frozen_bytes // 4,
+        """Embedding, layers and head, as far as there are any."""
+        return tuple(self.block_parts[block] for block in self.blocks_with_parts)
+
+    @property
+    def blocks_with_parts(self) -> tuple[int, ...]:
+        """The blocks of ``parts``: of the ends those that have weights or take time."""
+        ends = (0, self.layers + 1)
+        return tuple(
+            block for block, part in enumerate(self.block_parts) if block not in ends or part.elements or part.seconds
         )
-        before = [TimedPart(self.embedding_bytes // 4, 0.0, 0.0, 0.0)] * bool(self.embedding_bytes)
-        third = self.head_s / 3
-        head = TimedPart(self.head_bytes // 4, third, third, third)
-        return (*before, *[layer] * self.layers, *[head] * bool(self.head_bytes or self.head_s))
 
 
 PASSES = 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from tawpipe.errors import UserError
 from tawpipe.lab.contender import Contender, check_clipping, read_settings
+from tawpipe.lab.rivals.stages import stages_of
 from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.rivals.traffic import ranks_of_stages, stages_per_rank
+from tawpipe.lab.rivals.traffic import stages_per_rank
 from tawpipe.lab.sleeper import BusyTime
 from tawpipe.lab.workload import Known, LengthsWorkload, Workload, check_whole
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.topology import Topology
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
@@ -39,11 +40,13 @@ class PipelineSettings:
         stages_per_rank: 1 for 1f1b, 2 for zbv; for interleaved-1f1b at least 2.
         parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
             stands for several.
+        balance: whether stages are equal in ``layers``, or in ``cost``, that is time, as far as whole layers can be.
         clip: clip the gradients to their global norm, as pipelines do: the norms of all ranks in one all-reduce.
     """
 
     stages_per_rank: int
     parts_per_layer: int = 1
+    balance: str = "layers"
     clip: bool = True
 
 
@@ -67,16 +70,10 @@ def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -
         raise UserError("stages_per_rank", each, f"{name} has {usual}")
     parts = settings.parts_per_layer
     check_whole(settings, parts_per_layer=1)
-    workload.split(parts)
-    stages = each * ranks
-    if workload.layers * parts % stages:
-        needed = stages // gcd(stages, workload.layers)
-        raise UserError(
-            "layers", workload.layers, f"{name} needs a multiple of its {stages} stages, or {needed} parts_per_layer"
-        )
+    stages_of(name, workload.split(parts), ranks, each, settings.balance)
     micro_batches = workload.micro_batches
-    if name == "1f1b" and micro_batches < stages:
-        raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {stages} stages")
+    if name == "1f1b" and micro_batches < ranks:
+        raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {ranks} stages")
     rounds = max(1, micro_batches // ranks)
     if name == "interleaved-1f1b" and micro_batches % rounds:
         raise UserError("micro_batches", micro_batches, f"{name} needs a multiple of {rounds} here")
@@ -93,9 +90,9 @@ class _Pipeline:
         self._busy = BusyTime()
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
-        owners = ranks_of_stages(name, topology.world_size, settings.stages_per_rank)
-        indices = [stage for stage, owner in enumerate(owners) if owner == rank]
-        stages = self._stages(indices, len(owners), settings.parts_per_layer)
+        parts, each = settings.parts_per_layer, settings.stages_per_rank
+        layout = stages_of(name, workload.split(parts), topology.world_size, each, settings.balance)
+        stages = self._stages(layout, layout.stages_of(rank), parts)
         self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
         self.model = nn.ModuleList(stage.submod for stage in stages)
         self._micro_batches = range(workload.micro_batches)
@@ -104,10 +101,10 @@ class _Pipeline:
         self.loss_share: float | None = None
         self._steps = 0
 
-    def _stages(self, indices: Sequence[int], num_stages: int, parts: int) -> list[PipelineStage]:
-        modules = [self._task.stage(index, num_stages, parts_per_layer=parts) for index in indices]
+    def _stages(self, layout: Layout, stages: Sequence[int], parts: int) -> list[PipelineStage]:
+        modules = [self._task.stage(layout.blocks_of(stage), parts_per_layer=parts) for stage in stages]
         device = torch.device("cpu")
-        return [PipelineStage(m, index, num_stages, device) for m, index in zip(modules, indices, strict=True)]
+        return [PipelineStage(m, stage, layout.stages, device) for m, stage in zip(modules, stages, strict=True)]
 
     def _make_schedule(
         self, stages: list[PipelineStage]

@@ -42,8 +42,12 @@ class Task(Protocol):
         """The model made of all ``parts``. It takes inputs and gives outputs, see ``batch`` and ``loss``."""
         ...
 
-    def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
-        """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output."""
+    def stage(self, blocks: range, *, parts_per_layer: int) -> nn.Module:
+        """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output.
+
+        Args:
+            blocks: of the model with its layers cut; 0 is the embedding and the last one the head.
+        """
         ...
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -31,29 +31,47 @@ LEARNING_RATE = 1e-4
 LARGEST_NORM = 1.0
 
 
+@dataclass
+class _Linear:
+    """What linear layers keep from the pass for inputs to that for weights, if that comes later.
+
+    Args:
+        elements: that it has then.
+        held: None before and after.
+        done: the weights have had their pass.
+    """
+
+    elements: int
+    held: Tensor | None = None
+    done: bool = False
+
+
 class _InputPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sleeper: Sleeper, seconds: float, linear: _Linear) -> Tensor:
         ctx.save_for_backward(x)  # the boundary activation, from which a real layer recomputes: it stays in memory
-        ctx.sleeper, ctx.seconds = sleeper, seconds
+        ctx.sleeper, ctx.seconds, ctx.linear = sleeper, seconds, linear
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.sleeper.compute(ctx.seconds)
-        return gradients[0].clone(memory_format=torch.contiguous_format), None, None
+        if ctx.linear.elements and not ctx.linear.done:
+            ctx.linear.held = torch.ones(ctx.linear.elements)
+        return gradients[0].clone(memory_format=torch.contiguous_format), None, None, None
 
 
 class _WeightPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float) -> Tensor:
-        ctx.size, ctx.sleeper, ctx.seconds = weight.numel(), sleeper, seconds
+    def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float, linear: _Linear) -> Tensor:
+        ctx.size, ctx.sleeper, ctx.seconds, ctx.linear = weight.numel(), sleeper, seconds, linear
         return weight[:1].clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.sleeper.compute(ctx.seconds)
-        return gradients[0].expand(ctx.size).contiguous(), None, None  # dense: it travels
+        ctx.linear.held, ctx.linear.done = None, True
+        return gradients[0].expand(ctx.size).contiguous(), None, None, None  # dense: it travels
 
 
 class _Join(torch.autograd.Function):
@@ -94,8 +112,9 @@ class TimedLayer(nn.Module):
         count = x.shape[0] * self.size.work
         self.sleeper.compute(self.part.forward_s * count)
         # In this order: the weight part must be the younger node.
-        hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count)
-        weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count)
+        linear = _Linear(int(self.part.linear_bytes * x.shape[0] * self.size.tokens) // 4)
+        hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count, linear)
+        weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count, linear)
         return _Join.apply(hidden, weight)  # type: ignore[return-value]
 
 
@@ -155,13 +174,10 @@ class TimedTask:
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
         return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, self._size, embeds=True)
 
-    def stage(self, index: int, num_stages: int, *, parts_per_layer: int) -> nn.Module:
+    def stage(self, blocks: range, *, parts_per_layer: int) -> nn.Module:
         cut = self.workload.split(parts_per_layer)
-        count, begin = cut.layers // num_stages, bool(cut.embedding_bytes)
-        first = 0 if index == 0 else begin + index * count
-        last = len(cut.parts) if index == num_stages - 1 else begin + (index + 1) * count
-        layers = [TimedLayer(part, self.sleeper) for part in cut.parts[first:last]]
-        return TimedChain(layers, self.workload, embeds=index == 0)
+        parts = [cut.block_parts[block] for block in cut.blocks_with_parts if block in blocks]
+        return TimedChain([TimedLayer(part, self.sleeper) for part in parts], self.workload, embeds=0 in blocks)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._size.work = fmean(map(self.workload.work, micro_batches))
