@@ -6,7 +6,8 @@ Needs root, as the lab does; about two minutes for every setting. Where the fold
 with the same --seed and --machine, it goes on with the next. A setting is a cluster (2 to 4 nodes of 1 to 3
 devices, at most 6), a timed workload of 1.5 to 4 s of computing per device (less per layer is lost in the noise of two
 processors), links that are busy from a tenth to three times as long with one micro-batch per visit, and in three of
-five a limit of memory. The search gets what ``tawpipe plan`` would get, and the numbers of the emulating machine that
+five a limit of memory. In every other one layers are wide, links slower and boundary activations small, where pipelines
+should win. The search gets what ``tawpipe plan`` would get, and the numbers of the emulating machine that
 ``prediction.py`` has fitted. Measured are the search's best setting of every strategy, and ``tawpipe-spread`` and
 ``flat`` with other numbers of micro-batches per visit, as far as they fit and are not predicted to be slower than the
 choice by more than ``NEAR``, which is twice as much as any prediction was ever wrong. Right is a choice within 3 % of
@@ -70,9 +71,10 @@ def draw_cell(random_: random.Random, number: int) -> Cell:
     """A cluster and a workload."""
     nodes, local = random_.choice([(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1)])
     layers, per_device = random_.randint(4, 12), random_.choice([1, 2, 3, 4, 6])
-    layer_bytes = 4 * round(2 ** random_.uniform(17, 21))
+    wide = number % 2 == 0
+    layer_bytes = 4 * round(2 ** (random_.uniform(19, 21) if wide else random_.uniform(17, 21)))
     compute = random_.uniform(1.5, 4)
-    ratio = 10 ** random_.uniform(-1, math.log10(3))
+    ratio = 10 ** (random_.uniform(math.log10(2), 1) if wide else random_.uniform(-1, math.log10(3)))
     bits = 8 * 3 * layers * layer_bytes * per_device * (1 - 1 / nodes) / (ratio * compute)
     megabits = min(600, max(10, round(bits / 1e6)))
     forward = compute / (4 * layers * per_device)
@@ -83,7 +85,7 @@ def draw_cell(random_: random.Random, number: int) -> Cell:
         backward_input_s=round(2 * forward, 5),
         backward_weight_s=round(forward, 5),
         micro_batches=per_device * nodes * local,
-        activation_bytes=4 * round(2 ** random_.uniform(15, 19)),
+        activation_bytes=4 * round(2 ** (random_.uniform(13, 16) if wide else random_.uniform(15, 19))),
     )
     return Cell(f"setting {number}", nodes, local, f"{megabits}mbit", workload)
 
@@ -147,6 +149,9 @@ def others(request: PlanRequest) -> list[StepSpec]:
 
 def entry_of(step: StepSpec) -> Entry:
     """For the lab."""
+    if step.strategy.weights_stay:
+        found = {name: getattr(step.settings, name) for name in ("stages", "block_times")}
+        return Entry(OWN_NAMES.get(step.strategy.name, step.strategy.name), {}, found)
     chosen: dict[str, Any] = {name: getattr(step.settings, name) for name in KNOBS}
     return Entry(OWN_NAMES.get(step.strategy.name, step.strategy.name), chosen | {"reuse": True})
 

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.lab import ours
-from tawpipe.lab.bounds import workload_costs
+from tawpipe.lab.bounds import activation_sizes, workload_costs
 from tawpipe.lab.cluster.rates import parse_rates
 from tawpipe.lab.compare import FRAMES
 from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
-from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
@@ -61,20 +60,15 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     cell, knobs = row["cell"], knobs_of(row)
     workload = workload_of(row)
     topology = Topology.grid(cell["nodes"], cell["local"])
-    schedule = ours.schedule_of(row["strategy"], workload, topology, knobs)
+    name = str(row["strategy"])
+    schedule = ours.schedule_of(ours.OWN_NAMES.get(name, name), workload, topology, knobs)
     assert isinstance(workload, TimedWorkload)
     workload = workload.split(knobs["parts_per_layer"])
     rates = [rate for rate in parse_rates(cell["rate"], nodes=cell["nodes"]) if rate is not None]
     between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10, machine.latency_s)
     inside = LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10)
-    slower = replace(
-        workload,
-        forward_s=workload.forward_s + machine.sleep_s,
-        backward_input_s=workload.backward_input_s + machine.sleep_s,
-        backward_weight_s=workload.backward_weight_s + machine.sleep_s,
-    )
     model = workload_costs(
-        slower,
+        workload.with_each_sleep(machine.sleep_s),
         between=between,
         inside=inside,
         reduce_scatter="ring",
@@ -84,7 +78,7 @@ def predict(row: dict[str, Any], machine: Emulation) -> dict[str, Any]:
     )
     timeline = play(schedule, model, steps=1, physical=topology)
     widths = Widths(4, 4, 4, 2 if workload.optimizer else 0)
-    said = costs(schedule, widths, activation_bytes={Kind.INPUT: workload.activation_bytes})
+    said = costs(schedule, widths, activation_bytes=activation_sizes(workload))
     return {
         "seconds": timeline.makespan,
         "sent": max(node.sent for node in timeline.node_bytes[0]),
