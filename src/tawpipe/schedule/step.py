@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import (
     STAYING,
     Buffer,
@@ -365,11 +365,20 @@ class Schedule:
         return max((held for _, held in self.activations(rank, sizes)), default=0)
 
     def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
-        """Every action of a program, and what is kept while it runs: what it writes and what it frees included."""
+        """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
+
+        What is received has its memory from when its lane is free, before its turn: it is posted at once.
+        """
+        program = self.programs[rank]
         passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
-        staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
+        staying = {buffer for action in program for buffer in action.writes if buffer.kind in STAYING}
         total = sum(sizes.get(buffer.kind, 0) for buffer in staying)
-        for action in self.programs[rank]:
-            total += sum(passing.get(buffer.kind, 0) for buffer in action.writes if buffer not in action.reads)
+        taken, free = [0] * len(program), dict[Lane, int]()
+        for index, action in enumerate(program):
+            posted = free.get(action.lane, 0) if action.op is Op.EXCHANGE else index
+            taken[posted] += sum(passing.get(one.kind, 0) for one in action.writes if one not in action.reads)
+            free[action.lane] = index + 1
+        for action, more in zip(program, taken, strict=True):
+            total += more
             yield action, total
             total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)
