@@ -1,7 +1,7 @@
 """``python -m tawpipe``: what launchers start.
 
-The process ends with what it has done, and not with Python's taking itself apart: libraries' threads may still be letting
-go of their last tensors, for which they need Python, and would abort the process.
+The process ends with what it has done, and not with Python's taking itself apart: threads of libraries may still be
+letting go of their last tensors, for which they need Python, and would abort the process.
 """
 
 import atexit

@@ -237,7 +237,7 @@ def _forget_peak() -> None:
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """(busy, total) clock ticks of all processors since boot. Processes that give way to others (``nice``) count as idle."""
+    """(busy, total) clock ticks of all processors since boot. Processes that give way (``nice``) count as idle."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     _, nice, _, idle, waiting = fields[:5]
     total = sum(fields[:8])
