@@ -1,4 +1,4 @@
-"""``tawpipe train --dry-run`` says what would run, refuses what a run would be refused for, and leaves nothing behind."""
+"""``tawpipe train --dry-run`` says what would run, refuses what a run is refused for, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tawpipe.plan.machine import Machine
 from tawpipe.runtime.world import World
 from tawpipe.train import dry_run, memory
 
-SMALL = "--data text.txt --vocab-size 300 --sequence-length 32 --global-batch 4 --device cpu --evaluation.every 0".split()
+SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4"]
+SMALL = ["--data", "text.txt", *SIZES, "--device", "cpu", "--evaluation.every", "0"]
 
 
 @pytest.fixture(autouse=True)
