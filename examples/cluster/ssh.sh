@@ -20,7 +20,6 @@ meet="${1#*@}:${PORT:-29500}"
 id=$RANDOM$RANDOM
 pipes=$(mktemp -d)
 hosts=("$@")
-sessions=()
 lines=()
 
 # Every machine hangs on a line: it gets its orders through it, and ends its processes when the line is cut. It is cut
@@ -29,7 +28,6 @@ end() {
     trap - EXIT INT TERM
     for line in "${lines[@]}"; do exec {line}>&-; done
     wait
-    rm -rf "$pipes"
 }
 trap end EXIT
 trap 'echo "ending on all machines" >&2; exit 130' INT
@@ -49,17 +47,18 @@ orders() {
     printf 'wait $run; code=$?; kill $line 2> /dev/null; exit $code; } 3<&0; exit\n'
 }
 
-for host in "${hosts[@]}"; do
-    mkfifo "$pipes/${#sessions[@]}"
-    ssh -o BatchMode=yes "$host" bash -s < "$pipes/${#sessions[@]}" &
-    sessions+=($!)
+for number in "${!hosts[@]}"; do
+    mkfifo "$pipes/$number"
+    ssh -o BatchMode=yes "${hosts[$number]}" bash -s < "$pipes/$number" &
 done
-# Only now, so that no ssh holds the line of another machine.
+# Only now, so that no ssh holds the line of another machine. An ssh that has failed already is told of below.
+trap '' PIPE
 for number in "${!hosts[@]}"; do
     exec {line}> "$pipes/$number"
     lines+=("$line")
-    orders "${hosts[$number]}" $((number == 0)) >&"$line"
+    orders "${hosts[$number]}" $((number == 0)) >&"$line" 2> /dev/null || true
 done
+rm -rf "$pipes" # both ends are open
 
 for _ in "${hosts[@]}"; do
     code=0

@@ -96,7 +96,12 @@ def test_when_one_machine_fails_the_others_are_ended(local_ssh: Path) -> None:
 def test_when_the_script_ends_all_machines_end(local_ssh: Path, how: signal.Signals) -> None:
     sleeping_torchrun(local_ssh)
     words = ["bash", script("ssh.sh", local_ssh, "--data 'a b*' --output run"), "one", "two"]
-    started = subprocess.Popen(words, cwd=local_ssh, env=variables(local_ssh, HF_TOKEN="a 'secret'"))
+    started = subprocess.Popen(
+        words,
+        cwd=local_ssh,
+        env=variables(local_ssh, HF_TOKEN="a 'secret'"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash cannot catch what it begins to ignore
+    )
     assert wait_for(lambda: len(processes_of(local_ssh)) == 2 and all(processes_of(local_ssh)))
     started.send_signal(how)
     assert started.wait(60) == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(how, -how)
