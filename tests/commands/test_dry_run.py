@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ SMALL = ["--data", "text.txt", *SIZES, "--device", "cpu", "--evaluation.every", 
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder with a small text, in which no process can be started; temporary files go beside it."""
     here, others = tmp_path / "here", tmp_path / "others"
     here.mkdir()
@@ -62,7 +63,7 @@ def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path
 
 def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["train", *SMALL, "--nproc", "1", "--plan", "none", "--steps", "1", "--sample.tokens", "0"]
-    words += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.tensorboard", "false"]
+    words += ["--checkpoint.every", "0", "--export.enabled", "false"]
     assert main([*words, "--dry-run"]) == 0
     would = rows(capsys.readouterr().out, "would run")
     assert main([*words, "--output", str(tmp_path / "run"), f"--cache-dir={tmp_path / 'of-the-run'}"]) == 0

@@ -134,7 +134,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         lengths=lambda: typical_lengths(data, config),
         tell=console.line,
         measure=measure,
-        show=lambda plan: [console.line(f"  {line}") for line in plan.table()],
+        show=lambda plan: console.line("\n".join(f"  {line}" for line in plan.table())),
     )
     config = followed.config
     if followed.line:
