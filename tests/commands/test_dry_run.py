@@ -63,13 +63,20 @@ def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path
 
 def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["train", *SMALL, "--nproc", "1", "--plan", "none", "--steps", "1", "--sample.tokens", "0"]
-    words += ["--checkpoint.every", "0", "--export.enabled", "false"]
+    words += ["--checkpoint.every", "1", "--export.enabled", "false"]
     assert main([*words, "--dry-run"]) == 0
     would = rows(capsys.readouterr().out, "would run")
     assert main([*words, "--output", str(tmp_path / "run"), f"--cache-dir={tmp_path / 'of-the-run'}"]) == 0
     does = rows(capsys.readouterr().out, "plan")
     for name in ("model", "batch", "dtype", "attention", "strategy", "schedule", "homes", "buffers", "activations"):
         assert would[name] == does[name]
+
+    before = sorted(tmp_path.rglob("run/**/*"))
+    words += ["--output", str(tmp_path / "run"), "--resume", "auto", "--steps", "2", "--dry-run"]
+    assert main(words) == 0
+    assert rows(capsys.readouterr().out, "would run")["weights"].endswith("step-00000001, step 1")
+    assert main([*words, "--seed", "1"]) == 2
+    assert "--seed: got 1" in capsys.readouterr().err and sorted(tmp_path.rglob("run/**/*")) == before
 
 
 def test_of_many_documents_it_reads_the_first(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
