@@ -7,8 +7,8 @@
 #
 #     docker build --tag tawpipe:cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #
-# The wheels of torch for CUDA bring CUDA's libraries along: the base needs none, and the host only a driver. Another base
-# with Python 3.11 or newer, for example one with a torch of the vendor's own: --build-arg BASE=...
+# The wheels of torch for CUDA bring CUDA's libraries along: the base needs none, and the host only a driver. Where one of
+# CUDA's own bases is wanted nevertheless: --build-arg BASE=..., with Python 3.11 or newer as `python`.
 ARG BASE=python:3.12-slim
 
 # The wheel is built in a stage of its own, so that no source and no build tool is in the image.
@@ -27,10 +27,10 @@ RUN if test -n "${PACKAGES}"; then \
         apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} && rm -rf /var/lib/apt/lists/*; \
     fi
 RUN useradd --create-home --uid 1000 tawpipe && mkdir /work && chown tawpipe /work
-# torch first, in a layer of its own: it is by far the largest, and stays when tawpipe changes.
+# torch first, in a layer of its own: it is by far the largest, and stays as it is when only tawpipe changes.
 RUN --mount=type=bind,source=requirements-ci.txt,target=/requirements.txt \
     python -m pip install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "$(grep '^torch==' /requirements.txt)"
-# Then everything else in the versions that the tests ran with; these lines change with requirements-ci.txt only.
+# Then everything else, in the versions that the tests ran with.
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     --mount=type=bind,source=requirements-ci.txt,target=/requirements.txt \
     python -m pip install --no-cache-dir --constraint /requirements.txt "$(echo /dist/*.whl)[${EXTRAS}]"
