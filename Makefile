@@ -14,7 +14,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint format clean
+.PHONY: help train test test-slow lint format wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +38,16 @@ lint: $(READY)  ## check style, imports and types
 format: $(READY)  ## bring the code into style
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+# Without build/, which would put files into the wheel that are gone from src/.
+wheel: $(READY)  ## build the wheel into dist/
+	@rm -rf build dist
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@rm -rf build
+	@ls dist/*.whl
+
+try-wheel: wheel  ## build the wheel and use it in a fresh environment
+	@PYTHON=$(PYTHON) .ci/try-wheel
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

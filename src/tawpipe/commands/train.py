@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
 from tawpipe.launch.gpus import find_gpus
-from tawpipe.launch.launcher import in_this_process, launch, local_shape
+from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, with_output_named
 
@@ -27,12 +27,14 @@ def run(argv: Sequence[str]) -> int:
     if launched is not None:
         check_output_name(config)
         if launched.rank == 0:
-            check_output(config)
-        return _train_here(config)
+            check_output(config, make=not config.dry_run)
+        return _look(config, None) if config.dry_run else _train_here(config)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
-    check_output(config)
+    check_output(config, make=not config.dry_run)
+    if config.dry_run:
+        return _look(config, shape)
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
             return _train_here(config)
@@ -46,3 +48,10 @@ def _train_here(config: TrainConfig) -> int:
     from tawpipe.train.run import run as train
 
     return train(config)
+
+
+def _look(config: TrainConfig, shape: Shape | None) -> int:
+    """``--dry-run``; without a shape in every process that torchrun started."""
+    from tawpipe.train.dry_run import dry_run
+
+    return dry_run(config, shape)

@@ -40,6 +40,7 @@ from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
 from tawpipe.pipeline.parameters import Parameters
+from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.compute import Compute, StepInput
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
@@ -53,7 +54,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers, refuse_cut_matrices
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
@@ -153,21 +154,11 @@ class Pipeline:
         self.sequence_ranks = self.settings.sequence_ranks or 1
         wide = torch.promote_types(dtype, torch.float32)
         self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
-        if clip_norm is not None and self.settings.early_updates:
-            raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
-        if compile_layers and self.settings.sequence_chunk:
-            expected = "false with schedule.sequence_chunk: every chunk would be compiled anew"
-            raise UserError("compile_layers", True, expected)
-        if compile_layers and self.sequence_ranks > 1:
-            expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
-            raise UserError("compile_layers", True, expected)
+        refuse_settings(self.settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
         _ = share_in_sets(0, self.world.topology, self.settings)
         self.chain = Chain(model, loss=loss)
         settle_mtp(self.chain.model, without=without_mtp)
-        for name, value in (("sequence_chunk", self.settings.sequence_chunk), ("sequence_ranks", self.sequence_ranks)):
-            if self.chain.alone and (value or 0) > (name == "sequence_ranks"):
-                expected = f"unset: rows of {self.chain.name} cannot be cut, because {self.chain.alone}"
-                raise UserError(f"schedule.{name}", value, expected)
+        refuse_cut_rows(self.chain, self.settings)
         self.work = work or work_of(self.chain)
         on_meta = all(parameter.is_meta for parameter in model.parameters())
         if weights is not None:
@@ -181,19 +172,10 @@ class Pipeline:
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
             self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
         self.chain.quantise(quantize, dtype)
-        if quantize != NONE and self.settings.weights_compression != "none":
-            expected = f"none with quantize={quantize}: what is frozen travels in fewer bits already"
-            raise UserError("schedule.weights_compression", self.settings.weights_compression, expected)
         self.spec = self.chain.spec
         optimizer = optimizer or adamw()
         self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
-        strategy = self._schedules.smallest.strategy
-        if compile_layers and strategy.splits:
-            expected = f"false under {strategy.name}, whose backward passes are taken apart"
-            raise UserError("compile_layers", True, expected)
-        if strategy.weights_stay and (why := self.chain.why_not_staged):
-            expected = f"a strategy whose weights travel for {self.chain.name}: {why}"
-            raise UserError("schedule.strategy", strategy.name, expected)
+        refuse_strategy(self.chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
         self._deal = Deal(
             micro_batch,
             self.world.rank,
@@ -205,7 +187,6 @@ class Pipeline:
             alone=self.chain.alone,
             share=self._schedules.shares,
         )
-        refuse_cut_matrices(optimizer, self.chain.units, self._schedules.smallest.homes, self.settings.strategy)
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._adopted: set[int] = set()
         """Schedules, which are all kept, whose buffers are there."""

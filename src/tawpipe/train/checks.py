@@ -15,7 +15,7 @@ from tawpipe.environment import LaunchEnvironment, restart_count, started_by_loc
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
-from tawpipe.runtime.faults import parse_faults
+from tawpipe.runtime.faults import Fault, parse_faults
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
@@ -196,6 +196,19 @@ def _check_faults(config: TrainConfig) -> None:
             raise UserError("--inject", f"restart={fault.restart}", expected)
 
 
+def faults_of(config: TrainConfig, world_size: int) -> tuple[Fault, ...]:
+    """The faults that are to happen in a run of so many processes.
+
+    Raises:
+        UserError: one is for a rank that there is not.
+    """
+    faults = parse_faults(config.inject)
+    for fault in faults:
+        if fault.rank >= world_size:
+            raise UserError("--inject", f"rank={fault.rank}", f"one of the {world_size} ranks, from 0")
+    return faults
+
+
 def _reads_files(environ: Mapping[str, str]) -> bool:
     """True if this process is alone or the first one: the others need not see what it reads."""
     return environ.get("RANK", "0") == "0"
@@ -259,8 +272,11 @@ def check_output_name(config: TrainConfig) -> None:
         raise UserError("--output", config.output, "a folder named in full under torchrun, the same for all processes")
 
 
-def check_output(config: TrainConfig) -> None:
+def check_output(config: TrainConfig, *, make: bool = True) -> None:
     """The output folder is there, can be written to and belongs to no other run. Only one process may call this.
+
+    Args:
+        make: False leaves everything as it is: a folder that could be made will do.
 
     Raises:
         UserError: it is not so, or the folder's name still holds ``{time}``.
@@ -271,6 +287,11 @@ def check_output(config: TrainConfig) -> None:
     if held and not _goes_on_in(config, folder):
         expected = f"a folder without a run (this has {held[0]}); or --resume auto to go on with that run"
         raise UserError("--output", config.output, expected)
+    if not make:
+        there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

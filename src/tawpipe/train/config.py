@@ -238,6 +238,9 @@ class TrainConfig(DataSettings):
     resume: str = "none"
     """none starts anew, auto goes on from the newest complete checkpoint in the output folder (or starts anew if there
     is none), a path goes on from that checkpoint."""
+    dry_run: bool = False
+    """Check settings, data, model, memory and plan, say what would run, and end: no process is started, no weights are
+    loaded, nothing is written into the output folder."""
     plan: str = "auto"
     """Source of the schedule: auto measures the links and the model, predicts every strategy and takes the best,
     in a few seconds; none takes the settings under schedule; or the file that `tawpipe plan --save` wrote. Settings

@@ -11,13 +11,13 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.plan.predict import Needs, memory_quickly, predict
-from tawpipe.plan.probe import machine_unprobed, probe, with_files
+from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
 from tawpipe.schedule.strategies import find
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import MEMORY, ask
+from tawpipe.train.planned import MEMORY, ask, probed
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
@@ -33,6 +33,7 @@ def check_memory(
     lengths: Sequence[int],
     request: PlanRequest | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    measure: Callable[[World], Machine] = probed,
 ) -> Needs | None:
     """What a process will hold, and a node's host; None where that could not be found out, and ``tell`` is given why.
     Call on all ranks, before anything large is there.
@@ -40,6 +41,7 @@ def check_memory(
     Args:
         config: with the schedule that will run.
         request: what was measured for a plan, if anything was.
+        measure: gives the machine by which seconds are predicted.
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
@@ -63,7 +65,7 @@ def check_memory(
     lacking = bool(shortage(_all_of(machine, measured), needs))
     if any(world.gather_numbers(float(lacking))):
         if request is None:
-            timed, _ = ask(config, world, probe(world).machine, **asking)
+            timed, _ = ask(config, world, measure(world), **asking)
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(config, machine, measured))
     return needs

@@ -35,10 +35,12 @@ from tawpipe.train.optimizers import factory_of
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
+    from tawpipe.plan.plan import Plan
     from tawpipe.plan.request import PlanRequest
     from tawpipe.schedule.balance import Work
 
 logger = logging.getLogger(__name__)
+
 PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
@@ -68,6 +70,13 @@ class Followed:
     request: PlanRequest | None = field(default=None, compare=False)
 
 
+def probed(world: World) -> Machine:
+    """The machine, with links as these processes measure them; call on all ranks."""
+    from tawpipe.plan.probe import probe
+
+    return probe(world).machine
+
+
 def follow_plan(
     config: TrainConfig,
     world: World,
@@ -77,11 +86,15 @@ def follow_plan(
     dtype: torch.dtype,
     lengths: Callable[[], Sequence[int]] = lambda: (),
     tell: Callable[[str], None] = lambda _: None,
+    measure: Callable[[World], Machine] = probed,
+    show: Callable[[Plan], None] = lambda _: None,
 ) -> Followed:
     """Decide; call on all ranks.
 
     Args:
         tell: is given what takes time, before it does.
+        measure: gives the machine that a plan is made for.
+        show: is given a plan that is made now, on rank 0.
         earlier: what the checkpoint says that the run goes on from.
         lengths: of the documents in a typical row.
 
@@ -103,11 +116,11 @@ def follow_plan(
             text, line = "", SETTINGS_HOLD
         elif problem := _mismatch(yaml.safe_load(text), config, world, dtype):
             tell(f"the plan of the checkpoint is for something else: {problem}")
-            text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell)
+            text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell, measure, show)
     elif config.plan == "none" or given or same_nodes:
         text, line = "", SETTINGS_HOLD if given and config.plan == "auto" else ""
     else:
-        text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell)
+        text, line, request = _make(config, world, vocab_size, dtype, lengths(), tell, measure, show)
     if not text:
         return Followed(config, "", line, request=request)
     plan = yaml.safe_load(text)
@@ -206,15 +219,17 @@ def _make(
     dtype: torch.dtype,
     lengths: Sequence[int],
     tell: Callable[[str], None],
+    measure: Callable[[World], Machine],
+    show: Callable[[Plan], None],
 ) -> tuple[str, str, PlanRequest | None]:
     """Measure links and blocks, search, choose; the plan as text, or nothing, a line, and what was measured."""
     from tawpipe.plan.plan import Plan
-    from tawpipe.plan.probe import probe, with_files
+    from tawpipe.plan.probe import with_files
     from tawpipe.plan.search import search
 
     begin = time.perf_counter()
     tell("planning: measuring links and blocks, predicting every strategy (--plan none leaves that out)")
-    machine = probe(world).machine
+    machine = measure(world)
     if config.schedule.offload_dir:
         machine = with_files(machine, world, config.schedule.offload_dir)
     request, problem = ask(config, world, machine, vocab_size=vocab_size, dtype=dtype, lengths=lengths, tell=tell)
@@ -227,6 +242,7 @@ def _make(
         except Exception as error:
             logger.debug("searching", exc_info=True)
             return f"{NO_PLAN}{type(error).__name__}: {error}"
+        show(made)
         return made.text() if made.chosen else NO_PLAN + made.reason
 
     text = world.text_of_rank_0(choose)

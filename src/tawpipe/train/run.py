@@ -15,37 +15,42 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.format import step_name
-from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
+from tawpipe.checkpoint.resume import Start, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
 from tawpipe.data.prepared import PreparedData, changed_parts
-from tawpipe.data.tokenizer import check_vocabulary, vocabulary_size
+from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
-from tawpipe.errors import RunError, UserError
+from tawpipe.errors import RunError
 from tawpipe.files import replace_text
-from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.build import BuiltModel
-from tawpipe.model.merged import refuse_unmergeable
-from tawpipe.model.quantized import NONE
-from tawpipe.model.rope import refuse_other_rope, rope_of, rope_words
+from tawpipe.model.rope import rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
-from tawpipe.runtime.faults import Injector, parse_faults
+from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.sharing import share_in_sets
-from tawpipe.train.checks import check_longest_fits, check_steps, naming_documents
-from tawpipe.train.config import TrainConfig, config_text, in_bins
-from tawpipe.train.evaluation import Best, check_best, loss_words
+from tawpipe.train.checks import check_steps, faults_of, naming_documents
+from tawpipe.train.config import TrainConfig, config_text
+from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
 from tawpipe.train.recipe import settle, with_settled
-from tawpipe.train.retrieval import retrieval_check
-from tawpipe.train.start import build, documents_of, start_of, typical_lengths
-from tawpipe.train.words import device_name, gib, plan_rows, without_effect
+from tawpipe.train.start import (
+    build,
+    check_start,
+    documents_of,
+    refuse_other_form,
+    refuse_other_run,
+    start_of,
+    typical_lengths,
+    with_packing,
+)
+from tawpipe.train.words import costs_of_next, device_name, gib, plan_rows, without_effect
 
 
 def run(config: TrainConfig) -> int:
@@ -63,16 +68,10 @@ def run(config: TrainConfig) -> int:
     console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)  # before documents are dealt for the report
     given, data = config, documents_of(config, world, console)
-    if data.report.packing == "balanced":
-        config = in_bins(config, world.size)
-        check_longest_fits(config, data.longest, data.report.longest[1])
-    else:
-        config = replace(config, packing=data.report.packing)
+    config = with_packing(config, data, world)
     # Agents of torchrun count by themselves: a node that joins later has seen no restart.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
-    faults = parse_faults(config.inject)
-    if beyond := [fault for fault in faults if fault.rank >= world.size]:
-        raise UserError("--inject", f"rank={beyond[0].rank}", f"one of the {world.size} ranks, from 0")
+    faults = faults_of(config, world.size)
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
     disk, memory = open_stores(config, world, injector)
     start = _choose_start(config, console, disk, memory, injector, restarts)
@@ -115,12 +114,7 @@ def run(config: TrainConfig) -> int:
     config, needs = with_room_to_keep(config, world, needs)
     with naming_documents(config):
         built = build(config, vocab_size=vocab_size, longest=data.longest)
-    if config.export.enabled and config.export.merge:
-        refuse_unmergeable(built.model)
-    retrieval = retrieval_check(config, data, built.model.config)
-    check_best(config, validation=data.validation is not None)
-    if not config.steps and data.validation is None and retrieval is None:
-        raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
+    retrieval = check_start(config, built, data)
     pipeline = _make_pipeline(config, world, data, built, injector, followed)
     if pipeline.checked:
         console.line(pipeline.checked)
@@ -147,7 +141,8 @@ def run(config: TrainConfig) -> int:
     computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
     if config.rope.changes:
         computing.append(("rotary positions", rope_words(text)))
-    before = plan_rows(config, pipeline, data, earlier.samples if earlier else 0, needs, computing)
+    said, bins = costs_of_next(config, pipeline, data, earlier.samples if earlier else 0)
+    before = plan_rows(config, said, bins, data, world.nodes, needs, computing)
     console.plan(before)
 
     training = Training(
@@ -241,8 +236,8 @@ def _choose_start(
     start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
     for words in start.passed_over:
         console.notice(f"passed over {words}")
-    if start.source is not None and (form := start.source.manifest.get("quantize", NONE)) != config.quantize:
-        raise UserError("--quantize", config.quantize, f"{form}, as in the checkpoint {start.place}")
+    if start.source is not None:
+        refuse_other_form(config, start.source.manifest, start.place)
     if restarts and disk.leads:
         reached, first = last_step(config.output_path), start.state.step if start.state else 0
         console.notice(f"restart {restarts}: {max(0, reached - first)} steps, from {first + 1} on, are repeated")
@@ -257,7 +252,6 @@ def _make_pipeline(
     injector: Injector | None,
     followed: Followed,
 ) -> Pipeline:
-    check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
     settings = config.optimizer
     pipeline = Pipeline(
         built.model,
@@ -291,10 +285,7 @@ def _make_pipeline(
 def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: Start, data: PreparedData) -> None:
     state, place = start.state, start.place
     assert state is not None and start.source is not None
-    if state.seed != config.seed:
-        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
-    refuse_other_rope(state.rope, rope_of(pipeline.chain.config), f"the checkpoint {place}")
-    refuse_other_trained(state, adapter_facts(pipeline.chain.given), config.freeze, f"the checkpoint {place}")
+    refuse_other_run(config, state, pipeline.chain, place)
     pipeline.load(start.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):

@@ -1,24 +1,35 @@
-"""What a run starts from: its model and its documents."""
+"""What a run starts from: its model and its documents, and whether they suit each other and the settings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from tawpipe.checkpoint.format import Manifest
+from tawpipe.checkpoint.resume import RunState, refuse_other_trained
 from tawpipe.console import Console
 from tawpipe.data.lengths import Dealing
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.rows import take
+from tawpipe.data.tokenizer import check_vocabulary
 from tawpipe.environment import started_by_local_launcher
 from tawpipe.errors import UserError
+from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import work_of
+from tawpipe.model.merged import refuse_unmergeable
 from tawpipe.model.pretrained import has_weights
+from tawpipe.model.quantized import NONE
+from tawpipe.model.rope import refuse_other_rope, rope_of
 from tawpipe.runtime.world import World
+from tawpipe.train.checks import check_longest_fits
 from tawpipe.train.config import TrainConfig, in_bins
+from tawpipe.train.evaluation import check_best
+from tawpipe.train.retrieval import RetrievalCheck, retrieval_check
 
 ROWS_LOOKED_AT = 15
 
@@ -47,6 +58,52 @@ def build(config: TrainConfig, *, longest: int | None, vocab_size: int | None = 
         frozen=config.freeze,
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def check_start(config: TrainConfig, built: BuiltModel, data: PreparedData) -> RetrievalCheck | None:
+    """Check that model and documents suit each other and can give what the settings ask for.
+
+    Returns:
+        the retrieval check of evaluations, if there is one.
+
+    Raises:
+        UserError: the first that cannot be.
+    """
+    if config.export.enabled and config.export.merge:
+        refuse_unmergeable(built.model)
+    retrieval = retrieval_check(config, data, built.model.config)
+    check_best(config, validation=data.validation is not None)
+    if not config.steps and data.validation is None and retrieval is None:
+        raise UserError("--steps", 0, "at least 1 without validation data: there is nothing to evaluate on")
+    check_vocabulary(data.tokenizer, built.model.config.get_text_config().vocab_size)
+    return retrieval
+
+
+def with_packing(config: TrainConfig, data: PreparedData, world: World) -> TrainConfig:
+    """The settings with the packing that was chosen for the documents.
+
+    Raises:
+        UserError: the longest document has no room in a bin.
+    """
+    if data.report.packing != "balanced":
+        return replace(config, packing=data.report.packing)
+    config = in_bins(config, world.size)
+    check_longest_fits(config, data.longest, data.report.longest[1])
+    return config
+
+
+def refuse_other_form(config: TrainConfig, manifest: Manifest, place: str) -> None:
+    """Raise UserError if a checkpoint's frozen weights are in another form than the settings say."""
+    if (form := manifest.get("quantize", NONE)) != config.quantize:
+        raise UserError("--quantize", config.quantize, f"{form}, as in the checkpoint {place}")
+
+
+def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: str) -> None:
+    """Raise UserError if a checkpoint is of a run that cannot be gone on with by these settings."""
+    if state.seed != config.seed:
+        raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
+    refuse_other_rope(state.rope, rope_of(chain.config), f"the checkpoint {place}")
+    refuse_other_trained(state, adapter_facts(chain.given), config.freeze, f"the checkpoint {place}")
 
 
 def documents_of(config: TrainConfig, world: World, console: Console) -> PreparedData:

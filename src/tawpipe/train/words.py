@@ -9,7 +9,9 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.predict import Needs
 from tawpipe.runtime.world import World
 from tawpipe.schedule.balance import Bins
+from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.topology import Topology
 from tawpipe.train.config import TrainConfig
 
 
@@ -49,26 +51,35 @@ def _batch_words(config: TrainConfig, data: PreparedData, bins: Bins | None) -> 
     )
 
 
+def costs_of_next(
+    config: TrainConfig, pipeline: Pipeline, data: PreparedData, samples: int
+) -> tuple[Costs, Bins | None]:
+    """Costs of the next step, and its documents as they are dealt, if they are.
+
+    Args:
+        samples: consumed so far.
+    """
+    if config.packing != "balanced":
+        return pipeline.costs(config.global_batch, config.sequence_length), None
+    bins = pipeline.deal(data.train.step(samples, config.step_tokens).lengths)
+    return pipeline.costs_of_bins(bins), bins
+
+
 def plan_rows(
     config: TrainConfig,
-    pipeline: Pipeline,
+    said: Costs,
+    bins: Bins | None,
     data: PreparedData,
-    samples: int,
+    nodes: Topology,
     needs: Needs | None,
     computing: list[tuple[str, str]],
 ) -> list[tuple[str, str]]:
     """Rows that say what is about to happen and what it costs, before the first step.
 
     Args:
-        samples: consumed so far.
+        said, bins: of the next step.
         computing: rows that say what it computes in and with.
     """
-    bins = None
-    if config.packing == "balanced":
-        bins = pipeline.deal(data.train.step(samples, config.step_tokens).lengths)
-        said = pipeline.costs_of_bins(bins)
-    else:
-        said = pipeline.costs(config.global_batch, config.sequence_length)
     rows = [
         ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {said.trainable / 1e6:.1f} M trained"),
         ("batch", _batch_words(config, data, bins)),
@@ -76,7 +87,7 @@ def plan_rows(
         ("strategy", said.strategy),
         ("schedule", said.schedule),
     ]
-    if pipeline.world.nodes.num_nodes > 1:
+    if nodes.num_nodes > 1:
         most = max(said.link_sent_bytes)
         rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
     rows += [

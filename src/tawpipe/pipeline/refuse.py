@@ -1,0 +1,52 @@
+"""Refusals of what a pipeline cannot run, before anything is allocated: settings, a model, a strategy for it."""
+
+from __future__ import annotations
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.quantized import NONE
+from tawpipe.runtime.optimizer import OptimizerFactory
+from tawpipe.runtime.unit_optimizers import refuse_cut_matrices
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import StepSpec
+
+
+def refuse_settings(
+    settings: ScheduleSettings, *, clip_norm: float | None, compile_layers: bool, quantize: str
+) -> None:
+    """Raise UserError for settings that contradict each other, whatever the model."""
+    if clip_norm is not None and settings.early_updates:
+        raise UserError("schedule.early_updates", True, "false while clip_norm is set: clipping waits for the norm")
+    if compile_layers and settings.sequence_chunk:
+        expected = "false with schedule.sequence_chunk: every chunk would be compiled anew"
+        raise UserError("compile_layers", True, expected)
+    if compile_layers and (settings.sequence_ranks or 1) > 1:
+        expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
+        raise UserError("compile_layers", True, expected)
+    if quantize != NONE and settings.weights_compression != "none":
+        expected = f"none with quantize={quantize}: what is frozen travels in fewer bits already"
+        raise UserError("schedule.weights_compression", settings.weights_compression, expected)
+
+
+def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
+    """Raise UserError if rows are to be cut that this model needs whole."""
+    for name, value in (("sequence_chunk", settings.sequence_chunk), ("sequence_ranks", settings.sequence_ranks)):
+        if chain.alone and (value or 0) > (name == "sequence_ranks"):
+            expected = f"unset: rows of {chain.name} cannot be cut, because {chain.alone}"
+            raise UserError(f"schedule.{name}", value, expected)
+
+
+def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory, compile_layers: bool) -> None:
+    """Raise UserError for a strategy under which this model, or this optimizer, cannot run.
+
+    Args:
+        step: any of the strategy.
+    """
+    strategy = step.strategy
+    if compile_layers and strategy.splits:
+        expected = f"false under {strategy.name}, whose backward passes are taken apart"
+        raise UserError("compile_layers", True, expected)
+    if strategy.weights_stay and (why := chain.why_not_staged):
+        expected = f"a strategy whose weights travel for {chain.name}: {why}"
+        raise UserError("schedule.strategy", strategy.name, expected)
+    refuse_cut_matrices(optimizer, chain.units, step.homes, step.settings.strategy)

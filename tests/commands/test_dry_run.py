@@ -1,0 +1,143 @@
+"""``tawpipe train --dry-run`` says what would run, refuses what a run is refused for, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tawpipe.cli import main
+from tawpipe.plan.machine import Machine
+from tawpipe.runtime.world import World
+from tawpipe.train import dry_run, memory
+
+SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4"]
+SMALL = ["--data", "text.txt", *SIZES, "--device", "cpu", "--evaluation.every", "0"]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder with a small text, in which no process can be started; temporary files go beside it."""
+    here, others = tmp_path / "here", tmp_path / "others"
+    here.mkdir()
+    others.mkdir()
+    (here / "text.txt").write_text("A sentence of a small text. " * 80)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(others))
+    monkeypatch.setenv("TAWPIPE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(*words: object, **rest: object) -> None:
+        raise AssertionError(f"a process was started: {words}")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    yield here
+    assert not any(others.iterdir()) and not (tmp_path / "cache").exists()
+
+
+def rows(text: str, title: str) -> dict[str, str]:
+    """The rows of a table in what was printed."""
+    lines = text.partition(f"{title}:\n")[2].splitlines()
+    found = [line for line in lines if line.startswith("  ")]
+    return {line[2:].partition("  ")[0]: line[2:].partition("  ")[2].strip() for line in found}
+
+
+def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path, capsys) -> None:
+    threads = torch.get_num_threads()
+    assert main(["train", "--dry-run", *SMALL, "--nodes", "2", "--nproc", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("4 processes = 2 nodes x 2 on CPU")
+    assert "chosen" in said and "plan: measured and chosen" in said and "links: 2 GB/s assumed" in said
+    found = rows(said, "would run")
+    assert {"model", "weights", "batch", "strategy", "schedule", "memory", "memory there"} <= found.keys()
+    assert "of which the run takes" in found["memory there"] and "sent" in found["link of a node"]
+    assert [path.name for path in folder.iterdir()] == ["text.txt"] and torch.get_num_threads() == threads
+
+
+def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["train", *SMALL, "--nproc", "1", "--plan", "none", "--steps", "1", "--sample.tokens", "0"]
+    words += ["--checkpoint.every", "1", "--export.enabled", "false"]
+    assert main([*words, "--dry-run"]) == 0
+    would = rows(capsys.readouterr().out, "would run")
+    assert main([*words, "--output", str(tmp_path / "run"), f"--cache-dir={tmp_path / 'of-the-run'}"]) == 0
+    does = rows(capsys.readouterr().out, "plan")
+    for name in ("model", "batch", "dtype", "attention", "strategy", "schedule", "homes", "buffers", "activations"):
+        assert would[name] == does[name]
+
+    before = sorted(tmp_path.rglob("run/**/*"))
+    words += ["--output", str(tmp_path / "run"), "--resume", "auto", "--steps", "2", "--dry-run"]
+    assert main(words) == 0
+    assert rows(capsys.readouterr().out, "would run")["weights"].endswith("step-00000001, step 1")
+    assert main([*words, "--seed", "1"]) == 2
+    assert "--seed: got 1" in capsys.readouterr().err and sorted(tmp_path.rglob("run/**/*")) == before
+
+
+def test_of_many_documents_it_reads_the_first(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    documents = [json.dumps({"text": f"document {n} " * 20}) for n in range(40)]
+    Path("many.jsonl").write_text("\n".join(documents))
+    monkeypatch.setattr(dry_run, "FEW_BYTES", 0)
+    monkeypatch.setattr(dry_run, "FIRST_DOCUMENTS", 10)
+    words = ["train", "--dry-run", *SMALL, "--data", "many.jsonl", "--nproc", "2", "--plan", "none", "--epochs", "3"]
+    assert main([*words, "--output", "new/run"]) == 0
+    assert not Path("new").exists()
+    said = capsys.readouterr().out
+    assert "a look at the first 10 documents" in said and "steps: 3 epochs, counted when all" in said
+
+
+def test_a_missing_file_is_refused(capsys) -> None:
+    assert main(["train", "--dry-run", *SMALL, "--data", "missing.txt"]) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5"}, "decoder-only"),
+        ({"model_type": "no-such"}, "config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_the_data_is_read(config, words, capsys, monkeypatch) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(dry_run, "documents_of", lambda *_: pytest.fail("data was read"))
+    assert main(["train", "--dry-run", *SMALL, "--model", "model"]) == 2
+    assert "--model" in (said := capsys.readouterr().err) and words in said
+
+
+def test_a_model_too_large_for_the_memory_is_refused(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory.machine_unprobed
+
+    def small(world: World) -> Machine:
+        machine = real(world)
+        return replace(machine, device=replace(machine.device, memory_bytes=1 << 20))
+
+    monkeypatch.setattr(memory, "machine_unprobed", small)
+    monkeypatch.setattr(memory, "remedies", lambda *_: [])  # they are of the run's own test, and take long
+    assert main(["train", "--dry-run", *SMALL, "--nproc", "4", "--plan", "none"]) == 2
+    assert "memory: got 'a run that needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--schedule.strategy", "no-such"], "--schedule.strategy"),
+        (["--nproc", "4", "--nodes", "3"], "--nodes"),
+        (["--output", "text.txt/run"], "--output"),
+        (["--output", "old"], "--output"),
+        (["--plan", "none", "--nproc", "1", "--schedule.sequence-ranks", "3"], "sequence_ranks"),
+        (["--plan", "none", "--nproc", "1", "--inject", "rank=9,step=1,at=forward:0,kind=kill"], "--inject"),
+        (["--plan", "none", "--nproc", "1", "--compile", "--schedule.sequence-chunk", "16"], "compile_layers"),
+    ],
+)
+def test_what_a_run_would_be_refused_for_is_refused(words: list[str], setting: str, capsys) -> None:
+    Path("old").mkdir()
+    Path("old/metrics.jsonl").touch()
+    assert main(["train", "--dry-run", *SMALL, *words]) == 2
+    assert setting in capsys.readouterr().err
