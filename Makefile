@@ -14,7 +14,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint format clean
+.PHONY: help train test test-slow lint format docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,8 +39,12 @@ format: $(READY)  ## bring the code into style
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+docs: $(READY)  ## build the documentation as a site, in site/
+	@$(BIN)/python docs/site
+	@$(BIN)/zensical build --strict --clean
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(SETTINGS)
