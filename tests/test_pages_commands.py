@@ -83,7 +83,9 @@ def _settings() -> list[str]:
 def test_what_is_not_run_is_on_a_page_and_everything_else_has_a_test():
     unused = [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, one.text, re.DOTALL) for one in ALL)]
     assert not unused, "no page has such a command any more"
-    assert {one.page for one in ALL} >= RUN_ELSEWHERE.keys() and all((ROOT / o).exists() for o in RUN_ELSEWHERE.values())
+    assert {one.page for one in ALL} >= RUN_ELSEWHERE.keys() and all(
+        (ROOT / o).exists() for o in RUN_ELSEWHERE.values()
+    )
     left = [one.text for one in ALL if not one.tawpipe and not _not_run(one) and one.page not in RUN_ELSEWHERE]
     assert not left, "run it, or say in NOT_RUN why not"
 
@@ -108,7 +110,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "small-model")
-    chat = [[{"role": "user", "content": texts[i][:60]}, {"role": "assistant", "content": texts[i][60:90]}] for i in range(40)]
+    chat = [
+        [{"role": "user", "content": texts[i][:60]}, {"role": "assistant", "content": texts[i][60:90]}]
+        for i in range(40)
+    ]
     lines = "\n".join(json.dumps({"messages": turns}) for turns in chat) + "\n"
     for name in ("chats.jsonl", "chats/one.jsonl", "more/two.jsonl", "corpus/three/four.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,11 @@ def _raised(docstring: Docstring) -> list[str]:
 
 def _configuration() -> str:
     options = train_options()
-    lines = ["# Configuration", "", "Every setting of `tawpipe train`. On the command line a setting is `--name value`."]
+    lines = [
+        "# Configuration",
+        "",
+        "Every setting of `tawpipe train`. On the command line a setting is `--name value`.",
+    ]
     lines += ["In a YAML file, which `--config FILE` reads, dashes are underscores and the sections are nested:", ""]
     lines += ["```yaml", "steps: 100", "optimizer:", "  clip_norm: 1.0", "```", ""]
     lines += ["A command line beats a file. `tawpipe train --print-config` prints all of it as such a file.", ""]

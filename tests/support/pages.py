@@ -61,7 +61,10 @@ def commands(page: Path) -> list[Command]:
             if not pending and not _is_command(line):
                 continue
             pending += line
-            with contextlib.suppress(ValueError):  # inside of quotation marks, or a line that goes on
+            if pending.endswith("\\\n"):
+                pending = pending.removesuffix("\\\n")
+                continue
+            with contextlib.suppress(ValueError):  # inside of quotation marks
                 words = _program_first(shlex.split(pending, comments=True))
                 pending = ""
                 found.append(Command(page.name, tuple(words)))
