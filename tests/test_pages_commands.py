@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -21,7 +22,6 @@ NOT_RUN = {
     r"tawpipe lab .*": "needs root and network namespaces: tests/lab makes such clusters",
     r"make (test|test-slow|lint|format|docs)\b.*": "works on this repository: CI runs it",
     r"python -m (venv|pip) .*": "installs: CI does it",
-    r"python (benchmarks|docs)/.*": "measures for minutes: its results lie beside it",
     r"tawpipe .*hf:org/name.*": "a data set of nobody: tests/data has a stand-in for the Hub",
     r"tawpipe train .*Qwen3-Next.*": "a family that has tests of its own",
     r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
@@ -63,21 +63,14 @@ def test_a_wrong_option_in_a_page_would_be_found():
 
 
 def test_options_in_the_text_of_pages_exist():
-    known, others = known_options(), {"--nproc"}
-    settings = {f"--{line}" for line in _settings()}
-    unknown = [
+    known = known_options()
+    unknown = {
         f"{page.name}: {code}"
         for page in PAGES
         for option, code in inline_options(page)
-        if option not in known | settings | others and not any(one.startswith(f"{option}.") for one in settings)
-    ]
+        if option not in known and not any(one.startswith(option.removesuffix(".") + ".") for one in known)
+    }
     assert not unknown
-
-
-def _settings() -> list[str]:
-    from tawpipe.train.config import train_options
-
-    return [leaf.option.removeprefix("--") for leaf in train_options().leaves.values()]
 
 
 def test_what_is_not_run_is_on_a_page_and_everything_else_has_a_test():
@@ -121,11 +114,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("corpus/one.txt", "books/one.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("\n\n".join(texts))
-    import gzip
-
     (folder / "corpus" / "two.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
-    rows = [f"{texts[i][:40]},{texts[i][40:60]}" for i in range(40)]
-    (folder / "questions.csv").write_text("\n".join(["question,response".replace("response", "answer"), *rows]) + "\n")
+    rows = [f"{text[:40]},{text[40:60]}" for text in texts]
+    (folder / "questions.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
     return folder
 
 

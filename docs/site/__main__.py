@@ -15,5 +15,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
     shutil.rmtree(folder, ignore_errors=True)
     collect(ROOT, folder)
+    shutil.copyfile(Path(__file__).parent / "site.css", folder / "site.css")
     for name, text in reference_pages().items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from tawpipe.cli import COMMANDS
 from tawpipe.errors import UserError
-from tawpipe.train.config import load_config
+from tawpipe.train.config import load_config, train_options
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,7 +96,7 @@ def inline_options(page: Path) -> Iterator[tuple[str, str]]:
 
 def known_options() -> set[str]:
     """Every option of every command of tawpipe, and of torchrun."""
-    options = {"--help-all"}
+    options = {"--import", "--config", "--print-config", *(leaf.option for leaf in train_options().leaves.values())}
     for name in COMMANDS:
         module = importlib.import_module(f"tawpipe.commands.{name}")
         parsers = [module._parser()] if hasattr(module, "_parser") else []
