@@ -28,7 +28,7 @@ def reference_pages() -> dict[str, str]:
 def _library() -> str:
     lines = ["# The library", "", "What `import tawpipe` gives.", "", GENERATED, ""]
     lines += [f"Version {tawpipe.__version__}.", ""]
-    for name in tawpipe.__all__:
+    for name in sorted(tawpipe.__all__, key=lambda name: name != "Pipeline"):  # the front door first
         lines += _documented(name, getattr(tawpipe, name), level=2)
         if inspect.isclass(getattr(tawpipe, name)):
             for member, value in _public_members(getattr(tawpipe, name)):
@@ -68,18 +68,29 @@ def _signature(name: str, value: Any) -> str:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    words = [str(one) for key, one in signature.parameters.items() if key not in ("self", "cls")]
-    parameters = list(signature.parameters.values())
-    for kind, mark in ((inspect.Parameter.KEYWORD_ONLY, "*"),):
-        named = [index for index, one in enumerate(parameters) if one.kind is kind and one.name not in ("self", "cls")]
-        if named and not any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters):
-            words.insert(len(words) - (len(parameters) - named[0]), mark)
-    returned = signature.return_annotation
-    shown = inspect.isclass(value) or returned is inspect.Signature.empty
-    end = "" if shown else f" -> {inspect.formatannotation(returned) if not isinstance(returned, str) else returned}"
-    words = [word.replace("'", "") if "=" not in word else word for word in words]
+    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    words = [_parameter(one) for one in parameters]
+    named = [index for index, one in enumerate(parameters) if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    if named and not any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters):
+        words.insert(named[0], "*")
+    returned = "" if inspect.isclass(value) else _annotation(signature.return_annotation)
+    end = f" -> {returned}" if returned else ""
     line = f"{name}({', '.join(words)}){end}"
     return line if len(line) <= 88 else "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){end}"])
+
+
+def _parameter(one: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
+    kind = _annotation(one.annotation)
+    default = "" if one.default is inspect.Parameter.empty else f"{' = ' if kind else '='}{one.default!r}"
+    return f"{stars}{one.name}{': ' if kind else ''}{kind}{default}"
+
+
+def _annotation(kind: Any) -> str:
+    """A type as it stands in the code; nothing where there is none."""
+    if kind is inspect.Signature.empty:
+        return ""
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 def _table(docstring: Docstring, value: Any) -> list[str]:
@@ -157,4 +168,4 @@ def _markdown(text: str) -> str:
 
 def _cell(text: str) -> str:
     """The same on one line, for a table."""
-    return " ".join(_markdown(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(_markdown(text).split()).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")

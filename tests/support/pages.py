@@ -148,6 +148,8 @@ def _read_tawpipe(words: list[str]) -> None:
     given = [word for word in given if word != LEFT_OUT]
     module = importlib.import_module(f"tawpipe.commands.{name}")
     if name == "train":
+        if "--config" in given and not Path(given[given.index("--config") + 1]).exists():
+            del given[given.index("--config") : given.index("--config") + 2]  # the reader's own file
         load_config(given)
     elif partly:
         unknown = {word.split("=")[0] for word in given if word.startswith("--")} - known_options()
