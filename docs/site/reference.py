@@ -82,8 +82,15 @@ def _signature(name: str, value: Any) -> str:
 def _parameter(one: inspect.Parameter) -> str:
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(one.kind, "")
     kind = _annotation(one.annotation)
-    default = "" if one.default is inspect.Parameter.empty else f"{' = ' if kind else '='}{one.default!r}"
+    default = "" if one.default is inspect.Parameter.empty else f"{' = ' if kind else '='}{_value(one.default)}"
     return f"{stars}{one.name}{': ' if kind else ''}{kind}{default}"
+
+
+def _value(default: Any) -> str:
+    """A default value in code; settings that are all as usual without naming them."""
+    settings = type(default)
+    usual = dataclasses.is_dataclass(settings) and default == settings()
+    return f"{settings.__name__}()" if usual else repr(default)
 
 
 def _annotation(kind: Any) -> str:
