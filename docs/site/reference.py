@@ -88,9 +88,11 @@ def _parameter(one: inspect.Parameter) -> str:
 
 def _value(default: Any) -> str:
     """A default value in code; settings that are all as usual without naming them."""
-    settings = type(default)
-    usual = dataclasses.is_dataclass(settings) and default == settings()
-    return f"{settings.__name__}()" if usual else repr(default)
+    if dataclasses.is_dataclass(default) and all(
+        getattr(default, one.name) == one.default for one in dataclasses.fields(default)
+    ):
+        return f"{type(default).__name__}()"
+    return repr(default)
 
 
 def _annotation(kind: Any) -> str:
