@@ -14,7 +14,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint format wheel try-wheel clean
+.PHONY: help train test test-slow lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -49,8 +49,12 @@ wheel: $(READY)  ## build the wheel into dist/
 try-wheel: wheel  ## build the wheel and use it in a fresh environment
 	@PYTHON=$(PYTHON) .ci/try-wheel
 
+docs: $(READY)  ## build the documentation as a site, in site/
+	@$(BIN)/python docs/site
+	@$(BIN)/zensical build --strict --clean
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(SETTINGS)

@@ -1,0 +1,149 @@
+"""Every command that a page shows: no option that does not exist, and what can run here runs, on small data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pages import PAGES, ROOT, Command, commands, complaint, inline_options, known_options
+from tawpipe.cli import main
+from tawpipe.data.chat import PLAIN
+from tawpipe.data.tokenizer import train_tokenizer
+
+ALL = [command for page in PAGES for command in commands(page)]
+NOT_RUN = {
+    r"torchrun .*": "needs several machines, or GPUs",
+    r"tawpipe lab .*": "needs root and network namespaces: tests/lab makes such clusters",
+    r"make (test|test-slow|lint|format|docs)\b.*": "works on this repository: CI runs it",
+    r"python -m (venv|pip) .*": "installs: CI does it",
+    r"tawpipe .*hf:org/name.*": "a data set of nobody: tests/data has a stand-in for the Hub",
+    r"tawpipe train .*Qwen3-Next.*": "a family that has tests of its own",
+    r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
+    r"tawpipe train (?=.*\.\.\.).*": "leaves options out",
+    r"tawpipe train --import examples/.*": "tests/schedule/test_add_a_strategy.py runs it",
+    r"tawpipe plan .* --topology cluster\.yaml .*": "needs a file that a cluster writes",
+}
+"""Commands that this file does not run, each with the reason."""
+RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py"}
+STAND_INS = {
+    "path/to/llama": "small-model",
+    "path/to/model": "small-model",
+    "my-model": "small-model",
+    "Qwen/Qwen3-8B": "small-model",
+    "meta-llama/Llama-3.1-8B": "llama-8b",
+}
+"""Models that nobody has here, and what is there instead."""
+QUICK = {"start.md"}
+"""Pages whose commands run with every `make test`; those of the others take minutes."""
+GIVEN = ["--model", "small-model", "--data", "corpus/*.txt"]
+SMALL = ["--nproc", "1", "--nodes", "1", "--sequence-length", "64", "--micro-batch", "1"]
+SMALL += ["--steps", "2", "--plan", "none", "--check", "never", "--sample.tokens", "2", "--cache-dir", "cache"]
+SMALL += ["--validation-fraction", "0.2", "--evaluation.batches", "1", "--schedule.sequence-ranks", "1"]
+
+
+def _not_run(command: Command) -> str | None:
+    return next((pattern for pattern in NOT_RUN if re.fullmatch(pattern, command.text, flags=re.DOTALL)), None)
+
+
+TO_RUN = [one for one in ALL if one.tawpipe and not _not_run(one) and one.page not in RUN_ELSEWHERE]
+
+
+def test_parsers_take_every_command_of_every_page():
+    complaints = {f"{one.page}: {one.text}": said for one in ALL if (said := complaint(one))}
+    assert not complaints
+    assert len(ALL) > 40
+
+
+def test_a_wrong_option_in_a_page_would_be_found():
+    for words in ("tawpipe train --learning-rat 1", "tawpipe plan --model tiny --topologie 2x2", "make trian"):
+        assert complaint(Command("page.md", tuple(words.split())))
+
+
+def test_options_in_the_text_of_pages_exist():
+    known = known_options()
+    unknown = {
+        f"{page.name}: {code}"
+        for page in PAGES
+        for option, code in inline_options(page)
+        if option not in known and not any(one.startswith(option.removesuffix(".") + ".") for one in known)
+    }
+    assert not unknown
+
+
+def test_what_is_not_run_is_on_a_page_and_everything_else_has_a_test():
+    unused = [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, one.text, re.DOTALL) for one in ALL)]
+    assert not unused, "no page has such a command any more"
+    assert {one.page for one in ALL} >= RUN_ELSEWHERE.keys() and all(
+        (ROOT / o).exists() for o in RUN_ELSEWHERE.values()
+    )
+    left = [one.text for one in ALL if not one.tawpipe and not _not_run(one) and one.page not in RUN_ELSEWHERE]
+    assert not left, "run it, or say in NOT_RUN why not"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the pages' commands read, small."""
+    folder = tmp_path_factory.mktemp("pages")
+    draw = random.Random(0)
+    words = ["".join(draw.choice("bdklmnrst") + draw.choice("aeiou") for _ in range(2)) for _ in range(60)]
+    texts = [" ".join(draw.choice(words) for _ in range(100)) for _ in range(40)]
+    tokenizer = train_tokenizer(texts, 300)
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(folder / "small-model")
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder / "small-model")),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "small-model")
+    chat = [
+        [{"role": "user", "content": texts[i][:60]}, {"role": "assistant", "content": texts[i][60:90]}]
+        for i in range(40)
+    ]
+    lines = "\n".join(json.dumps({"messages": turns}) for turns in chat) + "\n"
+    for name in ("chats.jsonl", "chats/one.jsonl", "more/two.jsonl", "corpus/three/four.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(lines)
+    for name in ("corpus/one.txt", "books/one.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n\n".join(texts))
+    (folder / "corpus" / "two.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
+    rows = [f"{text[:40]},{text[40:60]}" for text in texts]
+    (folder / "questions.csv").write_text("\n".join(["question,answer", *rows]) + "\n")
+    return folder
+
+
+def _pages() -> list[Any]:
+    pages = sorted({one.page for one in TO_RUN})
+    return [page if page in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in pages]
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkeypatch, capsys):
+    """In their order, because some use what others have made."""
+    folder = shutil.copytree(place, tmp_path / "page")
+    monkeypatch.chdir(folder)
+    for number, command in enumerate(one for one in TO_RUN if one.page == page):
+        words = [STAND_INS.get(word, word) for word in command.tawpipe or []]
+        words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+        if words[0] == "train":
+            words += [] if "--model" in words else GIVEN[:2]
+            words += [*([] if "--data" in words else GIVEN[2:]), *SMALL]
+            words += [] if "--output" in words else ["--output", f"runs/{number}"]  # two in a second have one name
+        elif words[0] == "prove":
+            words += ["--device", "cpu", "--nproc", "2", "--only", "exact"]
+        elif "runs/first" in words and not Path("runs/first").exists():
+            assert main(["train", *GIVEN, *SMALL, "--output", "runs/first"]) == 0
+        assert main(words) == 0, (command.text, capsys.readouterr().err)
