@@ -124,7 +124,7 @@ def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str], wo
 
 
 def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one() -> None:
-    keys = set(train_options()._by_key)
+    keys = {leaf.key for leaf in train_options().leaves.values()}
     assert not {name.replace("-", "_") for name in ELSEWHERE} & keys
     for words in ELSEWHERE.values():
         assert set(re.findall(r"{(.*?)}", words)) <= keys, words

@@ -99,7 +99,7 @@ def test_everybody_meets_everybody_once(count):
 def test_the_probe_finds_the_nodes(pool):
     """The numbers are those of a loopback; what counts is that all ranks agree and nothing is odd by construction."""
     found = pool.run("cases:probed", 2, 2)
-    machine, rates = found[0]
+    machine, rates, *_ = found[0]
     assert all(other[0] == machine for other in found)
     assert machine.nodes == (2, 2) and len(rates) == 2
     assert 1e6 < machine.between.bytes_per_s < 1e12 and machine.between.latency_s > 0

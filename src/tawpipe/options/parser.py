@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -39,17 +40,17 @@ class CommandParser(argparse.ArgumentParser):
             UserError: an option that is not there.
             SystemExit: anything else that argparse refuses, and help.
         """
-        self.check_options(args or ())
+        self._check_options(sys.argv[1:] if args is None else args)
         return super().parse_args(args, namespace)
 
-    def check_options(self, words: Sequence[str]) -> None:
+    def _check_options(self, words: Sequence[str]) -> None:
         """Refuse options that are not there, before anything else is complained about.
 
         Raises:
             UserError: with what was probably meant.
         """
         within = self._chosen(words)
-        known = [name for parser in {self, within} for name in parser._option_string_actions if name.startswith("--")]
+        known = [name for parser in (within, self) for name in parser._option_string_actions if name.startswith("--")]
         for word in words:
             option = word.partition("=")[0]
             if option.startswith("--") and not any(name.startswith(option) for name in known):
