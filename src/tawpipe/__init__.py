@@ -87,3 +87,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tawpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, which need not have been imported yet."""
+    return sorted(__all__)

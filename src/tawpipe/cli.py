@@ -14,8 +14,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from tawpipe.environment import USER_ERROR
+from tawpipe.environment import ERROR_PREFIX, USER_ERROR
 from tawpipe.errors import RunError, UserError
+from tawpipe.launch.torchrun import leave_words, print_refusal
 from tawpipe.launch.workers import print_expected_error
 
 COMMANDS = {
@@ -49,22 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except UserError as error:
-        print_expected_error(error)
+        print_refusal(error)
         return USER_ERROR
     except RunError as error:
-        print_expected_error(error)
-        return 1
+        return _failed(error)
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            traceback.print_exc()
-        else:  # wherever it is met: nothing but the user can help
-            print_expected_error(error)
-        return 1
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # wherever it is met: nothing but the user can help
+        return _failed(error) if full else _crashed()
     except Exception:
-        traceback.print_exc()
-        return 1
+        return _crashed()
+
+
+def _failed(error: Exception) -> int:
+    print_expected_error(error)
+    leave_words(f"{ERROR_PREFIX}{error}")
+    return 1
+
+
+def _crashed() -> int:
+    traceback.print_exc()
+    leave_words(traceback.format_exc())
+    return 1
 
 
 def _import_modules(words: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tawpipe.cli import main
+from tawpipe.cli import COMMANDS, main
 from tawpipe.errors import UserError
 from tawpipe.options import describe
+from tawpipe.options.names import option_of
 from tawpipe.train.config import TrainConfig, config_text, load_config, train_options, with_output_named
+from tawpipe.train.names import LEADING
 
 CONTRACT = ["model", "data", "tokenizer", "nodes", "nproc", "sequence-length", "global-batch", "micro-batch"]
 CONTRACT += ["steps", "seed", "dtype", "learning-rate", "output", "resume"]
@@ -77,7 +80,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, befo
 def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{name}: null\n")
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: got 'null'"):
+    with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} in .*/a\.yaml, line 1: got 'null'"):
         load_config(["--config", str(file)])
     assert load_config(["--nodes", "null"]).nodes is None
 
@@ -147,11 +150,39 @@ def test_settings_are_values_of_plain_types() -> None:
     assert all(dataclasses.is_dataclass(getattr(TrainConfig(), group.path[0])) for group in train_options().groups)
 
 
-def test_help_lists_all_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+def test_the_whole_help_lists_all_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help-all"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{leaf.option} " in shown for leaf in train_options().leaves.values())
     assert "--micro_batch" not in shown
+    assert f"\n{(train_options().groups[0].path[0])}:\n" in shown
+
+
+def test_help_shows_ten_settings_with_examples_and_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    examples = [f"{option_of(key)} {example}" for key, example in LEADING.items()]
+    assert len(examples) == 10 and all(f"  {example}" in shown for example in examples)
+    assert len(re.findall(r"^  --", shown, re.MULTILINE)) == 10
+    assert shown.rstrip().endswith(f"--help-all shows all {len(train_options().leaves) + 4} options.")
+    words = [word.strip("'") for example in examples for word in example.split()]
+    config = load_config(words)
+    assert (config.learning_rate, config.lora.rank, config.data) == (1e-5, 16, ["corpus/*.parquet"])
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_long_help_is_short_first(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert main([command, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert short.count("\n") < 45 < whole.count("\n")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: tawpipe {command}" in capsys.readouterr().out
 
 
 def test_help_and_version_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:

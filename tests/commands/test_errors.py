@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from tawpipe.cli import main
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.train.checks import validate
-from tawpipe.train.config import TrainConfig, load_config
+from tawpipe.train.config import TrainConfig, load_config, train_options
+from tawpipe.train.names import ELSEWHERE
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
 
@@ -99,12 +101,51 @@ def test_value_that_cannot_work(
         ("--clip-norm", "--optimizer.clip-norm"),
         ("--modle=x", "--model"),
         ("--step", "--steps"),
-        ("--zzzzzz", "--help"),
+        ("--zzzzzz", "tawpipe train --help-all shows all of them"),
+        ("--lr", "here it is --learning-rate\n"),
+        ("--batch-size", "here it is --global-batch, "),
+        ("--bach-size", "here it is --global-batch, "),
+        ("--max_seq_length", "here it is --sequence-length\n"),
+        ("--num-train-epochs", "here it is --epochs\n"),
+        ("--per-device-train-batch-size", "here it is --micro-batch; "),
+        ("--bf16", "here it is --dtype bfloat16\n"),
+        ("--gradient-checkpointing", "here it is --schedule.recompute"),
+        ("--deepspeed", "here it is --schedule.strategy"),
+        ("--fsdp", "here it is --schedule.strategy"),
+        ("--output-dir", "here it is --output\n"),
+        ("--sede", "did you mean --seed?"),
+        ("--nproc-per-node", "here it is --nproc, "),
+        ("--warmup-steps", "did you mean --optimizer.warmup-steps?"),
     ],
 )
 def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
     message = refused(capsys, word, "3")
-    assert word.partition("=")[0] in message and meant in message
+    assert word.partition("=")[0].replace("_", "-") in message and meant in message
+
+
+def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one() -> None:
+    keys = {leaf.key for leaf in train_options().leaves.values()}
+    assert not {name.replace("-", "_") for name in ELSEWHERE} & keys
+    for words in ELSEWHERE.values():
+        assert set(re.findall(r"{(.*?)}", words)) <= keys, words
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("plan --seq-len 3", "here it is --sequence-length"),
+        ("plan --sequence-lenght 3", "did you mean --sequence-length?"),
+        ("doctor --nproc-per-node 3", "here it is --nproc, "),
+        ("trace run --rank 3 --reprot x", "'--reprot'; no such option; did you mean --report?"),
+        ("checkpoint prune run --kep 3", "did you mean --keep?"),
+        ("lab up --raet 3", "did you mean --rate?"),
+        ("prove --zzzzzz", "tawpipe prove --help shows what there is"),
+    ],
+)
+def test_other_commands_name_the_nearest_option_too(capsys: pytest.CaptureFixture[str], words: str, meant: str) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tawpipe: error: command line: got '--") and meant in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +170,7 @@ def test_names_of_before_are_refused_with_those_of_today(
     group, _, key = before.partition(".")
     (tmp_path / "old.yaml").write_text(f"{group}: {{{key}: x}}\n")
     said = refused(capsys, "--config", "old.yaml")
-    assert said == f"tawpipe: error: --config old.yaml: got '{before}'; its name of today: {today}\n"
+    assert said == f"tawpipe: error: --config old.yaml, line 1: got '{before}'; its name of today: {today}\n"
 
 
 def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +180,9 @@ def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("stpes: 3", ["'stpes'", "did you mean steps?"]),
+        ("stpes: 3", ["--config bad.yaml, line 1", "'stpes'", "did you mean steps?"]),
+        ("lr: 3", ["'lr'", "here it is learning_rate\n"]),
+        ("per_device_train_batch_size: 3", ["here it is micro_batch; global_batch is"]),
         ("clip_norm: 3", ["'clip_norm'", "did you mean optimizer.clip_norm?"]),
         ("optimizer: {beta3: 1}", ["'optimizer.beta3'", "did you mean optimizer.beta"]),
         ("sequence-length: 3", ["'sequence-length'", "sequence_length"]),
@@ -151,7 +194,11 @@ def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("optimizer: null", ["optimizer in", "a mapping"]),
         ("- steps", ["--config", "a mapping of settings to values, not list"]),
         ("steps: [1", ["--config", "plain YAML"]),
-        ("steps: three", ["--steps", "'three'", "a whole number"]),
+        ("steps: three", ["--steps in bad.yaml, line 1", "'three'", "a whole number"]),
+        ("seed: 1\n\nsteps: -3", ["--steps in bad.yaml, line 3: got -3; a whole number at least 0"]),
+        ("optimizer:\n  beta2: 1.5", ["--optimizer.beta2 in bad.yaml, line 2: got 1.5"]),
+        ("micro_batch: 9", ["--micro-batch in bad.yaml, line 1: got 9; at most --global-batch"]),
+        ("validation_fraction: 1", ["--validation-fraction in bad.yaml, line 1"]),
         ("steps: true", ["--steps", "True", "a whole number"]),
         ("data: 3", ["--data", "3", "a list of texts"]),
         ("data: [1, 2]", ["--data", "a list of texts"]),
@@ -165,6 +212,15 @@ def test_yaml_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     message = refused(capsys, "--config", "bad.yaml")
     assert all(word in message for word in words), message
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_command_line_that_beats_a_file_is_not_the_files_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "good.yaml").write_text("steps: 3\n")
+    assert "--steps: got -3" in refused(capsys, "--config", "good.yaml", "--steps=-3")
+    (tmp_path / "bad.yaml").write_text("seed: 1\nsteps: -5\n")
+    assert "--steps in bad.yaml, line 2: got -5" in refused(capsys, "--config", "good.yaml", "--config", "bad.yaml")
 
 
 def test_config_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

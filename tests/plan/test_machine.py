@@ -12,7 +12,7 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine
 from tawpipe.plan.measure import machine_of
-from tawpipe.plan.probe import free_memory, tournament
+from tawpipe.plan.probe import free_memory, loopback, tournament
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -85,6 +85,9 @@ def test_topologies_in_short(tmp_path):
         machine_of(str(tmp_path / "broken.yaml"), device=Device())
 
 
+LOOPBACK = "nodes 0 and 1 are on one machine: what is measured between them is its loopback, not a network"
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 def test_everybody_meets_everybody_once(count):
     rounds = list(tournament(count, 99))
@@ -96,12 +99,25 @@ def test_everybody_meets_everybody_once(count):
 def test_the_probe_finds_the_nodes(pool):
     """The numbers are those of a loopback; what counts is that all ranks agree and nothing is odd by construction."""
     found = pool.run("cases:probed", 2, 2)
-    machine, rates = found[0]
+    machine, rates, *_ = found[0]
     assert all(other[0] == machine for other in found)
     assert machine.nodes == (2, 2) and len(rates) == 2
     assert 1e6 < machine.between.bytes_per_s < 1e12 and machine.between.latency_s > 0
     assert machine.device.name == "CPU" and machine.device.memory_bytes > 2**20
     assert torch.get_num_threads() >= 1
+    assert all(other[2:] == ((), LOOPBACK) for other in found), "all of it is noise of this machine's processors"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "answer"),
+    [
+        ("aabb", (True, "")),
+        ("aaaa", (False, LOOPBACK)),
+    ],
+)
+def test_nodes_on_one_machine_are_said_to_be(stacks, answer):
+    assert loopback(stacks, [[0, 1], [2, 3]]) == answer
+    assert loopback(stacks, [[0, 1, 2, 3]]) == (True, "")
 
 
 def test_a_plan_for_the_machine_that_it_is_made_on(capfd):

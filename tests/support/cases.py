@@ -267,7 +267,7 @@ def scratch(world: World) -> tuple[int, int]:
 def probed(world: World) -> Any:
     """What the probe of links finds."""
     found = probe(world)
-    return found.machine, found.rates
+    return found.machine, found.rates, found.findings, found.loopback
 
 
 def rank_without_rows(world: World) -> float:

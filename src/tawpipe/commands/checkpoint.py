@@ -12,6 +12,7 @@ from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, 
 from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError
+from tawpipe.options import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -110,7 +111,7 @@ def _partial(path: Path) -> list[Path]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tawpipe checkpoint", description="What checkpoints there are, whether they are sound, and which may go."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

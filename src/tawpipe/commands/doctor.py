@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tawpipe.commands.processes import add_processes, on_processes
+from tawpipe.options import CommandParser
+from tawpipe.train.names import ELSEWHERE
 
 FILE = "tawpipe-topology.yaml"
 
@@ -17,7 +19,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        elsewhere=ELSEWHERE,
         prog="tawpipe doctor",
         description="Says what is installed and what devices there are; on several processes or nodes also measures "
         "the links between them, which takes a few seconds, and writes a topology file. On several machines: "

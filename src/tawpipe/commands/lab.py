@@ -11,6 +11,7 @@ from pathlib import Path
 from tawpipe.errors import UserError
 from tawpipe.lab.cluster.cluster import DEFAULT_NAME, Cluster
 from tawpipe.lab.cluster.rates import format_rate, parse_rates
+from tawpipe.options import CommandParser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -86,7 +87,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "A cluster with unequal links out of one Linux machine. Needs root and iproute2."
-    parser = argparse.ArgumentParser(prog="tawpipe lab", description=description)
+    parser = CommandParser(prog="tawpipe lab", description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     up = commands.add_parser("up", help="make a cluster; one of the same name is replaced, with what runs in it")

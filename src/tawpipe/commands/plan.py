@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
-from tawpipe.options import Leaf, tree
+from tawpipe.options import CommandParser, Leaf, first_sentence, tree
 from tawpipe.train.config import TAKES
+from tawpipe.train.names import ELSEWHERE
 
 if TYPE_CHECKING:
     from tawpipe.plan.lengths import Lengths
@@ -31,6 +32,19 @@ MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 FORMS = ("none", "nf4", "int8")
+LEADING = {
+    "--model": "meta-llama/Llama-3.1-8B",
+    "--topology": "3x8@100gbit",
+    "--device-name": "H100",
+    "--sequence-length": "32768",
+    "--global-batch": "96",
+    "--longest": "",
+    "--dtype": "bfloat16",
+    "--lora.rank": "16",
+    "--report": "plan.html",
+    "--save": "plan.yaml",
+}
+"""What ``--help`` shows, each with an example."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -306,8 +320,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        leading=LEADING,
+        elsewhere=ELSEWHERE,
         prog="tawpipe plan",
+        usage="%(prog)s --model MODEL --topology TOPOLOGY [--OPTION VALUE ...]",
         description="Says beforehand what every strategy would cost on some machines, which one is best, and why. Exit "
         "code 1 if nothing fits.",
     )
@@ -321,13 +338,13 @@ def _parser() -> argparse.ArgumentParser:
         "--sequence-length",
         type=int,
         metavar="TOKENS",
-        help="of a row; with --longest the most that are looked at",
+        help="tokens in a row; with --longest the most that are looked at",
     )
     parser.add_argument(
         "--global-batch",
         type=int,
         metavar="SEQUENCES",
-        help="of a step, over all devices; with --longest one for every device, if not given",
+        help="rows in a step, over all devices; with --longest one for every device, if not given",
     )
     parser.add_argument(
         "--longest", action="store_true", help="say how long a row may be, under every strategy, and what binds"
@@ -355,7 +372,12 @@ def _parser() -> argparse.ArgumentParser:
         many = "*" if leaf.is_list else None
         expected = "as in the training run, for --lengths corpus"
         parser.add_argument(leaf.option, dest=leaf.key, nargs=many, metavar="X", help=expected)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as in the training run (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="in which the model computes, as in the training run (default: auto)",
+    )
     parser.add_argument("--quantize", choices=FORMS, default=FORMS[0], help="as in the training run (default: none)")
     parser.add_argument(
         "--optimizer",
@@ -365,14 +387,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
     parser.add_argument(
-        "--device-name", metavar="NAME", help="of the devices, if not what the topology says: H100, A100, CPU, ..."
+        "--device-name", metavar="NAME", help="what computes, if not what the topology says: H100, A100, CPU, ..."
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
     parser.add_argument("--vocab-size", type=int, metavar="TOKENS", help="of a preset's tokenizer")
     for leaf in [*ROPE, *LORA]:
         how: dict[str, Any] = {"nargs": "*"} if leaf.is_list else {}
         how |= {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
-        parser.add_argument(leaf.option, dest=leaf.key, metavar="X", help="as in the training run", **how)
+        words = f"{first_sentence(leaf.help)} (as in the training run)".replace("%", "%%")
+        parser.add_argument(leaf.option, dest=leaf.key, metavar="X", help=words, **how)
     parser.add_argument("--freeze", nargs="*", default=(), metavar="PATTERN", help="as in the training run")
     parser.add_argument("--early-updates", action="store_true", help="as in the training run's schedule.early_updates")
     parser.add_argument(

@@ -13,6 +13,9 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import in_this_process, launch, local_shape
 
+TORCHRUNS = {"nproc": "nproc-per-node", "nodes": "nnodes"}
+"""What torchrun calls our options."""
+
 
 def add_processes(parser: argparse.ArgumentParser, *, out: str, what: str) -> None:
     """Options that say where to run, and which file to write.
@@ -41,7 +44,12 @@ def on_processes(
     out = Path(arguments.out)
     if out.is_dir() or not out.parent.is_dir():
         raise UserError("--out", arguments.out, "a file in a folder that exists")
-    if started_by_local_launcher() or LaunchEnvironment.read(os.environ) is not None:
+    if started_by_local_launcher():
+        return act(arguments)
+    if LaunchEnvironment.read(os.environ) is not None:
+        for name in ("nproc", "nodes"):
+            if (value := getattr(arguments, name)) is not None:
+                raise UserError(f"--{name}", value, f"unset under torchrun, which was told by --{TORCHRUNS[name]}")
         return act(arguments)
     gpus = find_gpus() if arguments.device != "cpu" else ()
     shape = local_shape(arguments.nodes, arguments.nproc or (len(gpus) or 1), num_gpus=len(gpus))

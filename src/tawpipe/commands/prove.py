@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.errors import UserError
+from tawpipe.options import CommandParser
+from tawpipe.train.names import ELSEWHERE
 
 FILE = "tawpipe-prove.json"
 
@@ -18,7 +20,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
+        elsewhere=ELSEWHERE,
         prog="tawpipe prove",
         description="Checks on these devices what the tests check elsewhere: numbers against one plain process, memory "
         "and seconds against their predictions, the kernels that run, how processes end. Writes one JSON file. On "

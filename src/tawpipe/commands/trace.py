@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tawpipe.errors import UserError
+from tawpipe.options import CommandParser
 from tawpipe.report.bars import Bar, executed_bars, find_recording, first_of_nodes, predicted_bars
 from tawpipe.report.page import check_page
 from tawpipe.report.trace import Timelines, write_trace
@@ -58,7 +59,7 @@ def _ranks(words: str | None, bars: Sequence[Bar]) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tawpipe trace",
         description="Shows when everything in a recorded step ran, beside what the run's plan predicted; or what a "
         "plan predicts: a summary here, timeline.svg and timeline.png, and trace.json for ui.perfetto.dev.",

@@ -7,15 +7,22 @@ import sys
 from collections.abc import Sequence
 
 from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
+from tawpipe.errors import UserError
 from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
-from tawpipe.train.config import TrainConfig, load_config, with_output_named
+from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe train`` with the words ``argv`` and returns the exit code."""
-    config = load_config(argv)
+    try:
+        return _run(argv, load_config(argv))
+    except UserError as error:
+        raise located(error, argv) from error
+
+
+def _run(argv: Sequence[str], config: TrainConfig) -> int:
     launched = LaunchEnvironment.read(os.environ)
     if started_by_local_launcher():
         # The launcher has checked everything; rank 0 may be writing into the output folder already.

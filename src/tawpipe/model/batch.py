@@ -44,6 +44,10 @@ class MicroBatch:
     tokens: int = -1
     """Number of labels that count; counted here when left out, which waits for the device if the labels are on one."""
 
+    def __repr__(self) -> str:
+        rows, tokens = self.input_ids.shape
+        return f"MicroBatch({rows} x {tokens} tokens, {len(self.lengths)} documents, {self.tokens} labels that count)"
+
     def __post_init__(self) -> None:
         assert self.input_ids.ndim == 2, f"input_ids must be [rows, tokens], got {tuple(self.input_ids.shape)}"
         assert self.input_ids.shape == self.labels.shape == self.position_ids.shape

@@ -249,6 +249,18 @@ class Pipeline:
         self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
 
+    def __repr__(self) -> str:
+        """The model, the strategy, the processes, and how far training has come."""
+        count, trained = self.spec.identity["parameters"], self.spec.identity["trained"]
+        some = f", of them {trained:,} trained" if trained < count else ""
+        rows = f"micro-batches of {self.micro_batch} row{'s' * (self.micro_batch > 1)}"
+        return (
+            f"Pipeline({self.chain.name}: {count:,} parameters{some}\n"
+            f"  {self._schedules.smallest.strategy.name}, {rows}, {str(self.dtype).removeprefix('torch.')}\n"
+            f"  {self.world.nodes} on {self.world.device.type}\n"
+            f"  {self.step_number:,} step{'s' * (self.step_number != 1)} done)"
+        )
+
     @property
     def optimizer(self) -> PipelineOptimizer:
         """The optimizer's parameter groups, for ``torch.optim.lr_scheduler``: ``scheduler.step()`` after ``step``."""

@@ -88,6 +88,10 @@ class Dealt:
     strategies: dict[str, Deal]
     deals: tuple[Deal, ...]
 
+    def __repr__(self) -> str:
+        fastest = next(iter(self.strategies), "none fits")
+        return f"Dealt({self.tokens:,} tokens a step, documents up to {self.max_document:,}; the fastest: {fastest})"
+
     @classmethod
     def of(
         cls,

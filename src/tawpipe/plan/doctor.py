@@ -51,11 +51,13 @@ def examine(out: Path, *, device: str) -> None:
     console.topology(str(world.nodes))
     links = probe(world)
     console.plan(list(_links(links)), title="links")
+    if links.loopback:
+        console.line(f"note: {links.loopback}")
     for finding in links.findings:
         console.line(f"odd: {finding}")
     if world.rank == 0:
-        notes = f"{world.nodes}, measured by tawpipe doctor"
-        save_machine(links.machine, out, notes="\n".join([notes, *links.findings]))
+        notes = [f"{world.nodes}, measured by tawpipe doctor", links.loopback, *links.findings]
+        save_machine(links.machine, out, notes="\n".join(filter(None, notes)))
     console.line(f"wrote {out}")
     world.leave()
 

@@ -142,6 +142,9 @@ class Longest:
     request: PlanRequest
     rows: tuple[LongestRow, ...]
 
+    def __repr__(self) -> str:
+        return f"Longest({self.reason})"
+
     @classmethod
     def of(
         cls, request: PlanRequest, *, ends: str = POSITIONS, tell: Callable[[str], None] = lambda _: None

@@ -46,6 +46,11 @@ class Plan:
     chosen: Candidate | None
     runner_up: Candidate | None
 
+    def __repr__(self) -> str:
+        """The choice with its reasons."""
+        chosen = f"{self.chosen!r} of {len(self.candidates)}" if self.chosen else "nothing chosen"
+        return f"Plan({chosen}\n  {self.reason})"
+
     @classmethod
     def of(cls, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
         good = [one for one in candidates if one.fits and one.prediction is not None]

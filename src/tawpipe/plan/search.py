@@ -70,6 +70,12 @@ class Candidate:
     why_not: str = ""
     homes: Homes | None = None
 
+    def __repr__(self) -> str:
+        if self.prediction is None:
+            return f"Candidate({self.strategy}: {self.why_not})"
+        fits = "" if self.fits else ", does not fit"
+        return f"Candidate({self.strategy}: {self.seconds:.3f} s/step, {gib(self.prediction.peak_bytes)} GiB{fits})"
+
     @property
     def seconds(self) -> float:
         return self.prediction.step_seconds if self.prediction is not None else float("inf")

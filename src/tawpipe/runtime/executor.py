@@ -73,6 +73,15 @@ class StepResult:
         self._event, self._values, self._begin = event, values, begin
         self._took_s: float | None = None
 
+    def __repr__(self) -> str:
+        """The numbers, which are waited for; or why there are none."""
+        try:
+            self.wait()
+        except Exception as error:
+            return f"StepResult(failed: {error})"
+        norm = f", grad norm {self.grad_norm:.3g}" if self.grad_norm else ""  # an evaluation has none
+        return f"StepResult(loss {self.loss:.4f}{norm}, {self.tokens:,} tokens{'' if self.finite else ', not finite'})"
+
     def wait(self) -> None:
         """Wait until the numbers are there."""
         waited = not self._event.done

@@ -56,6 +56,9 @@ class World:
     patient: dist.ProcessGroup | None = None
     launched: Topology | None = None
 
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.nodes}, {self.device})"
+
     @property
     def machines(self) -> Topology:
         """The processes by the machine whose loss they do not survive."""

@@ -165,6 +165,14 @@ class Costs:
     host_bytes: int = 0
     file_bytes: int = 0
 
+    def __repr__(self) -> str:
+        """What a process holds, by its parts, and what a link carries."""
+        names = ("home", "buffer", "activation", "working", "host", "file")
+        parts = {name: getattr(self, f"{name}_bytes") for name in names}
+        held = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
+        sent = max(self.link_sent_bytes, default=0)
+        return f"Costs({self.strategy}: MiB of a process: {held}; the busiest link sends {sent / 1e6:.1f} MB a step)"
+
 
 def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:
     """Bytes of an element of weights, and of gradients, between nodes."""

@@ -306,6 +306,10 @@ class Schedule:
     pools: tuple[tuple[Pool, ...], ...]
     training: bool = True
 
+    def __repr__(self) -> str:
+        actions = sum(map(len, self.programs))
+        return f"Schedule({self.name}: {len(self.micro_batches)} micro-batches, {actions:,} actions; {self.topology})"
+
     @property
     def topology(self) -> Topology:
         return self.step.topology

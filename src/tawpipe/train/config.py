@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from tawpipe.data.settings import DataSettings
+from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import RENAMED, ScheduleSettings
 from tawpipe.schedule.strategies import strategies
+from tawpipe.train.names import ELSEWHERE, LEADING
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,9 @@ class TrainConfig(DataSettings):
     """Nodes that the processes on this machine are grouped into. null means 1 on a machine with GPUs, else 2 if that
     divides --nproc. Refused under torchrun unless --virtual-nodes is set."""
     nproc: int | None = bounded(None, minimum=1)
-    """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Refused under
-    torchrun unless --virtual-nodes is set."""
+    """Processes on this machine, all nodes together. null means one for each GPU, or 4 without a GPU. Leave it out
+    under torchrun, whose --nproc-per-node says it: torchrun takes an --nproc behind -m tawpipe for its own, and may
+    call it ambiguous."""
     virtual_nodes: bool = False
     """Regroup the processes of torchrun into --nodes nodes instead of the machines that they run on."""
     sequence_length: int = bounded(512, minimum=2)
@@ -348,7 +351,15 @@ def train_options() -> Options[TrainConfig]:
     groups = {"finite_check": "optimizer"}
     renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
     renamed["text_column"] = "columns, as text=COLUMN"
-    return Options(TrainConfig, prog="tawpipe train", description=head, renamed=renamed, choices=choices)
+    return Options(
+        TrainConfig,
+        prog="tawpipe train",
+        description=head,
+        renamed=renamed,
+        choices=choices,
+        leading=LEADING,
+        elsewhere=ELSEWHERE,
+    )
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
@@ -358,7 +369,16 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         UserError: see :meth:`Options.parse`.
         SystemExit: ``--help`` and ``--print-config``, after printing.
     """
-    return train_options().parse([word.replace("--plan.improve", "--plan-improve", 1) for word in argv])
+    return train_options().parse(_words(argv))
+
+
+def located(error: UserError, argv: Sequence[str]) -> UserError:
+    """The same error with the file and the line of its setting, if that is from a file that the command line names."""
+    return train_options().located(error, _words(argv))
+
+
+def _words(argv: Sequence[str]) -> list[str]:
+    return [word.replace("--plan.improve", "--plan-improve", 1) for word in argv]
 
 
 def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:

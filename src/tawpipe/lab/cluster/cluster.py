@@ -154,7 +154,7 @@ class Cluster:
         if not 0 <= node < self.num_nodes:
             raise UserError("NODE", node, f"from 0 to {self.num_nodes - 1}")
         if shutil.which(command[0]) is None:
-            raise UserError("COMMAND", command[0], "a program that can be found and executed")
+            raise UserError("COMMAND", command[0], "a program that this machine has: nodes share its files")
         sys.stdout.flush()
         sys.stderr.flush()
         # Python ignores broken pipes, and what is ignored stays so in the program that follows.

@@ -1,0 +1,32 @@
+"""A tree of dataclasses as command-line options and as documented YAML.
+
+Every leaf field of the tree is one setting. Its name on the command line has dashes (``--optimizer.clip-norm``), in
+YAML underscores and nesting (``optimizer: {clip_norm: 1.0}``). The string under a field is its help in both places.
+A command line beats a file, wherever ``--config`` stands; of several files the last one wins.
+
+YAML is read with the safe loader and values are scalars or lists of them: a file can neither name a class nor run code.
+A value is refused where it is read, so that the message can name the setting and say what it may be.
+"""
+
+from tawpipe.options.command import Options
+from tawpipe.options.names import Names
+from tawpipe.options.parser import CommandParser, first_sentence
+from tawpipe.options.settings import Choices, Group, Leaf, all_of, field_help, tree
+from tawpipe.options.values import Open, bounded, describe, open_number
+
+__all__ = [
+    "Choices",
+    "CommandParser",
+    "Group",
+    "Leaf",
+    "Names",
+    "Open",
+    "Options",
+    "all_of",
+    "bounded",
+    "describe",
+    "field_help",
+    "first_sentence",
+    "open_number",
+    "tree",
+]

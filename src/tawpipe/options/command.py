@@ -1,0 +1,212 @@
+"""The settings of one command: read from its command line and from files, printed as help and as YAML."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from tawpipe.errors import UserError
+from tawpipe.options.files import place_in, read_mapping
+from tawpipe.options.names import Names
+from tawpipe.options.parser import HELP_ALL, CommandParser
+from tawpipe.options.settings import Choices, Group, Leaf, all_of, tree, with_choices
+from tawpipe.options.values import kinds_of
+
+T = TypeVar("T")
+
+
+class Options(Generic[T]):
+    """The settings of ``cls`` for one command.
+
+    Args:
+        cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text or of numbers) or
+            dataclasses of them. Every field has a default.
+        prog: the command as the user types it.
+        renamed: keys of earlier versions, with what takes their place.
+        choices: of settings whose values stand in a table: key -> value -> what it means.
+        leading: the keys that ``--help`` shows, each with an example; it shows all where there are none.
+        elsewhere: what other programs call a setting, see ``Names``.
+    """
+
+    def __init__(
+        self,
+        cls: type[T],
+        *,
+        prog: str,
+        description: str,
+        renamed: Mapping[str, str] | None = None,
+        choices: Choices | None = None,
+        leading: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
+        self.cls, self.prog, self.description, self.renamed = cls, prog, description, dict(renamed or {})
+        self.members = with_choices(tree(cls), choices or {})
+        self.leaves = {one.path: one for one in all_of(self.members) if isinstance(one, Leaf)}
+        self.groups = [one for one in all_of(self.members) if isinstance(one, Group)]
+        self._by_option = {leaf.option: leaf for leaf in self.leaves.values()}
+        self._by_key = {leaf.key: leaf for leaf in self.leaves.values()}
+        self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
+
+    def parse(self, argv: Sequence[str]) -> T:
+        """Settings from a command line. ``--help`` and ``--print-config`` print and raise SystemExit(0).
+
+        Raises:
+            UserError: an unknown option or key, a value of the wrong type, an unreadable file.
+        """
+        given = self._given(argv)
+        values: dict[tuple[str, ...], Any] = {}
+        for file in given.config:
+            values |= self._from_mapping(read_mapping(file), file)
+        words = vars(given)
+        values |= {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
+        config = self._build(self.cls, self.members, values)
+        if given.print_config:
+            print(self.to_yaml(config), end="")
+            raise SystemExit(0)
+        return config
+
+    def located(self, error: UserError, argv: Sequence[str]) -> UserError:
+        """The same error with the file and the line of its setting, if that is from a file of this command line."""
+        leaf = self._by_key.get(error.setting.removeprefix("--").replace("-", "_"))
+        if leaf is None:
+            return error
+        given = self._given(argv)
+        if leaf.key in vars(given):
+            return error
+        places = [place for file in given.config if (place := place_in(file, leaf.path))]
+        return UserError(f"{error.setting} in {places[-1]}", error.value, error.expected) if places else error
+
+    def _given(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The words of a command line by the setting that they belong to.
+
+        Raises:
+            UserError: an unknown option, or one without its value.
+        """
+        try:
+            given, left = self._parser.parse_known_args([self._checked_option(word) for word in argv])
+        except argparse.ArgumentError as error:  # an option without its value: the parser judges nothing else
+            leaf = self._by_option.get(error.argument_name or "")
+            raise UserError(error.argument_name or "", "nothing", leaf.expected if leaf else "a YAML file") from error
+        if left:
+            expected = "options start with --, and only lists take several values"
+            raise UserError("command line", " ".join(left), expected)
+        return given
+
+    def to_yaml(self, config: T) -> str:
+        """All settings with their help as comments. Feeding it back gives an equal ``config``."""
+        lines = [f"# Settings of `{self.prog}`: use with --config FILE; options on the command line beat the file."]
+        self._write(lines, self.members, config, indent="")
+        return "\n".join(lines) + "\n"
+
+    @cached_property
+    def _parser(self) -> CommandParser:
+        """Splits words into settings and prints the help; what a word means is read afterwards."""
+        parser = CommandParser(
+            leading={self._by_key[key].option: example for key, example in self._leading.items()},
+            prog=self.prog,
+            usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
+            description=self.description,
+            argument_default=argparse.SUPPRESS,
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
+        files = parser.add_argument_group("configuration")
+        files.add_argument(
+            "--config", metavar="FILE", action="append", default=[], help="Read settings from a YAML file."
+        )
+        files.add_argument(
+            "--print-config", action="store_true", default=False, help="Print all settings as YAML and exit."
+        )
+        settings = parser.add_argument_group("settings")
+        for member in self.members:
+            if isinstance(member, Leaf):
+                _add(settings, member)
+            else:
+                group = parser.add_argument_group(".".join(member.path), member.help)
+                for leaf in all_of(member.members):
+                    if isinstance(leaf, Leaf):
+                        _add(group, leaf)
+        return parser
+
+    def _checked_option(self, word: str) -> str:
+        """An option with the dashes that it is known by; ``--micro_batch`` is taken for ``--micro-batch``."""
+        if not word.startswith("--"):
+            return word
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if new := self.renamed.get(name.removeprefix("--").replace("-", "_")):
+            raise UserError("command line", name, f"its name of today: {new}")
+        if name not in self._parser._option_string_actions:
+            names = Names([*self._by_key, "config", "print_config", "help"], self._elsewhere, options=True)
+            hint = names.meant(name) or f"{self.prog} {HELP_ALL} shows all of them"
+            raise UserError("command line", name, f"no such option; {hint}")
+        return name + equals + value
+
+    def _from_mapping(
+        self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()
+    ) -> dict[tuple[str, ...], Any]:
+        """The settings that a file gives, each under its path."""
+        groups = {group.path for group in self.groups}
+        values: dict[tuple[str, ...], Any] = {}
+        for key, value in mapping.items():
+            path = (*above, str(key))
+            name = ".".join(path)
+            if path in groups:
+                if not isinstance(value, Mapping):
+                    raise UserError(f"{name} in {place_in(file, path)}", value, "a mapping of settings")
+                values |= self._from_mapping(value, file, path)
+            elif new := self.renamed.get(name):
+                raise UserError(f"--config {place_in(file, path)}", name, f"its name of today: {new}")
+            elif (leaf := self.leaves.get(path)) is None:
+                names = Names(self._by_key, self._elsewhere, options=False)
+                hint = names.meant(name) or f"{self.prog} --print-config shows all of them"
+                raise UserError(f"--config {place_in(file, path)}", name, f"no such key; {hint}")
+            else:
+                try:
+                    values[path] = leaf.read(value)
+                except UserError as error:
+                    where = f"{error.setting} in {place_in(file, path)}"
+                    raise UserError(where, error.value, error.expected) from error
+        return values
+
+    def _build(self, cls: type, members: Sequence[Leaf | Group], values: Mapping[tuple[str, ...], Any]) -> Any:
+        hints = get_type_hints(cls)
+        made = {}
+        for member in members:
+            name = member.path[-1]
+            if isinstance(member, Group):
+                made[name] = self._build(hints[name], member.members, values)
+            elif member.path in values:
+                made[name] = values[member.path]
+        return cls(**made)
+
+    def _write(self, lines: list[str], members: Sequence[Leaf | Group], values: Any, indent: str) -> None:
+        for member in members:
+            name = member.path[-1]
+            value = getattr(values, name)
+            lines.append("")
+            lines += textwrap.wrap(member.help, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+            if isinstance(member, Group):
+                lines.append(f"{indent}{name}:")
+                self._write(lines, member.members, value, indent + "  ")
+            else:
+                lines.append(f"{indent}{name}: {member.text(value)}")
+
+
+def _add(container: Any, leaf: Leaf) -> None:
+    """Declares one setting. A boolean may stand alone on the command line and then means true."""
+    nargs = {"nargs": "*"} if leaf.is_list else {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+    text = f"{leaf.help} ({leaf.expected}; default: {leaf.text(leaf.default)})".replace("%", "%%")
+    container.add_argument(leaf.option, dest=leaf.key, metavar=_metavar(leaf.hint), help=text, **nargs)
+
+
+def _metavar(hint: Any) -> str:
+    kind = kinds_of(hint)[0]
+    if get_origin(kind) in (tuple, list):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    return {int: "N", float: "X", bool: "true|false"}.get(kind, "TEXT")

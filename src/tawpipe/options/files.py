@@ -1,0 +1,47 @@
+"""Files of settings: read with the safe loader, and searched for the line of a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tawpipe.errors import UserError
+
+
+def read_mapping(file: str) -> dict[Any, Any]:
+    """The mapping at the top of a YAML file; an empty file is an empty one.
+
+    Raises:
+        UserError: the file cannot be read, is no YAML, or holds something else than a mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            "--config", file, f"a readable YAML file ({getattr(error, 'strerror', None) or error})"
+        ) from error
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise UserError("--config", file, f"plain YAML without tags ({where})") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError("--config", file, f"a mapping of settings to values, not {type(values).__name__}")
+    return values
+
+
+def place_in(file: str, path: Sequence[str]) -> str:
+    """``FILE, line N`` for the key at ``path`` of a file that can be read; empty if the file does not have it."""
+    node = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    line = None
+    for name in path:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in pairs if key.value == name]
+        if not found:
+            return ""
+        key, node = found[-1]
+        line = key.start_mark.line + 1
+    return f"{file}, line {line}"

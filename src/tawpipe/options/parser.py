@@ -1,0 +1,114 @@
+"""``argparse`` as the commands use it: with a short help and a whole one, and a hint for mistyped options."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tawpipe.errors import UserError
+from tawpipe.options.names import Names
+
+HELP_ALL = "--help-all"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command.
+
+    Args:
+        leading: the options that ``--help`` shows, each with an example of its value; ``--help-all`` shows all. Empty
+            where ``--help`` shows all.
+        elsewhere: what other programs call an option, see ``Names``.
+    """
+
+    def __init__(
+        self, *, leading: Mapping[str, str] | None = None, elsewhere: Mapping[str, str] | None = None, **rest: Any
+    ) -> None:
+        self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
+        if self._leading:
+            rest.setdefault("usage", "%(prog)s [--OPTION VALUE ...]")
+        super().__init__(**rest)
+        if self._leading:
+            self.add_argument(HELP_ALL, action=_HelpAll, help="show all options and exit")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """The arguments of a command line.
+
+        Raises:
+            UserError: an option that is not there.
+            SystemExit: anything else that argparse refuses, and help.
+        """
+        self._check_options(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, namespace)
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        """Refuse options that are not there, before anything else is complained about.
+
+        Raises:
+            UserError: with what was probably meant.
+        """
+        within = self._chosen(words)
+        known = [name for parser in (within, self) for name in parser._option_string_actions if name.startswith("--")]
+        for word in words:
+            option = word.partition("=")[0]
+            if option.startswith("--") and not any(name.startswith(option) for name in known):
+                names = Names([name.removeprefix("--") for name in known], self._elsewhere, options=True)
+                hint = names.meant(option) or f"{within.prog} --help shows what there is"
+                raise UserError("command line", option, f"no such option; {hint}")
+
+    def format_help(self) -> str:
+        """The leading options with examples, or all of them where none lead."""
+        return self._short_help() if self._leading else super().format_help()
+
+    def whole_help(self) -> str:
+        """All options in their groups."""
+        return super().format_help()
+
+    def _short_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("what most people set, with examples")
+        formatter.add_arguments(list(self._examples()))
+        formatter.end_section()
+        number = sum(bool(action.option_strings) for action in self._actions)
+        formatter.add_text(f"{self.prog} {HELP_ALL} shows all {number} options.")
+        return formatter.format_help()
+
+    def _examples(self) -> Iterator[argparse.Action]:
+        """The leading options, each with an example for its value and the first sentence of its help."""
+        for option, example in self._leading.items():
+            action = copy.copy(self._option_string_actions[option])
+            action.metavar, action.option_strings = example, [option]
+            action.nargs = None if action.nargs in ("*", "?") else action.nargs
+            action.help = first_sentence(action.help or "")
+            yield action
+
+    def _chosen(self, words: Sequence[str]) -> argparse.ArgumentParser:
+        """The parser of the subcommand that the words name, or this one."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and words:
+                return action.choices.get(words[0], self)
+        return self
+
+
+def first_sentence(text: str) -> str:
+    """A text up to its first full stop.
+
+    >>> first_sentence("One of them. There are two."), first_sentence("A, B, ...")
+    ('One of them', 'A, B, ...')
+    """
+    first = text.partition(". ")[0]
+    return first if first.endswith("..") else first.removesuffix(".")
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, *, help: str, **_: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, CommandParser)
+        print(parser.whole_help(), end="")
+        parser.exit()

@@ -1,0 +1,105 @@
+"""Values of settings: which a type allows, how they are read from words and from YAML, and how that is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+class Open:
+    """A number that nobody has set: ``null`` for the user, and for whoever computes with it what is usual, until the
+    run knows what suits.
+    """
+
+
+class _OpenInt(Open, int):
+    pass
+
+
+class _OpenFloat(Open, float):
+    pass
+
+
+def open_number(usual: Any) -> Any:
+    """The default of a setting that the run chooses where it is not set; a number like ``usual``.
+
+    >>> open_number(60) + 1, isinstance(open_number(60), Open)
+    (61, True)
+    """
+    return (_OpenFloat if isinstance(usual, float) else _OpenInt)(usual)
+
+
+def bounded(
+    default: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field whose number must lie within bounds. ``None`` passes where the type allows it."""
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
+
+
+def describe_bounds(metadata: Mapping[str, Any]) -> str:
+    words = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+    return " and ".join(f"{words[name]} {metadata[name]:g}" for name in words if name in metadata)
+
+
+def describe(hint: Any, bounds: str = "") -> str:
+    """The values that a type allows, in words.
+
+    >>> describe(int | None, "at least 1"), describe(Literal["a", "b"])
+    ('a whole number at least 1 or null', 'one of a, b')
+    """
+    words = {int: f"a whole number {bounds}".strip(), float: f"a number {bounds}".strip(), bool: "true or false"}
+    words |= {str: "a text", types.NoneType: "null"}
+
+    def one(kind: Any) -> str:
+        if get_origin(kind) is Literal:
+            return "one of " + ", ".join(map(str, get_args(kind)))
+        if get_origin(kind) in (tuple, list):
+            return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}[get_args(kind)[0]]
+        return words[kind]
+
+    return " or ".join(map(one, kinds_of(hint)))
+
+
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows: ``int | None`` -> ``(int, NoneType)``."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""The words that YAML has for them."""
+
+
+def read_scalar(kind: Any, value: object) -> Any:
+    """A value from YAML, or a word, as ``kind`` has it.
+
+    >>> read_scalar(float, "3e-4"), read_scalar(bool, "true"), read_scalar(types.NoneType, "null")
+    (0.0003, True, None)
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = value if isinstance(value, str) else None
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif kind is types.NoneType:
+        if value is None or text == "null":
+            return None
+    elif kind is str:
+        if text is not None:
+            return text
+    elif kind is bool:
+        answer = BOOLEANS.get(text.lower()) if text else value
+        if isinstance(answer, bool):
+            return answer
+    elif text is not None or type(value) in (int, kind):
+        return kind(value)
+    raise ValueError(value)

@@ -1,0 +1,76 @@
+"""What people copy first runs: the library's example in README.md, and the notebook and the script in examples/."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from runs import environment
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+SCRIPT = ROOT / "examples" / "from_trainer.py"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One process in an empty folder."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_librarys_example_in_the_readme_runs(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", text.partition("## As a library")[2].partition("\n## ")[0], re.DOTALL)
+    shape = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(shape).save_pretrained("path/to/model")
+    rows = torch.randint(64, (2, 4, 16))
+    batches = [{"input_ids": each, "labels": each} for each in rows]
+    exec(compile(code, "README.md", "exec"), {"batches": batches, "held_out": batches[0]})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[0] for line in printed[:2]] == ["StepResult(loss"] * 2 and float(printed[2]) > 0
+    AutoModelForCausalLM.from_pretrained("runs/first/model")
+
+
+def test_the_notebook_runs(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for its tawpipe command
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert re.search(r"tawpipe (\d\.\d+), transformers \1", said)
+    assert re.search(r" chosen\s*$", said, re.MULTILINE), said
+
+
+def test_the_notebook_has_no_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+def test_the_script_for_people_from_the_trainer_runs_alone_and_under_torchrun(
+    alone: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 5 and losses[3] < losses[0]
+    AutoModelForCausalLM.from_pretrained("runs/from_trainer/model")
+    (tmp_path / "several").mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    done = subprocess.run(
+        torchrun, cwd=tmp_path / "several", env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed
