@@ -22,7 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from small import make_small
-from tawpipe.checkpoint.format import complete_states, read_manifest
+from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.train.config import TrainConfig, load_config
 
 TOPOLOGIES = {

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from runs import command
 from small import make_small
-from tawpipe.checkpoint.format import complete_states
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.cli import main
 from tawpipe.train.evaluation import Evaluation

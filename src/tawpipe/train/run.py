@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.format import step_name
+from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.resume import Start, choose, examine, refuse_other_trained
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, duration
