@@ -24,7 +24,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def alone(home: Path, output: str, *words: str) -> int:
-    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--steps", "8", "--evaluation.every", "1")
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--steps", "8", "--evaluation.every", "1")
     return main([*command(home, output, *quiet, "--checkpoint.keep", "1", *words)[2:]])
 
 

@@ -30,7 +30,7 @@ from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
 
 PROMPTS = ("def return", "class", " ".join(WORDS * 2))
-QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.trackers", "none")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_refusals_that_only_workers_can_find(home, capsys):
 
 def alone(home: Path, output: str, *words: str) -> int:
     """A run of one process, in this one."""
-    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--checkpoint.every", "0")
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--checkpoint.every", "0")
     return main([*command(home, output, *quiet, *words)[2:]])
 
 

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
+from tawpipe.errors import UserError
 from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, with_output_named
+from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,17 +30,40 @@ def run(argv: Sequence[str]) -> int:
         check_output_name(config)
         if launched.rank == 0:
             check_output(config)
-        return _train_here(config)
+        return _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
     check_output(config)
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
-            return _train_here(config)
+            return _train_unwatched(config)
     # The word that names the folder comes last and so beats one given before.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
-    return launch(command, shape, gpus=gpus, patience_s=config.timeouts.grace_s, max_restarts=config.max_restarts)
+    return launch(
+        command,
+        shape,
+        gpus=gpus,
+        patience_s=config.timeouts.grace_s,
+        max_restarts=config.max_restarts,
+        last_words=lambda: how_to_go_on(config, by_torchrun=False),
+    )
+
+
+def _train_unwatched(config: TrainConfig, *, speaks: bool = True) -> int:
+    """One process of the run that no launcher of ours watches: on an error, it says itself how to go on.
+
+    Args:
+        speaks: whether it is the one process that says so.
+    """
+    try:
+        return _train_here(config)
+    except UserError:
+        raise
+    except Exception as error:
+        if speaks:
+            error.add_note(f"tawpipe: {how_this_process_goes_on(config)}")
+        raise
 
 
 def _train_here(config: TrainConfig) -> int:
