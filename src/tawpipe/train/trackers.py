@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -111,16 +112,15 @@ class Wandb:
     """Weights & Biases. Its step only rises, also over restarts: ours is a metric of its own, and the axis of all."""
 
     def start(self, run: TrackedRun) -> str:
-        import wandb
-
-        self._run = wandb.init(
+        self._wandb = import_module("wandb")
+        self._run = self._wandb.init(
             project=run.project_unless("WANDB_PROJECT"),
             name=run.name_unless("WANDB_NAME"),
             id=run.id or None,
             resume="allow" if run.id else None,
             dir=os.environ.get("WANDB_DIR") or str(run.output),
             # It would take a progress bar for text, and standard output for its own.
-            settings=wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),  # pyright: ignore
+            settings=self._wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
         )
         self._run.config.update(run.with_plan, allow_val_change=True)
         self._run.define_metric("step", hidden=True)
@@ -131,9 +131,8 @@ class Wandb:
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        import wandb
-
-        table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, *sample] for sample in samples])
+        rows = [[step, *sample] for sample in samples]
+        table = self._wandb.Table(columns=["step", "prompt", "text"], data=rows)
         self._run.log({"samples": table, "step": step})
 
     def close(self, outcome: Outcome) -> None:
@@ -146,8 +145,7 @@ class Mlflow:
     ENDED: Mapping[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
     def start(self, run: TrackedRun) -> str:
-        import mlflow
-
+        self._mlflow = mlflow = import_module("mlflow")
         if experiment := run.project_unless("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
             mlflow.set_experiment(experiment)
         active = mlflow.start_run(run_id=run.id or None, run_name=run.name_unless("MLFLOW_RUN_NAME"))
@@ -160,31 +158,24 @@ class Mlflow:
         return active.info.run_id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        import mlflow
-
-        mlflow.log_metrics(dict(values), step=step)
+        self._mlflow.log_metrics(dict(values), step=step)
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        import mlflow
-
         text = "\n\n".join(f"{prompt}\n---\n{written}" for prompt, written in samples)
-        mlflow.log_text(text + "\n", f"samples/step-{step:08}.txt")
+        self._mlflow.log_text(text + "\n", f"samples/step-{step:08}.txt")
 
     def close(self, outcome: Outcome) -> None:
-        import mlflow
-
-        mlflow.end_run(self.ENDED[outcome])
+        self._mlflow.end_run(self.ENDED[outcome])
 
 
 class Trackio:
     """trackio, in a folder of this machine, or in the Space that TRACKIO_SPACE_ID names. A run's id is its name."""
 
     def start(self, run: TrackedRun) -> str:
-        import trackio
-
+        self._trackio = import_module("trackio")
         name = run.id or run.name_unless()
         project = run.project_unless("TRACKIO_PROJECT") or os.environ["TRACKIO_PROJECT"]
-        self._run = trackio.init(
+        self._run = self._trackio.init(
             project,
             name=name,
             config=run.with_plan,
@@ -198,9 +189,7 @@ class Trackio:
         self._run.log(dict(values), step=step)
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        import trackio
-
-        self._run.log({"samples": trackio.Markdown("\n\n".join(_as_code(a + b) for a, b in samples))}, step=step)
+        self._run.log({"samples": self._trackio.Markdown("\n\n".join(_as_code(a + b) for a, b in samples))}, step=step)
 
     def close(self, outcome: Outcome) -> None:
         self._run.finish()
@@ -236,7 +225,8 @@ def check_trackers(names: Sequence[str], *, here: bool = True) -> None:
         if name not in TRACKERS and name != NONE:
             raise UserError("--log.trackers", name, f"one or several of {known}; or {NONE}")
         if here and name != NONE and not _is_installed(name):
-            raise UserError("--log.trackers", name, f"a library that is installed: pip install 'tawpipe[{name}]'")
+            what = name if name == "tensorboard" else f"'tawpipe[{name}]'"
+            raise UserError("--log.trackers", name, f"a library that is installed: pip install {what}")
 
 
 def _is_installed(name: str) -> bool:
