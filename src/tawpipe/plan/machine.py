@@ -85,8 +85,14 @@ class Machine:
     def world_size(self) -> int:
         return sum(self.nodes)
 
-    def link_s(self, sent_bytes: Sequence[int], received_bytes: Sequence[int]) -> float:
-        """Seconds for which the busiest link of a node carries what each node sends and receives, at its full rate."""
+    def link_s(self, sent_bytes: Sequence[float], received_bytes: Sequence[float]) -> float:
+        """Seconds for which the busiest link of a node carries what each node sends and receives, at its full rate.
+
+        >>> slow = LinkModel(1e9, full_duplex=False)
+        >>> machine = replace(uniform(2, 4, between=LinkModel(4e9), inside=slow), between_of={1: slow})
+        >>> machine.link_s([8e9, 1e9], [4e9, 2e9])
+        3.0
+        """
         seconds = [0.0]
         for node, (sent, received) in enumerate(zip(sent_bytes, received_bytes, strict=True)):
             link = self.between_of.get(node, self.between)
