@@ -75,15 +75,15 @@ def test_names_come_from_settings_then_from_the_librarys_variables(
 ):
     name = library.__name__
     follow([name], tmp_path / "a", range(1, 2), project="mine", name="first")
-    variable = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}[name]
-    monkeypatch.setenv(variable, "theirs")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
     follow([name], tmp_path / "b", range(1, 2), project="mine")
     monkeypatch.setattr(library, "_experiment", None, raising=False)  # as a new process has it
     follow([name], tmp_path / "c", range(1, 2))
     assert [(kept.project, kept.name) for kept in library.runs.values()] == [
         ("mine", "first"),
         ("mine", "b"),
-        ("theirs", "c"),
+        ("tawpipe" if name == "trackio" else "theirs", "c"),
     ]
 
 

@@ -128,10 +128,10 @@ class LogConfig:
     """Where the numbers of every step go besides: tensorboard (files under tensorboard/ in the output folder), wandb,
     mlflow, trackio; none for nowhere. Each but the first needs its library: pip install 'tawpipe[wandb]'."""
     project: str = ""
-    """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT,
-    MLFLOW_EXPERIMENT_NAME or TRACKIO_PROJECT says, or tawpipe."""
+    """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
     run_name: str = ""
-    """Name of the run there. Empty: what WANDB_NAME or MLFLOW_RUN_NAME says, or the name of the output folder."""
+    """Name of the run there. Empty: what WANDB_NAME says, or the name of the output folder."""
     trace_step: int = bounded(0, minimum=0)
     """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
     step."""

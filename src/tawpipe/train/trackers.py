@@ -148,7 +148,7 @@ class Mlflow:
         self._mlflow = mlflow = import_module("mlflow")
         if experiment := run.project_unless("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
             mlflow.set_experiment(experiment)
-        active = mlflow.start_run(run_id=run.id or None, run_name=run.name_unless("MLFLOW_RUN_NAME"))
+        active = mlflow.start_run(run_id=run.id or None, run_name=run.name_unless())
         if not run.id:  # parameters of a run cannot be changed
             items = list(run.settings.items())
             for first in range(0, len(items), PARAMETERS_AT_ONCE):
@@ -169,15 +169,13 @@ class Mlflow:
 
 
 class Trackio:
-    """trackio, in a folder of this machine, or in the Space that TRACKIO_SPACE_ID names. A run's id is its name."""
+    """trackio, in a folder of this machine unless its variables name a Space or a server. A run's id is its name."""
 
     def start(self, run: TrackedRun) -> str:
         self._trackio = import_module("trackio")
-        name = run.id or run.name_unless()
-        project = run.project_unless("TRACKIO_PROJECT") or os.environ["TRACKIO_PROJECT"]
         self._run = self._trackio.init(
-            project,
-            name=name,
+            run.project_unless(),
+            name=run.id or run.name_unless(),
             config=run.with_plan,
             resume="allow" if run.id else "never",
             embed=False,
