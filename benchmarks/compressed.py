@@ -65,7 +65,7 @@ def train(weights: str, gradients: str, seed: int, words: list[str]) -> dict[str
         command = [sys.executable, "-m", "tawpipe", "train", "--nproc", "4", "--nodes", "2", "--output", folder]
         command += ["--schedule.weights-compression", weights, "--schedule.gradients-compression", gradients]
         command += ["--seed", str(seed)]
-        command += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.tensorboard", "false", *words]
+        command += ["--checkpoint.every", "0", "--export.enabled", "false", "--log.trackers", "none", *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from faulty_runs import EVERY, STEPS, TOPOLOGIES, Bench, Start, adopt_strays, fingerprint, left_behind, shared_memory
-from tawpipe.checkpoint.format import complete_states, damage, read_manifest
+from tawpipe.checkpoint.format import damage, read_manifest
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.runtime.faults import KINDS, ONLY, PLACES
 from tawpipe.train.metrics import last_step
 

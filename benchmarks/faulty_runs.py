@@ -22,7 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from small import make_small
-from tawpipe.checkpoint.format import complete_states, read_manifest
+from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.train.config import TrainConfig, load_config
 
 TOPOLOGIES = {
@@ -76,7 +77,7 @@ class Bench:
             *("--vocab-size", "400", "--sequence-length", "32", "--global-batch", "4", "--steps", str(steps)),
             *("--checkpoint.every", str(every), "--checkpoint.keep", "0", "--checkpoint.memory-dir", str(self.memory)),
             *("--evaluation.every", "0", "--sample.tokens", "0", "--plan", "none", "--export.enabled", "false"),
-            *("--log.tensorboard", "false", "--log.every", "1", "--device", "cpu"),
+            *("--log.trackers", "none", "--log.every", "1", "--device", "cpu"),
             *("--cache-dir", str(self.folder / "cache"), "--output", str(output)),
         ]
 

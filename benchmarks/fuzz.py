@@ -24,8 +24,9 @@ from typing import Any
 
 import yaml
 
-from tawpipe.checkpoint.format import MARKER, read_manifest, sealed
 from tawpipe.checkpoint.format import damage as damage_of
+from tawpipe.checkpoint.format import read_manifest, sealed
+from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError

@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, packing: str) -> list[dict[str, Any]]:
         words += ["--nodes", "1", "--nproc", str(args.processes), "--steps", str(args.steps), "--log.every", "1"]
         words += ["--packing", packing.split(",")[0], "--sequence-length", str(args.max_document)]
         words += ["--global-batch", str(args.rows), "--evaluation.every", "0", "--checkpoint.every", "0"]
-        words += ["--sample.tokens", "0", "--export.enabled", "false", "--log.tensorboard", "false"]
+        words += ["--sample.tokens", "0", "--export.enabled", "false", "--log.trackers", "none"]
         words += ["--schedule.keep-mib", str(args.keep_mib)] if packing == KEPT else []
         subprocess.run([*words, "--output", folder], check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

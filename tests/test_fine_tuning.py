@@ -131,7 +131,7 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
     monkeypatch.chdir(place)
     run_of = ["train", *GIVEN, "--output", "state"]
     adapter, bits = ["--lora.rank", "4", "--lora.dropout", "0.3"], ["--quantize", "nf4"]
-    quiet = ["--export.enabled", "false", "--log.tensorboard", "false"]
+    quiet = ["--export.enabled", "false", "--log.trackers", "none"]
     measured = ["--validation-fraction", "0.5", "--evaluation.every", "1"]
     assert main([*run_of, *SHORT, *adapter, *bits, *quiet, *measured]) == 0
     losses = [row["validation_loss"] for row in rows(place, "state") if row["step"]]
@@ -172,7 +172,7 @@ def test_a_run_with_an_adapter_survives_a_killed_process(place: Path, monkeypatc
     """Two processes, of which one is killed, see the losses of one process, dropout included."""
     monkeypatch.chdir(place)
     adapter = ["--lora.rank", "4", "--lora.dropout", "0.3", "--lora.dora", "--quantize", "nf4"]
-    adapter += ["--log.tensorboard", "false"]
+    adapter += ["--log.trackers", "none"]
     words = [*adapter, *SHORT, "--steps", "4", "--export.enabled", "false", "--sample.tokens", "0"]
     given = [*GIVEN, "--packing", "fit", "--checkpoint.every", "1"]  # dealt for each number of processes otherwise
     assert main(["train", *given, *words, "--output", "alone"]) == 0

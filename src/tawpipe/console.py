@@ -1,18 +1,34 @@
 """The output of rank 0: with rich where the output is a terminal, plain lines where it is not.
 
 Other ranks make a :class:`Console` too and are silent, so that callers need no ``if rank == 0``.
+
+On a terminal the newest numbers stand in its last line, which is drawn anew again and again. It is one line, however
+narrow the terminal is, and the cursor stays in it: so whoever else writes to the terminal (the launcher, other ranks
+under torchrun) need only erase the line they are in first, as :class:`AboveBar` does.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+ERASE_LINE = "\r\x1b[2K"
+"""What terminals take for: go to the beginning of the line, and erase it."""
+REDRAWN_PER_S = 2
+"""Times in a second that the bar is drawn: drawing takes about a millisecond of Python."""
+WIDTHS = (10, 30)
+"""Characters that the bar itself has at least and at most; where there are fewer it is left out."""
 
 
 class Console:
@@ -22,13 +38,23 @@ class Console:
         rank: of this process; only rank 0 prints.
         stream: standard output by default.
         clock: seconds; for the time that is left.
+        bar: draw progress as a bar where the output is a terminal that can.
     """
 
     def __init__(
-        self, rank: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        rank: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        bar: bool = False,
     ) -> None:
         self._stream = stream or sys.stdout
-        self._rich = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+        self._rich = _RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+        # rich may be told to colour what goes to a file; lines that are drawn again do not belong there.
+        self._has_bar = bar and rank == 0 and self._rich.is_interactive and self._stream.isatty()
+        self._bar = _Bar(clock)
+        self._live: Live | None = None
         self._silent = rank != 0
         self._clock = clock
         self._began: tuple[int, float] | None = None
@@ -60,24 +86,50 @@ class Console:
         loss: float,
         grad_norm: float,
         tokens_per_second: float,
+        shares: Mapping[str, Any] | None = None,
         extra: str = "",
+        line: bool = True,
     ) -> None:
-        """The line of one logging step. The time left follows from the steps since the first call.
+        """The numbers of a step. The time left follows from the steps since the first call.
 
         Args:
-            extra: further words, for example the validation loss.
+            shares: of what there is that the step has used, by name, for the bar; None for what is not known.
+            extra: further words, for example the validation loss; they always get a line.
+            line: whether the step gets a line where there is no bar.
         """
+        if self._silent:
+            return
         now = self._clock()
         if self._began is None:
             self._began = (step, now)
         first, began = self._began
-        left = ""
-        if step > first:
-            left = f" | {duration((num_steps - step) * (now - began) / (step - first))} left"
+        left_s = (num_steps - step) * (now - began) / (step - first) if step > first else None
         width = len(str(num_steps))
         head = f"step {step:>{width}}/{num_steps}"
-        body = f"loss {loss:.4f} | grad norm {grad_norm:.3g} | {tokens_per_second:,.0f} tokens/s{left}"
-        self.line(f"{head} | {body}" + (f" | {extra}" if extra else ""))
+        said = [f"loss {loss:.4f}", f"grad norm {grad_norm:.3g}", f"{tokens_per_second:,.0f} tokens/s"]
+        if self._has_bar:
+            used = [f"{name} {share:.0%}" for name, share in (shares or {}).items() if share is not None]
+            self._bar.update(step, num_steps, [said[0], said[2], *used], left_s)
+            if self._live is None:
+                # Where standard error is no terminal, it is somebody's file, or the launcher reads it.
+                redirect = sys.stderr.isatty()
+                self._live = Live(
+                    self._bar,
+                    console=self._rich,
+                    refresh_per_second=REDRAWN_PER_S,
+                    transient=True,
+                    redirect_stderr=redirect,
+                )
+                self._live.start(refresh=True)
+        if extra or (line and not self._has_bar):
+            left = [f"{duration(left_s)} left"] if left_s is not None else []
+            self.line(" | ".join([head, *said, *left, *([extra] if extra else [])]))
+
+    def end_progress(self) -> None:
+        """Take the bar away, if there is one; lines that are printed afterwards stand where it was."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def notice(self, text: str) -> None:
         """Print something that the user should know and need not act on."""
@@ -95,6 +147,76 @@ class Console:
             self._rich.print(text, style=style, markup=False)
         else:
             print(text, file=self._stream, flush=True)
+
+
+class _RichConsole(RichConsole):
+    """rich's, but the cursor is never hidden: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+@dataclass
+class _Bar:
+    """The last line of the terminal: what matters most of the newest step, as much of it as there is room for.
+
+    Args:
+        clock: seconds; the time left runs down between steps.
+    """
+
+    clock: Callable[[], float]
+    step: int = 0
+    num_steps: int = 1
+    said: Sequence[str] = field(default_factory=list)
+    ends_at: float | None = None
+
+    def update(self, step: int, num_steps: int, said: Sequence[str], left_s: float | None) -> None:
+        self.step, self.num_steps, self.said = step, num_steps, said
+        self.ends_at = None if left_s is None else self.clock() + left_s
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        room = max(1, options.max_width - 1)  # a full line would make some terminals begin another one
+        said = [f"step {self.step:>{len(str(self.num_steps))}}/{self.num_steps}", *self.said]
+        if self.ends_at is not None:
+            said.insert(2, f"{duration(max(0.0, self.ends_at - self.clock()))} left")
+        while len(said) > 1 and len(" | ".join(said)) > room:
+            said.pop()
+        head, *rest = said
+        width = min(WIDTHS[1], room - len(" | ".join(said)) - 3)
+        yield Text(head[:room], end="")
+        if width >= WIDTHS[0]:
+            bar = ProgressBar(total=self.num_steps, completed=self.step, width=width)
+            yield Segment(" ")
+            yield from Segment.adjust_line_length(list(console.render(bar, options)), width)
+            yield Segment(" " if rest else "")
+            yield Text(" | ".join(rest), end="")
+        else:
+            yield Text("".join(f" | {words}" for words in rest), end="")
+
+
+class AboveBar:
+    """A stream to a terminal on which another process may draw a bar: every line first erases the one it begins in.
+
+    Args:
+        stream: that has a terminal at its other end.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begins = stream, True
+
+    def write(self, text: str) -> int:
+        if text:
+            self._stream.write((ERASE_LINE if self._begins else "") + text)
+            self._begins = text.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def above_bar(stream: TextIO) -> TextIO:
+    """``stream``, made safe for a terminal that another process may draw a bar on; as it is where there is none."""
+    return cast(TextIO, AboveBar(stream)) if stream.isatty() and sys.stdout.isatty() else stream
 
 
 def columns(rows: Sequence[Sequence[str]], *, words: int = 1) -> Iterator[str]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from states import BATCHES, everything, train
-from tawpipe.checkpoint.format import MARKER, damage, read_manifest, sealed
+from tawpipe.checkpoint.format import damage, read_manifest, sealed
+from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.errors import UserError
 

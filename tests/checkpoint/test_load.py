@@ -20,7 +20,8 @@ from pipelines import make_pipeline
 from states import ALONE, BATCHES, everything, make, memory_of, momentum, plain, resumable, run_of, same, train
 from tawpipe import Pipeline, RunError, UserError, World, adamw
 from tawpipe.checkpoint import load
-from tawpipe.checkpoint.format import MARKER, file_name, sealed
+from tawpipe.checkpoint.format import sealed
+from tawpipe.checkpoint.names import MARKER, file_name
 from tawpipe.checkpoint.resume import find, newest
 from tawpipe.checkpoint.store import Disk
 

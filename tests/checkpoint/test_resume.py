@@ -12,7 +12,8 @@ import pytest
 
 from cases import batches
 from states import ALONE, memory_of, resumable, run_of
-from tawpipe.checkpoint.format import MARKER, file_name, read_manifest, sealed
+from tawpipe.checkpoint.format import read_manifest, sealed
+from tawpipe.checkpoint.names import MARKER, file_name
 from tawpipe.checkpoint.resume import Mark, Start, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError

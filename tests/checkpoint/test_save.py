@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tawpipe import Pipeline
-from tawpipe.checkpoint.format import MARKER, damage, read_manifest
+from tawpipe.checkpoint.format import damage, read_manifest
+from tawpipe.checkpoint.names import MARKER
 from tawpipe.errors import RunError
 from tawpipe.runtime.faults import Fault, Injector
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from states import ALONE, run_of
-from tawpipe.checkpoint.format import MARKER, read_manifest, remove, sealed
+from tawpipe.checkpoint.format import read_manifest, sealed
+from tawpipe.checkpoint.names import MARKER, remove
 from tawpipe.checkpoint.resume import find, newest
 from tawpipe.checkpoint.store import Disk, Memory, _neighbour, is_ours, own_folder
 from tawpipe.topology import Topology
@@ -46,7 +47,7 @@ def test_half_written_folders_are_removed_at_the_start(history):
 
 def test_what_a_crash_leaves_of_a_removal_goes_at_the_start(history, monkeypatch):
     folder = history / "checkpoints"
-    monkeypatch.setattr("tawpipe.checkpoint.format.shutil.rmtree", lambda *_, **__: None)  # the crash
+    monkeypatch.setattr("tawpipe.checkpoint.names.shutil.rmtree", lambda *_, **__: None)  # the crash
     remove(folder / "step-00000010")
     monkeypatch.undo()
     assert min(path.name for path in folder.iterdir()) == "step-00000010.incomplete"

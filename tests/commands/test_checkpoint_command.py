@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from states import save_history, stepped
-from tawpipe.checkpoint.format import file_name
+from tawpipe.checkpoint.names import file_name
 from tawpipe.cli import main
 from tawpipe.runtime.faults import flip_a_bit
 

@@ -132,8 +132,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_booleans_may_stand_alone_and_underscores_are_taken_for_dashes() -> None:
-    config = load_config(["--virtual-nodes", "--micro_batch", "2", "--log.tensorboard", "false", "--strict=true"])
-    assert (config.virtual_nodes, config.micro_batch, config.log.tensorboard, config.strict) == (True, 2, False, True)
+    config = load_config(["--virtual-nodes", "--micro_batch", "2", "--export.enabled", "false", "--strict=true"])
+    assert (config.virtual_nodes, config.micro_batch, config.export.enabled, config.strict) == (True, 2, False, True)
 
 
 def test_the_time_of_the_start_names_the_output_folder_once() -> None:

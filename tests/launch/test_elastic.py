@@ -18,7 +18,7 @@ from runs import TIMEOUT_S, command, environment, rows
 from small import make_small
 
 STEPS = 300
-QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.trackers", "none")
 WORDS = ("--steps", str(STEPS), "--checkpoint.every", "10", "--resume", "auto", *QUIET)
 
 

@@ -240,9 +240,16 @@ def start_family(
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "expected", "words"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "told to end (SIGTERM)"),
+        (signal.SIGHUP, 129, "ended, as the terminal is gone"),
+    ],
+)
 def test_a_signal_ends_workers_and_their_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: int, stubborn: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: int, words: str, stubborn: bool
 ) -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\n" if stubborn else ""
     launcher, family = start_family(tmp_path, monkeypatch, ignore + "time.sleep(120)")
@@ -251,7 +258,7 @@ def test_a_signal_ends_workers_and_their_children(
     launcher.send_signal(number)
     _, said = launcher.communicate(timeout=10)
     assert launcher.returncode == expected
-    assert said == f"tawpipe: stopped by {number.name}\n"
+    assert said == f"tawpipe: {words}\n"
     assert wait_for(lambda: not any(is_alive(pid) for pair in family for pid in pair), 2.0)
 
 

@@ -30,13 +30,15 @@ def test_dead_workers_are_started_again(tmp_path):
 
 
 def test_restarts_end(tmp_path):
-    status, said = launched("sys.exit(3)", max_restarts=1)
+    status, said = launched("sys.exit(3)", max_restarts=1, last_words=lambda: "step 4 is left")
     assert status == 3 and said.count("ended with exit code 3") == 2
+    assert said.count("step 4 is left") == 1 and said.endswith("tawpipe: step 4 is left\n")
 
 
 def test_a_wrong_setting_is_not_tried_again():
-    status, said = launched("print('tawpipe: error: no', file=sys.stderr); sys.exit(2)", max_restarts=3)
-    assert status == 2 and "restart" not in said
+    code = "print('tawpipe: error: no', file=sys.stderr); sys.exit(2)"
+    status, said = launched(code, max_restarts=3, last_words=lambda: "left")
+    assert (status, said) == (2, "tawpipe: error: no\n")
 
 
 READY = "open(os.path.join(READY, str(rank)), 'w').close()\n"
@@ -65,11 +67,19 @@ NOTES = "done = []\nfor s in (15, 10): signal.signal(s, lambda *_: done.append(1
 WAITS = "while not done: time.sleep(0.02)\n"
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM]])
-def test_a_signal_is_passed_on_and_waited_for(tmp_path, numbers):
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([signal.SIGTERM], 0),
+        ([signal.SIGUSR1], 0),
+        ([signal.SIGTERM, signal.SIGTERM], 0),  # two within a second are one
+        ([signal.SIGINT], 128 + signal.SIGINT),  # whoever pressed ctrl-C wants nothing that comes after this command
+    ],
+)
+def test_a_signal_is_passed_on_and_waited_for(tmp_path, numbers, expected):
     code = NOTES + WAITS + "time.sleep(0.5)\nsys.exit(0)"
-    status, _, seconds = launched_and_told(tmp_path, numbers, code, patience_s=20)
-    assert status == 0 and seconds < 15  # two within a second are one
+    status, said, seconds = launched_and_told(tmp_path, numbers, code, patience_s=20, last_words=lambda: "left")
+    assert status == expected and seconds < 15 and said == ""
 
 
 def test_what_fails_after_a_signal_is_reported(tmp_path):
@@ -79,8 +89,12 @@ def test_what_fails_after_a_signal_is_reported(tmp_path):
 
 
 def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
-    status, said, _ = launched_and_told(tmp_path, [signal.SIGTERM], READY + "time.sleep(60)", patience_s=20)
-    assert status == 128 + signal.SIGTERM and "rank" not in said
+    for folder, number, words in (("a", signal.SIGTERM, "told to end (SIGTERM)"), ("b", signal.SIGINT, "interrupted")):
+        (tmp_path / folder).mkdir()
+        status, said, _ = launched_and_told(
+            tmp_path / folder, [number], READY + "time.sleep(60)", patience_s=20, last_words=lambda: "left"
+        )
+        assert (status, said) == (128 + number, f"tawpipe: {words}\ntawpipe: left\n")
 
 
 def test_patience_ends(tmp_path):

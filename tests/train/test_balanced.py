@@ -17,7 +17,7 @@ from tawpipe.train.dealer import Dealer
 
 BALANCED = (
     *("--packing", "balanced", "--max-document", "200", "--tokens-per-step", "600", "--device", "cpu"),
-    *("--dtype", "float64", "--log.tensorboard", "false", "--sample.tokens", "0", "--export.enabled", "false"),
+    *("--dtype", "float64", "--log.trackers", "none", "--sample.tokens", "0", "--export.enabled", "false"),
 )
 
 

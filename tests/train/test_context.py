@@ -31,7 +31,7 @@ def home(tmp_path_factory) -> Path:
 
 def alone(home: Path, output: str, *words: str) -> int:
     """A run of one process, in this one."""
-    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--sample.tokens", "0")
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--sample.tokens", "0")
     return main([*command(home, output, *quiet, *words)[2:]])
 
 

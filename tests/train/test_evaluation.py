@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from runs import command
 from small import make_small
-from tawpipe.checkpoint.format import complete_states
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.cli import main
 from tawpipe.train.evaluation import Evaluation
@@ -24,7 +24,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def alone(home: Path, output: str, *words: str) -> int:
-    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--steps", "8", "--evaluation.every", "1")
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--steps", "8", "--evaluation.every", "1")
     return main([*command(home, output, *quiet, "--checkpoint.keep", "1", *words)[2:]])
 
 

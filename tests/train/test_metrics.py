@@ -22,13 +22,13 @@ def rows(output: Path) -> list[dict[str, float]]:
 
 
 def write(output: Path, steps: range, *, resumed_step: int = 0, loss: float = 2.5) -> None:
-    with MetricsWriter(output, tensorboard=False, resumed_step=resumed_step) as writer:
+    with MetricsWriter(output, resumed_step=resumed_step) as writer:
         for step in steps:
             writer.write(step, {**ROW, "loss": loss})
 
 
 def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "new", tensorboard=False)
+    writer = MetricsWriter(tmp_path / "new")
     writer.write(1, {**ROW, "validation_loss": 3.0, "mfu": None})
     assert rows(tmp_path / "new") == [{"step": 1, **ROW, "validation_loss": 3.0, "mfu": None}]
     writer.close()
@@ -54,7 +54,7 @@ def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
 
 
 def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(2, ROW)
         with pytest.raises(AssertionError, match="step 2 after those of step 2"):
             writer.write(2, ROW)
@@ -63,27 +63,13 @@ def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
 
 
 def test_every_row_is_strict_json(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         curve = {"256": 3.5, "512": float("nan"), "1024": None}
         values = {**ROW, "loss": float("nan"), "grad_norm": float("inf"), "validation_by_position": curve}
         writer.write(1, values)
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert row["loss"] is None and row["grad_norm"] is None
     assert row["validation_by_position"] == {"256": 3.5, "512": None, "1024": None}
-
-
-def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for steps, resumed, loss in ((range(1, 5), 0, 2.5), (range(3, 5), 2, 1.0)):
-        with MetricsWriter(tmp_path, resumed_step=resumed) as writer:
-            for step in steps:
-                writer.write(step, {**ROW, "loss": loss})
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(board.Tags()["scalars"]) == set(ROW)
-    assert [(event.step, event.value) for event in board.Scalars("loss")] == [
-        (row["step"], row["loss"]) for row in rows(tmp_path)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +156,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_a_row_that_a_full_disk_does_not_take_is_left_out(tmp_path):
     code = "import resource, signal, sys; from pathlib import Path; from tawpipe.train.metrics import MetricsWriter\n"
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    code += "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False)\n"
+    code += "writer = MetricsWriter(Path(sys.argv[1]))\n"
     code += "row = dict(loss=1.0, grad_norm=1.0, learning_rate=1.0, tokens_per_second=1.0)\n"
     code += "assert not writer.write(1, row)\n"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))\n"

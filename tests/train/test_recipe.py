@@ -135,7 +135,7 @@ def test_every_optimizer_that_has_a_name_can_be_made():
 
 # from end to end
 
-WORDS = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--sample.tokens", "0")
+WORDS = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--sample.tokens", "0")
 
 
 def alone(home: Path, output: str, *words: str) -> int:

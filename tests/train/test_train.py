@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -22,15 +23,17 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, T5Config
 
+from processes import wait_for
 from runs import TIMEOUT_S, command, environment, rows, run
 from small import WORDS, make_small
 from tawpipe.cli import main
 from tawpipe.data.prepare import prepare_data
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config
+from terminal import Terminal
 
 PROMPTS = ("def return", "class", " ".join(WORDS * 2))
-QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.tensorboard", "false")
+QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.trackers", "none")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,7 @@ def test_the_output_folder_holds_the_run(trained):
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert all({"loss", "grad_norm", "learning_rate", "tokens_per_second"} <= row.keys() for row in found)
     assert [row["step"] for row in found if "validation_loss" in row] == [2, 4]
+    assert all(row["link_use"] > 0 for row in found)  # the plan has measured the links
     assert yaml.safe_load((output / "config.yaml").read_text())["sequence_length"] == 64
     assert list((output / "tensorboard").iterdir())
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
@@ -232,7 +236,7 @@ def test_refusals_that_only_workers_can_find(home, capsys):
 
 def alone(home: Path, output: str, *words: str) -> int:
     """A run of one process, in this one."""
-    quiet = ("--nproc", "1", "--device", "cpu", "--log.tensorboard", "false", "--checkpoint.every", "0")
+    quiet = ("--nproc", "1", "--device", "cpu", "--log.trackers", "none", "--checkpoint.every", "0")
     return main([*command(home, output, *quiet, *words)[2:]])
 
 
@@ -331,6 +335,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_sigterm_ends_a_run_in_good_order(trained):
+    """And so does ctrl-C the run that goes on, by the command that the first one has named, on a terminal."""
     words = [
         sys.executable,
         *command(trained, "stopped", "--nproc", "2", "--steps", "100000", "--resume", "auto", *QUIET),
@@ -349,10 +354,49 @@ def test_sigterm_ends_a_run_in_good_order(trained):
         process.send_signal(signal.SIGTERM)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
-        step = int(stdout.split("stopped by SIGTERM after step ")[1].split(";")[0])
-        assert (trained / "stopped" / "checkpoints" / f"step-{step:08}").is_dir()
     finally:
         process.kill()
+    assert stderr.count("tawpipe: stopping: the step under way ends") == 1 and "once more ends at once" in stderr
+    step, folder, words = stopped_at(stdout)
+    assert Path(folder).is_dir() and "SIGTERM" not in stdout + stderr
+
+    terminal = Terminal()
+    settings = {"TERM": "xterm", "TTY_INTERACTIVE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        env=environment() | settings,
+        preexec_fn=lambda: os.login_tty(os.dup(terminal.slave)),
+    )
+    terminal.close_slave()
+    try:
+        assert wait_for(lambda: "loss" in terminal.screen[-1], TIMEOUT_S), terminal.text
+        assert f"step {step}," in "".join(terminal.screen)
+        terminal.press(b"\x03")
+        assert process.wait(60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+    terminal.finish()
+    said = "\n".join(terminal.screen)
+    assert said.count("stopping: the step under way ends") == 1
+    later, folder, again = stopped_at(said)
+    assert later > step and Path(folder).is_dir() and again == words
+    assert all(word not in said for word in ("SIGTERM", "SIGINT", "KeyboardInterrupt", "error"))
+
+
+def stopped_at(said: str) -> tuple[int, str, list[str]]:
+    """The step after which a run has stopped, the folder with its state, and the command that goes on."""
+    found = re.search(r"stopped after step (\d+); step (\d+) is saved in (.*)\. To go on from there: (.*)", said)
+    assert found and found[1] == found[2], said
+    return int(found[1]), found[3], shlex.split(found[4])
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_says_what_is_saved(trained):
+    done = run(trained, "died", *QUIET, "--inject", "rank=1,step=4,at=forward,kind=kill")
+    assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
+    folder = trained / "died" / "checkpoints" / "step-00000002"
+    go_on = f"tawpipe train --config {trained / 'died' / 'config.yaml'} --resume auto"
+    assert done.stderr.splitlines()[-1] == f"tawpipe: step 2 is saved in {folder}. To go on from there: {go_on}"
 
 
 @pytest.mark.parametrize(

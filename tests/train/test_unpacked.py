@@ -12,7 +12,7 @@ from small import make_small
 from tawpipe.cli import main
 
 OWN_ROWS = (
-    *("--device", "cpu", "--dtype", "float64", "--micro-batch", "2", "--log.tensorboard", "false"),
+    *("--device", "cpu", "--dtype", "float64", "--micro-batch", "2", "--log.trackers", "none"),
     *("--sample.tokens", "0", "--export.enabled", "false", "--check", "never"),
 )
 

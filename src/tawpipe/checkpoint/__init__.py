@@ -4,7 +4,8 @@
                                                                                                │
     Storage, optimizers ◀──load──────────────────── Source ◀──resume: newest, sound, of this history
 
-* ``format``: what a state is in files: one-dimensional chunks under parameter names, and one manifest, written last.
+* ``format``: what a state is in files: one-dimensional chunks under parameter names, and one manifest, written last;
+  ``names``: what its folder and its files are called.
 * ``store``: where states are kept: on a disk that all machines share, or in the memory of each machine and the next.
 * ``save``: stage, write in the background, give the folder its name.
 * ``load``: one reader for both stores: everything is checked on all ranks, then each is given what its homes need.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,67 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tawpipe.checkpoint.names import MARKER, file_name, is_complete
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import checksum
 from tawpipe.runtime.storage import HomePiece, Storage
 from tawpipe.runtime.unit_optimizers import States, UnitOptimizers
 
 FORMAT = 2
-MARKER = "tawpipe.json"
-PARTIAL, ABANDONED = ".incomplete", ".abandoned"
-"""Behind the name of a folder that is being written or removed; of another history."""
 STATE = "optimizer."
 """Before the names of the optimizer's state: ``optimizer.KEY.PARAMETER``."""
 SEAL = "sha256"
 """Name of a manifest's own checksum in it."""
 
 Manifest = Mapping[str, Any]
-
-
-# names
-
-
-def file_name(number: int) -> str:
-    """The file with the chunks of rank ``number`` of those that saved."""
-    return f"state-{number:05}.safetensors"
-
-
-def step_name(step: int) -> str:
-    """The folder of the state after a step."""
-    return f"step-{step:08}"
-
-
-def step_of(folder: Path) -> int:
-    """The step after which a state was saved, by the name of its folder."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(folder.name + suffix)
-
-
-def is_complete(folder: Path) -> bool:
-    """True if a folder holds a state that was written to its end."""
-    return folder.suffix != PARTIAL and (folder / MARKER).is_file()
-
-
-def complete_states(folder: Path) -> list[Path]:
-    """The complete states in a folder, oldest first."""
-    complete = (path for path in folder.glob("step-*") if is_complete(path))
-    return sorted((path for path in complete if path.name.removeprefix("step-").isdecimal()), key=step_of)
-
-
-def remove(folder: Path) -> None:
-    """Remove a state under the name of what is not complete, by which a start finds what a crash leaves of it.
-
-    Raises:
-        OSError: it may not be removed; it is as it was then.
-    """
-    going = folder if folder.suffix == PARTIAL else beside(folder, PARTIAL)
-    shutil.rmtree(going, ignore_errors=True)
-    if going != folder:
-        folder.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
 
 
 # pieces

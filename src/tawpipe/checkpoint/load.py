@@ -16,16 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from tawpipe.checkpoint.format import (
-    SEAL,
-    STATE,
-    Manifest,
-    StatePiece,
-    file_name,
-    read_manifest,
-    saved_dtype,
-    state_pieces,
-)
+from tawpipe.checkpoint.format import SEAL, STATE, Manifest, StatePiece, read_manifest, saved_dtype, state_pieces
+from tawpipe.checkpoint.names import file_name
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.quantized import NONE
 from tawpipe.runtime.storage import Storage

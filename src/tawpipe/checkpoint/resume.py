@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest, step_name
+from tawpipe.checkpoint.format import SEAL, Manifest, damage, read_manifest
 from tawpipe.checkpoint.load import Source
+from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.store import Disk, Memory, Store
 from tawpipe.environment import LAUNCH
 from tawpipe.errors import RunError, UserError

@@ -27,15 +27,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tawpipe.checkpoint.format import (
-    MARKER,
-    PARTIAL,
-    StatePiece,
-    beside,
-    file_name,
-    manifest_of,
-    note_of,
-)
+from tawpipe.checkpoint.format import StatePiece, manifest_of, note_of
+from tawpipe.checkpoint.names import MARKER, PARTIAL, beside, file_name
 from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError
 from tawpipe.files import checksum, replace_folder, replace_text, sync

@@ -24,15 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tawpipe.checkpoint.format import (
-    ABANDONED,
-    PARTIAL,
-    complete_states,
-    file_name,
-    read_manifest,
-    remove,
-    step_of,
-)
+from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.names import ABANDONED, PARTIAL, complete_states, file_name, remove, step_of
 from tawpipe.errors import RunError, UserError
 from tawpipe.files import REPLACED
 from tawpipe.runtime.faults import Injector

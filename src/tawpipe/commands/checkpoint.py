@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tawpipe.checkpoint.format import MARKER, PARTIAL, complete_states, damage, is_complete, read_manifest, remove
+from tawpipe.checkpoint.format import damage, read_manifest
+from tawpipe.checkpoint.names import MARKER, PARTIAL, complete_states, is_complete, remove
 from tawpipe.checkpoint.resume import RunState, read_run
 from tawpipe.checkpoint.store import superfluous
 from tawpipe.errors import UserError

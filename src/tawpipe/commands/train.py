@@ -12,6 +12,7 @@ from tawpipe.launch.gpus import find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
+from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
         check_output_name(config)
         if launched.rank == 0:
             check_output(config, make=not config.dry_run)
-        return _look(config, None) if config.dry_run else _train_here(config)
+        return _look(config, None) if config.dry_run else _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
@@ -44,10 +45,33 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
         return _look(config, shape)
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
-            return _train_here(config)
+            return _train_unwatched(config)
     # The word that names the folder comes last and so beats one given before.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
-    return launch(command, shape, gpus=gpus, patience_s=config.timeouts.grace_s, max_restarts=config.max_restarts)
+    return launch(
+        command,
+        shape,
+        gpus=gpus,
+        patience_s=config.timeouts.grace_s,
+        max_restarts=config.max_restarts,
+        last_words=lambda: how_to_go_on(config, by_torchrun=False),
+    )
+
+
+def _train_unwatched(config: TrainConfig, *, speaks: bool = True) -> int:
+    """One process of the run that no launcher of ours watches: on an error, it says itself how to go on.
+
+    Args:
+        speaks: whether it is the one process that says so.
+    """
+    try:
+        return _train_here(config)
+    except UserError:
+        raise
+    except Exception as error:
+        if speaks:
+            error.add_note(f"tawpipe: {how_this_process_goes_on(config)}")
+        raise
 
 
 def _train_here(config: TrainConfig) -> int:

@@ -27,12 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from tawpipe.console import above_bar
 from tawpipe.environment import CUDA_VARIABLES, LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
 
 THIS_LAUNCH = secrets.token_hex(8)
+ENDED_BY = {signal.SIGINT: "interrupted", signal.SIGHUP: "ended, as the terminal is gone"}
+"""Words for the signals that people send; a scheduler's are named."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PR_SET_PDEATHSIG = 1
 
@@ -112,6 +115,11 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def launched_here() -> bool:
+    """True in a process that is its own launcher, and has none that watches it."""
+    return os.environ.get(LAUNCH) == THIS_LAUNCH
+
+
 @contextlib.contextmanager
 def in_this_process(*, gpus: Sequence[Gpu] = ()) -> Iterator[None]:
     """A launch of one worker that is this process: its variables are set, and as they were before afterwards."""
@@ -134,6 +142,7 @@ def launch(
     patience_s: float = 0.0,
     max_restarts: int = 0,
     errors: TextIO | None = None,
+    last_words: Callable[[], str] | None = None,
 ) -> int:
     """Runs ``command`` once for each process of ``shape`` and returns the exit code of the run.
 
@@ -143,17 +152,20 @@ def launch(
     Args:
         gpus: one for each process, or none.
         grace_s: seconds from SIGTERM to SIGKILL for workers that do not end.
-        patience_s: seconds that SIGTERM and SIGUSR1, which are passed on, leave the workers to end in good order; 0 to
-            end them at once. A second signal, a second later or more, ends them at once.
+        patience_s: seconds that ctrl-C (passed on as SIGTERM), SIGTERM and SIGUSR1 leave the workers to end in good
+            order; 0 to end them at once. A second signal, a second later or more, ends them at once.
         max_restarts: how often all workers are started again after one of them has died.
         errors: where reports go; standard error by default.
+        last_words: what else is to be said of a run that failed, or was ended before it could end in good order.
 
     Returns:
-        0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n.
+        0, the exit code of the worker that failed first (1 if a signal killed it), or 128 + n after signal n; 130 after
+        ctrl-C, although the workers have ended in good order: what was asked for is not done.
     """
+    errors = errors or above_bar(sys.stderr)
     for restart in range(max_restarts + 1):
         with reserved_port() as port:
-            run = _Run(shape, grace_s=grace_s, patience_s=patience_s, errors=errors or sys.stderr)
+            run = _Run(shape, grace_s=grace_s, patience_s=patience_s, errors=errors)
             with run.signals_noted():
                 try:
                     run.start(command, port, gpus, restart)
@@ -161,8 +173,10 @@ def launch(
                 finally:
                     run.end_all()
         if code in (0, USER_ERROR) or run.signals or restart == max_restarts:
-            return code
-        print(f"tawpipe: restart {restart + 1} of at most {max_restarts}", file=run.errors, flush=True)
+            if code not in (0, USER_ERROR) and last_words is not None:
+                print(f"tawpipe: {last_words()}", file=errors, flush=True)
+            return code or (128 + signal.SIGINT if signal.SIGINT in run.signals[:1] else 0)
+        print(f"tawpipe: restart {restart + 1} of at most {max_restarts}", file=errors, flush=True)
     raise AssertionError
 
 
@@ -232,8 +246,9 @@ class _Run:
                 continue
             if self.signals and not self._failed_by_itself():
                 self._end_workers()
-                name = signal.Signals(self.signals[0]).name
-                print(f"tawpipe: stopped by {name}", file=self.errors, flush=True)
+                number = signal.Signals(self.signals[0])
+                words = ENDED_BY.get(number, f"told to end ({number.name})")
+                print(f"tawpipe: {words}", file=self.errors, flush=True)
                 return 128 + self.signals[0]
             if self.failures:
                 # Workers that lost their peer fail as well: what they say tells who was first. One that has begun to
@@ -249,18 +264,21 @@ class _Run:
 
     def _in_good_order(self) -> bool:
         """True while the workers are given time to end after a signal, which they are told of once."""
-        if not self.patience_s or self.again or self.signals[0] not in (signal.SIGTERM, signal.SIGUSR1):
+        number = signal.Signals(self.signals[0])
+        if not self.patience_s or self.again or number not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             return False
         if self.asked_at is None:
             self.asked_at = time.monotonic()
-            self._signal_groups(signal.Signals(self.signals[0]))
+            # SIGTERM ends workers that do not listen yet without a traceback.
+            self._signal_groups(signal.SIGTERM if number == signal.SIGINT else number)
         return not self.failures and time.monotonic() - self.asked_at < self.patience_s
 
     def _failed_by_itself(self) -> bool:
         """True if a worker has failed in the time that it was given to end, and not of the signal."""
         if self.asked_at is None or self.again:
             return False
-        return any(failure.returncode not in [-number for number in self.signals] for failure in self.failures)
+        asked = [-number for number in (*self.signals, signal.SIGTERM)]
+        return any(failure.returncode not in asked for failure in self.failures)
 
     def end_all(self) -> None:
         self._end_workers()

@@ -133,5 +133,6 @@ def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
 
 
 def print_expected_error(error: Exception, stream: TextIO | None = None) -> None:
-    """One message without a traceback, in the form that a launcher recognises."""
-    print(f"{ERROR_PREFIX}{error}", file=stream or sys.stderr, flush=True)
+    """One message without a traceback, in the form that a launcher recognises, and the notes that the error has."""
+    lines = [f"{ERROR_PREFIX}{error}", *getattr(error, "__notes__", ())]
+    print("\n".join(lines), file=stream or sys.stderr, flush=True)

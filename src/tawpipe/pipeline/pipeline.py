@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tawpipe.checkpoint.format import state_pieces, step_name
+from tawpipe.checkpoint.format import state_pieces
 from tawpipe.checkpoint.load import Source, load_state
+from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.save import Saved, Saving, stage
 from tawpipe.checkpoint.store import Disk, Store
 from tawpipe.errors import RunError, UserError

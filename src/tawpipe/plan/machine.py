@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,21 @@ class Machine:
     @property
     def world_size(self) -> int:
         return sum(self.nodes)
+
+    def link_s(self, sent_bytes: Sequence[float], received_bytes: Sequence[float]) -> float:
+        """Seconds for which the busiest link of a node carries what each node sends and receives, at its full rate.
+
+        >>> slow = LinkModel(1e9, full_duplex=False)
+        >>> machine = replace(uniform(2, 4, between=LinkModel(4e9), inside=slow), between_of={1: slow})
+        >>> machine.link_s([8e9, 1e9], [4e9, 2e9])
+        3.0
+        """
+        seconds = [0.0]
+        for node, (sent, received) in enumerate(zip(sent_bytes, received_bytes, strict=True)):
+            link = self.between_of.get(node, self.between)
+            carried = max(sent, received) if link.full_duplex else sent + received
+            seconds.append(carried / link.node_rate(self.nodes[node]))
+        return max(seconds)
 
     def with_rate(self, bytes_per_s: float) -> Machine:
         """The same with other links between nodes, all alike."""

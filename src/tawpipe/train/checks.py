@@ -21,6 +21,7 @@ from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
 from tawpipe.schedule.strategies import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
+from tawpipe.train.trackers import check_trackers
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 """Names that a run leaves in its output folder: a folder that holds one of them belongs to a run."""
@@ -52,6 +53,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         own = Path(config.report).absolute().is_relative_to(config.output_path.absolute())
         check_page(config.report, makes_folder=own)
     check_steps(config)
+    check_trackers(config.log.trackers, here=_reads_files(environ))
     if config.checkpoint.memory_every and not Path(config.checkpoint.memory_dir).is_dir():
         raise UserError("--checkpoint.memory-dir", config.checkpoint.memory_dir, "a folder, on every machine")
     if (folder := config.schedule.offload_dir) and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):

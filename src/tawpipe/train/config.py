@@ -123,8 +123,17 @@ class LogConfig:
 
     every: int = bounded(5, minimum=1)
     """Print a line each time after this many steps. metrics.jsonl gets a row for every step."""
-    tensorboard: bool = True
-    """Write TensorBoard files under tensorboard/ in the output folder."""
+    progress: Literal["auto", "off"] = "auto"
+    """auto draws a line with a bar at the bottom of a terminal, and prints plain lines elsewhere; off prints plain
+    lines everywhere."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where the numbers of every step go besides: tensorboard (files under tensorboard/ in the output folder), wandb,
+    mlflow, trackio; none for nowhere. Each but the first needs its library: pip install 'tawpipe[wandb]'."""
+    project: str = ""
+    """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
+    run_name: str = ""
+    """Name of the run there. Empty: what WANDB_NAME says, or the name of the output folder."""
     trace_step: int = bounded(0, minimum=0)
     """Take down when everything in this step ran, under traces/ in the output folder, for `tawpipe trace`. 0 for no
     step."""
@@ -179,8 +188,8 @@ class TimeoutConfig:
     save_s: float = bounded(3600.0, above=0)
     """Seconds for writing a checkpoint in the background. Then the run ends."""
     grace_s: float = bounded(120.0, above=0)
-    """Seconds that SIGTERM or SIGUSR1 leave for ending the step and saving, on one machine; then the processes are
-    ended. A second signal ends them at once."""
+    """Seconds that ctrl-C, SIGTERM or SIGUSR1 leave for ending the step and saving, on one machine; then the processes
+    are ended. A second one ends them at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +360,7 @@ def train_options() -> Options[TrainConfig]:
     groups = {"finite_check": "optimizer"}
     renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
     renamed["text_column"] = "columns, as text=COLUMN"
+    renamed["log.tensorboard"] = "log.trackers; none stands for false"
     return Options(
         TrainConfig,
         prog="tawpipe train",

@@ -22,10 +22,12 @@ from tawpipe.console import Console, duration
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.errors import RunError
+from tawpipe.launch.launcher import launched_here
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.machine import Machine
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.limits import FACTOR
@@ -35,14 +37,19 @@ from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.evaluation import Best, Evaluation
+from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.recipe import settled
 from tawpipe.train.retrieval import RetrievalCheck
-from tawpipe.train.sample import Samples
+from tawpipe.train.sample import Sample, Samples
 from tawpipe.train.saves import Saves
 from tawpipe.train.stopping import StopRequest
+from tawpipe.train.tracking import Tracking
+
+SHARES = {"mfu": "MFU", "link_use": "link"}
+"""Values that are shares of what there is, and their names on the console."""
 
 
 @dataclass
@@ -62,8 +69,10 @@ class Training:
         state: what the checkpoint says that the run goes on from; None for a new run.
         plan: that the run follows, for its checkpoints.
         disk: for checkpoints.
+        machine: whose links the plan has measured, to say how busy they are; None where that is not known.
         memory: for copies in the memory of the nodes, if there are to be any.
         check: part of every evaluation, if there is to be one.
+        tracking: is given the numbers that metrics.jsonl is given.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``stopped`` the signal
     that ended the run early. What else came of it, ``evaluation``, ``saves`` and ``texts`` know.
@@ -80,10 +89,12 @@ class Training:
         state: RunState | None,
         *,
         plan: str = "",
+        machine: Machine | None = None,
         memory: Memory | None = None,
         check: RetrievalCheck | None = None,
+        tracking: Tracking,
     ) -> None:
-        self.plan = plan
+        self.plan, self.tracking = plan, tracking
         self.config, self.world, self.console = config, world, console
         self.pipeline, self.data = pipeline, data
         self.first = self.last = state.step if state else 0
@@ -106,6 +117,7 @@ class Training:
         self._last = time.perf_counter()
         self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
         self._writer: MetricsWriter | None = None
+        self._machine, self._link_s = machine, dict[tuple[int, ...], float]()
         dtype = str(pipeline.dtype).removeprefix("torch.")
         on_gpu = world.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(world.device), dtype) if on_gpu else None
@@ -115,12 +127,12 @@ class Training:
         config, pipeline = self.config, self.pipeline
         begin = self._last = time.perf_counter()
         if self.world.rank == 0:
-            self._writer = MetricsWriter(
-                config.output_path, tensorboard=config.log.tensorboard, resumed_step=self.first
-            )
+            self._writer = MetricsWriter(config.output_path, resumed_step=self.first)
         self._follow_limit()
         try:
-            with StopRequest(self.world) as stop:
+            with StopRequest(
+                self.world, (lambda: how_this_process_goes_on(config)) if launched_here() else None
+            ) as stop:
                 if config.evaluation.at_start and self.evaluation.due and not self.first:
                     self._evaluate_before()
                 with Prefetcher(self._batches.train(self.samples, config.steps - self.first)) as batches:
@@ -145,6 +157,7 @@ class Training:
             elif self.evaluation.due and not self.evaluation.measured:
                 self._evaluate_before()
         finally:
+            self.console.end_progress()
             self._improving.close()
             self._batches.close()
             if self._writer is not None:
@@ -181,7 +194,9 @@ class Training:
         if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
             pipeline.check_copies()
         if write:
-            self._write_samples(step + 1)
+            with self._between_steps():
+                for one in self.write_samples(step + 1):
+                    self.console.line(f"step {step + 1}: {one}")
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
         self._last += self.saves.after(step + 1, save=save or best)
 
@@ -239,6 +254,8 @@ class Training:
             }
             if self._peak is not None:
                 values["mfu"] = self._mfu(done, seconds)
+            if (link_s := self._link_seconds(done.given)) is not None:
+                values["link_use"] = link_s / seconds
             bins, own = done.given.batch.bins, len(done.given.batch.micro_batches)
             if bins is not None:
                 values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
@@ -254,17 +271,19 @@ class Training:
                 extra = str(self.evaluation)
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
                 self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
+            self.tracking.log(done.step, values)
             if said := self._spikes.look(result.loss):
                 self.console.notice(f"step {done.step}: {said}")
-            if extra or done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps):
-                self.console.progress(
-                    done.step,
-                    self.config.steps,
-                    loss=result.loss,
-                    grad_norm=result.grad_norm,
-                    tokens_per_second=per_second,
-                    extra=extra,
-                )
+            self.console.progress(
+                done.step,
+                self.config.steps,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                tokens_per_second=per_second,
+                shares={name: values.get(key) for key, name in SHARES.items()},
+                extra=extra,
+                line=done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps),
+            )
 
     def _look_for_stragglers(self, step: int) -> float | None:
         """Compare how long the ranks have computed since the last look, beside what they had to; on all ranks.
@@ -305,12 +324,14 @@ class Training:
         values = self._evaluate(self.last)
         if self._writer is not None and not self.last:
             self._writer.write(0, {**dict.fromkeys(REQUIRED), **values})
+            self.tracking.log(0, values)
             self.console.line(f"before the first step: {self.evaluation}")
 
-    def _write_samples(self, step: int) -> None:
-        with self._between_steps():
-            for one in self.texts.write(step):
-                self.console.line(f"step {step}: {one}")
+    def write_samples(self, step: int) -> list[Sample]:
+        """Texts of the model as it is after ``step``, in samples.jsonl and in the trackers; on all ranks."""
+        samples = self.texts.write(step)
+        self.tracking.samples(step, [(one.prompt, one.text) for one in samples])
+        return samples
 
     def _state(self, step: int) -> RunState:
         return RunState(
@@ -329,6 +350,21 @@ class Training:
             settled=settled(self.config),
             versions={name: version(name) for name in ("tawpipe", "torch", "transformers")},
         )
+
+    def _link_seconds(self, given: Given) -> float | None:
+        """Seconds for which the busiest link of a node carries the bytes of such a step at the rate that the plan has
+        measured; None where it has not, and on one node.
+        """
+        if self._machine is None or self.world.nodes.num_nodes == 1:
+            return None
+        bins = given.batch.bins
+        shape = () if bins is None else bins.shape
+        if shape not in self._link_s:
+            config, pipeline = self.config, self.pipeline
+            rows = (config.global_batch, config.sequence_length)
+            said = pipeline.costs(*rows) if bins is None else pipeline.costs_of_bins(bins)
+            self._link_s[shape] = self._machine.link_s(said.link_sent_bytes, said.link_received_bytes)
+        return self._link_s[shape]
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:
         """The MFU of all ranks where every one knows all documents; else of this rank, or of those that compute its

@@ -1,6 +1,6 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard files, peak memory.
+"""Numbers of a run: metrics.jsonl and peak memory.
 
-Only rank 0 makes a :class:`MetricsWriter`. The file and TensorBoard hold the same values under the same names.
+Only rank 0 makes a :class:`MetricsWriter`. What trackers are given (tracking.py) has the same names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tawpipe.files import replace_text
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 REQUIRED = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 """Names that every row has besides ``step``."""
@@ -28,7 +25,7 @@ Value = float | int | None | Mapping[str, float | None]
 
 
 class MetricsWriter:
-    """One row for every step in ``metrics.jsonl``, and the same numbers as TensorBoard scalars.
+    """One row for every step in ``metrics.jsonl``.
 
     A run that goes on from step n first loses all rows after n, so that no step is in the file twice; the file is
     replaced at once, so that a crash leaves either the old or the new one. Each row is with the system when ``write``
@@ -36,25 +33,19 @@ class MetricsWriter:
 
     Args:
         output: folder of the run; made if it is not there.
-        tensorboard: also write ``output/tensorboard``.
         resumed_step: the last step that a checkpoint holds, 0 for a new run.
     """
 
-    def __init__(self, output: Path, *, tensorboard: bool = True, resumed_step: int = 0) -> None:
+    def __init__(self, output: Path, *, resumed_step: int = 0) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
         self.last_step = resumed_step or -1
         cut_after(self.path, resumed_step)
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
-        self._board: SummaryWriter | None = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, Value]) -> str:
-        """Adds the row of a step. None and numbers that are not finite become null, and no scalar.
+        """Adds the row of a step. None and numbers that are not finite become null.
 
         Args:
             step: number of the step, from 1, or 0 before any; greater than that of the row before.
@@ -68,15 +59,10 @@ class MetricsWriter:
         missing = [name for name in REQUIRED if name not in values]
         assert not missing, f"metrics of step {step} lack {missing}"
         assert step > self.last_step, f"metrics of step {step} after those of step {self.last_step}"
-        finite = {name: _finite(value) for name, value in values.items()}
+        row = {name: finite(value) for name, value in values.items()}
         self.last_step = step
         try:
-            self._append((json.dumps({"step": step, **finite}, allow_nan=False) + "\n").encode())
-            if self._board is not None:
-                for name, value in finite.items():
-                    for part, number in value.items() if isinstance(value, dict) else [("", value)]:
-                        if number is not None:
-                            self._board.add_scalar(f"{name}/{part}".rstrip("/"), number, step)
+            self._append((json.dumps({"step": step, **row}, allow_nan=False) + "\n").encode())
         except OSError as error:
             said, self._failed = self._failed, True
             return "" if said else f"{self.path}: {error.strerror or error}"
@@ -95,9 +81,6 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -106,10 +89,10 @@ class MetricsWriter:
         self.close()
 
 
-def _finite(value: Value) -> Any:
+def finite(value: Value) -> Any:
     """The same without numbers that JSON has no words for."""
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: finite(one) for name, one in value.items()}
     return value if value is not None and math.isfinite(value) else None
 
 

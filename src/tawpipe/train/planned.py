@@ -152,6 +152,17 @@ def work_of_plan(text: str) -> Work | None:
     return profile.work if seen else None
 
 
+def machine_of(followed: Followed) -> Machine | None:
+    """The machines as they were measured for the plan; None without one."""
+    if followed.request is not None:
+        return followed.request.machine
+    if not isinstance(clock := yaml.safe_load(followed.text or "{}").get("clock"), dict):
+        return None
+    from tawpipe.plan.plan_file import request_from
+
+    return request_from(clock, where=PLAN).machine
+
+
 def check_model(text: str, spec: ModelSpec) -> None:
     """Refuse a plan for another model.
 

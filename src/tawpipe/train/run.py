@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 
 import torch
 
-from tawpipe.checkpoint.format import step_name
-from tawpipe.checkpoint.resume import Start, choose, examine
+from tawpipe.checkpoint.names import step_name
+from tawpipe.checkpoint.resume import RunState, Start, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
-from tawpipe.console import Console, duration
+from tawpipe.console import Console, above_bar, duration
 from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.environment import restart_count, started_by_local_launcher
@@ -32,13 +35,14 @@ from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps, faults_of, naming_documents
-from tawpipe.train.config import TrainConfig, config_text
+from tawpipe.train.config import TrainConfig, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
+from tawpipe.train.going_on import SETTINGS, how_this_process_goes_on
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
-from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, work_of_plan
+from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, machine_of, work_of_plan
 from tawpipe.train.recipe import settle, with_settled
 from tawpipe.train.start import (
     build,
@@ -50,12 +54,15 @@ from tawpipe.train.start import (
     typical_lengths,
     with_packing,
 )
+from tawpipe.train.trackers import TrackedRun
+from tawpipe.train.tracking import Tracking
 from tawpipe.train.words import costs_of_next, device_name, gib, plan_rows, without_effect
 
 
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; the exit code of the process. Every process of the run calls it."""
     started = time.perf_counter()
+    sys.stderr = above_bar(sys.stderr)  # of all ranks: under torchrun they share a terminal with rank 0
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -64,7 +71,7 @@ def run(config: TrainConfig) -> int:
         device=config.device,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
     )
-    console = Console(world.rank)
+    console = Console(world.rank, bar=config.log.progress == "auto")
     console.topology(f"{world.nodes} on {device_name(world)}")
     _ = share_in_sets(0, world.topology, config.schedule)  # before documents are dealt for the report
     given, data = config, documents_of(config, world, console)
@@ -145,10 +152,32 @@ def run(config: TrainConfig) -> int:
     before = plan_rows(config, said, bins, data, world.nodes, needs, computing)
     console.plan(before)
 
-    training = Training(
-        config, world, console, pipeline, data, disk, earlier, plan=plan, memory=memory, check=retrieval
-    )
-    seconds = training.run()
+    with _tracking(config, world, console, plan, earlier) as tracking:
+        training = Training(
+            config,
+            world,
+            console,
+            pipeline,
+            data,
+            disk,
+            earlier,
+            plan=plan,
+            machine=machine_of(followed) if world.rank == 0 else None,
+            memory=memory,
+            check=retrieval,
+            tracking=tracking,
+        )
+        seconds = training.run()
+        peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
+        stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
+        of_model: list[tuple[str, str]] = []
+        if config.checkpoint.best and training.evaluation.best.step and not stopped:
+            of_step, words = _go_back_to_best(pipeline, disk, training.evaluation.best, training.last)
+            of_model.append(("best", words))
+        if config.sample.tokens and not stopped:
+            of_model += [("sample", str(one)) for one in training.write_samples(of_step)]
+        if stopped:
+            tracking.outcome = "stopped"
 
     done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
@@ -164,15 +193,8 @@ def run(config: TrainConfig) -> int:
         results.append(("retrieval", str(evaluation.retrieval)))
     passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
     results.append(("passes of the data", passes))
-    peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
-    stopped = training.stopped is not None and training.last < config.steps
-    of_step = training.last
-    if config.checkpoint.best and evaluation.best.step and not stopped:
-        of_step, words = _go_back_to_best(pipeline, disk, evaluation.best, training.last)
-        results.append(("best", words))
-    if config.sample.tokens and not stopped:
-        results += [("sample", str(one)) for one in training.texts.write(of_step)]
+    results += of_model
     if config.export.enabled and training.last and not stopped:
         named, merge = config.export.dtype, config.export.merge
         folder = pipeline.export(
@@ -191,23 +213,36 @@ def run(config: TrainConfig) -> int:
         results.append(("page", config.report))
     console.summary(results)
     if stopped:
-        assert training.stopped is not None
-        then = "" if saves.unsaved else "; --resume auto goes on from there"
-        console.notice(f"stopped by {training.stopped.name} after step {training.last}{then}")
+        console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
     pipeline.close()
     if memory is not None and not saves.unsaved:
         memory.remove()
     world.leave()
     if saves.unsaved:
         raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
-    return 0
+    # The launcher does so after ctrl-C, too.
+    return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
+
+
+def _tracking(config: TrainConfig, world: World, console: Console, plan: str, earlier: RunState | None) -> Tracking:
+    """The trackers of the run, which rank 0 has."""
+    leaves = train_options().leaves
+    tracked = TrackedRun(
+        config.output_path,
+        project=config.log.project,
+        name=config.log.run_name,
+        settings={leaf.key: reduce(getattr, path, config) for path, leaf in leaves.items()},
+        plan=plan,
+        resumed_step=earlier.step if earlier is not None else 0,
+    )
+    return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
 
 
 def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
     """Write the settings and the plan beside the metrics; a run can do without these files."""
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
-        replace_text(config.output_path / "config.yaml", config_text(config))
+        replace_text(config.output_path / SETTINGS, config_text(config))
         if plan:
             replace_text(config.output_path / PLAN, plan)
         else:

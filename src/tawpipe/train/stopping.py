@@ -1,34 +1,45 @@
-"""Ending a run in good order when the system asks for it.
+"""Ending a run in good order when somebody asks for it.
 
-SIGTERM and SIGUSR1 to any process, once training has begun: all finish the step they are in, save and exit with 0. The
-processes agree by a number that goes round with every step and is read one step later, so that nobody waits for it; as
-a step is issued before the one before it has ended, up to two more are done. A second signal, a second later or more,
-ends the process at once.
+Ctrl-C, SIGTERM or SIGUSR1 to any process, once training has begun: all finish the step they are in, save and end, and
+rank 0 says so at once. The processes agree by a number that goes round with every step and is read one step later, so
+that nobody waits for it; as a step is issued before the one before it has ended, up to two more are done. A second
+signal, a second later or more, ends the process at once.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tawpipe.console import ERASE_LINE
 from tawpipe.environment import SECOND_S
 from tawpipe.runtime.world import World
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = "stopping: the step under way ends, then a checkpoint is written; once more ends at once"
+AT_ONCE = "ended at once"
 
 
 class StopRequest:
-    """Catches the signals while it is entered, and asks the others."""
+    """Catches the signals while it is entered, and asks the others.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    Args:
+        last_words: for a process that nobody watches: what is to be said when it ends at once.
+    """
+
+    def __init__(self, world: World, last_words: Callable[[], str] | None = None) -> None:
+        self._world, self._last_words = world, last_words
+        self._said = False
         self.caught: signal.Signals | None = None
         self._caught_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -59,6 +70,8 @@ class StopRequest:
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._world.group, async_op=True)
         assert work is not None
         self._asked = (work, values)
+        if number:
+            self._say_stopping()
         return signal.Signals(number) if number else None
 
     def finish(self) -> None:
@@ -70,6 +83,21 @@ class StopRequest:
     def _catch(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self.caught is not None and now - self._caught_at >= SECOND_S:
+            if self._last_words is not None:
+                _write(f"{AT_ONCE}; {self._last_words()}")
             os._exit(128 + number)
         if self.caught is None:
             self.caught, self._caught_at = signal.Signals(number), now
+            self._say_stopping()
+
+    def _say_stopping(self) -> None:
+        if self._world.rank == 0 and not self._said:
+            self._said = True
+            _write(STOPPING)
+
+
+def _write(words: str) -> None:
+    """A line on standard error, past Python's streams: a handler may run while one of them is being written to."""
+    line = f"{ERASE_LINE if os.isatty(2) else ''}tawpipe: {words}\n"
+    with suppress(OSError):
+        os.write(2, line.encode(sys.getfilesystemencoding(), errors="replace"))

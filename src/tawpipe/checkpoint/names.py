@@ -1,0 +1,54 @@
+"""Names of a state's folder and files. Without torch, so that a launcher can tell what was saved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+MARKER = "tawpipe.json"
+"""The manifest, which is written last."""
+PARTIAL, ABANDONED = ".incomplete", ".abandoned"
+"""Behind the name of a folder that is being written or removed; of another history."""
+
+
+def file_name(number: int) -> str:
+    """The file with the chunks of rank ``number`` of those that saved."""
+    return f"state-{number:05}.safetensors"
+
+
+def step_name(step: int) -> str:
+    """The folder of the state after a step."""
+    return f"step-{step:08}"
+
+
+def step_of(folder: Path) -> int:
+    """The step after which a state was saved, by the name of its folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(folder.name + suffix)
+
+
+def is_complete(folder: Path) -> bool:
+    """True if a folder holds a state that was written to its end."""
+    return folder.suffix != PARTIAL and (folder / MARKER).is_file()
+
+
+def complete_states(folder: Path) -> list[Path]:
+    """The complete states in a folder, oldest first."""
+    complete = (path for path in folder.glob("step-*") if is_complete(path))
+    return sorted((path for path in complete if path.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
+def remove(folder: Path) -> None:
+    """Remove a state under the name of what is not complete, by which a start finds what a crash leaves of it.
+
+    Raises:
+        OSError: it may not be removed; it is as it was then.
+    """
+    going = folder if folder.suffix == PARTIAL else beside(folder, PARTIAL)
+    shutil.rmtree(going, ignore_errors=True)
+    if going != folder:
+        folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
