@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 FORMS = ("none", "nf4", "int8")
+GRID_S = 5.0
+"""Seconds for the answers for other machines on a page, unless --grid says another number."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -128,7 +131,8 @@ def run(argv: Sequence[str]) -> int:
     if arguments.explain:
         for line in explain(plan, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
-    _write_page(arguments, lambda path: write_plan_page(plan, path))
+    seconds = GRID_S if arguments.grid is None else arguments.grid
+    _write_page(arguments, lambda path: write_plan_page(plan, path, grid_s=seconds))
     if arguments.save and plan.chosen:
         plan.save(Path(arguments.save))
         if talk:
@@ -260,6 +264,11 @@ def _check(arguments: argparse.Namespace) -> None:
         ):
             if value is not None:
                 raise UserError(name, value, expected)
+    if arguments.grid is not None:
+        if not 0 <= arguments.grid < math.inf:
+            raise UserError("--grid", arguments.grid, "a number of seconds, at least 0")
+        if not arguments.report or arguments.longest or _of_corpus(arguments):
+            raise UserError("--grid", arguments.grid, "--report FILE beside it, and neither --longest nor a corpus")
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.sequence_chunk is not None and arguments.sequence_chunk < 0:
@@ -398,5 +407,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
     parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
+    parser.add_argument(
+        "--grid",
+        type=float,
+        metavar="SECONDS",
+        help="to make the answers for other links, lengths and nodes, among which one can move on the page of --report; "
+        f"more seconds make a finer grid, 0 none (default: {GRID_S:g})",
+    )
     parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
     return parser
