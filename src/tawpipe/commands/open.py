@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tawpipe open",
         description="Shows the pages of a run, a plan, a recorded step or a comparison in a browser, with a list of "
-        "them. Only this machine can see them. A page is made anew whenever it is loaded, so that a run can be watched.",
+        "them. Only this machine can see them. Pages are made anew when they are loaded, so that a run can be watched.",
     )
     parser.add_argument("path", metavar=SETTING, help=EXPECTED)
     parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")

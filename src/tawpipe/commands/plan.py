@@ -411,7 +411,7 @@ def _parser() -> argparse.ArgumentParser:
         "--grid",
         type=float,
         metavar="SECONDS",
-        help="to make the answers for other links, lengths and nodes, among which one can move on the page of --report; "
+        help="to make the answers for other links, lengths and nodes, in which one can move on the page of --report; "
         f"more seconds make a finer grid, 0 none (default: {GRID_S:g})",
     )
     parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.metadata import version
-from itertools import chain, repeat
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         kind: what it is a page of, in a word: Run, Plan, Trace, Comparison.
     """
     given = list(sections)
-    library = chain([True], repeat(False))
-    parts = [_section(f"part-{number}", one, library) for number, one in enumerate(given, 1)]
+    numbers = count(1)
+    parts = [_section(f"part-{number}", one, numbers) for number, one in enumerate(given, 1)]
     links = "".join(f'<li><a href="#part-{n}">{html.escape(one.title)}</a></li>' for n, one in enumerate(given, 1))
     contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
@@ -114,11 +114,11 @@ def _asset(name: str) -> str:
     return (resources.files("tawpipe.report") / name).read_text(encoding="utf-8")
 
 
-def _section(name: str, section: Section, library: Iterator[bool]) -> str:
+def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
     """HTML of a section.
 
     Args:
-        library: says of each figure whether plotly's script has to stand before it.
+        numbers: of the figures.
     """
     parts = [f'<h2 id="{name}-title">{html.escape(section.title)}</h2>']
     if section.text:
@@ -128,14 +128,17 @@ def _section(name: str, section: Section, library: Iterator[bool]) -> str:
     if section.table is not None:
         parts.append(_table(section.table, section.title))
     parts.append(section.markup)
-    parts += [_figure(figure, section.title, with_library=next(library)) for figure in section.figures]
+    parts += [_figure(figure, section.title, next(numbers)) for figure in section.figures]
     return f'<section id="{name}" aria-labelledby="{name}-title">{"".join(parts)}</section>\n'
 
 
-def _figure(figure: Any, title: str, *, with_library: bool) -> str:
-    """HTML of a figure: its legend, its buttons and the drawing, which is described in words."""
+def _figure(figure: Any, title: str, number: int) -> str:
+    """HTML of a figure: its legend, its buttons and the drawing, which is described in words. The first brings the
+    script that draws all of them.
+    """
     config = {"displayModeBar": False, "responsive": True}
-    drawing = figure.to_html(full_html=False, include_plotlyjs=with_library, config=config)
+    name = f"figure-{number}"
+    drawing = figure.to_html(full_html=False, include_plotlyjs=number == 1, config=config, div_id=name)
     words = html.escape(f"{title}. {describe(figure)}")
     return (
         f'<figure aria-label="{html.escape(title)}">{_legend(figure)}{_zoom(figure)}'
