@@ -39,10 +39,10 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def grid(plan) -> Iterator[what_if.Grid]:
     """A coarse grid over most axes."""
-    levels = ({"between": (0.1, 1, 10), "length": (0.5, 1)}, {"nodes": (0.5, 1, 2)}, {"inside": (1, 4)})
+    levels = ({"between": (0.1, 1, 10), "length": (0.5, 1, 2)}, {"nodes": (0.5, 1, 2)}, {"inside": (1, 4)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(what_if, "LEVELS", levels)
-        made, more = what_if.make_grid(plan, 1000)
+        made, more = what_if.make_grid(what_if.Forecast(plan), 1000)
         assert made is not None and more == 0
         yield made
 
@@ -91,23 +91,24 @@ def test_every_page_is_whole_and_says_what_it_shows(pages):
 
 def test_at_its_points_the_grid_has_the_planners_numbers(plan, grid):
     """With the settings of this plan; at the plan's own point, the plan's own seconds."""
-    points = list(grid.points)
-    assert len(points) == 3 * 2 * 3 * 2 and set(grid.known) >= {(plan.chosen.strategy, one) for one in points}
+    known = grid.forecast.known
+    assert len(grid.points) == 3 * 3 * 3 * 2
+    assert set(known) >= {(plan.chosen.strategy, one) for one in grid.points}
     for one in plan.candidates:
-        outcome = grid.known[one.strategy, (1, 1, 2, 2, 1)]
+        outcome = known[one.strategy, (1, 1, 2, 2, 1)]
         assert outcome is not None and outcome.seconds == one.seconds and outcome.fits == one.fits
     runs = next(one for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
     asked = what_if.request_at(plan.request, (0.1, 0.5, 4, 2, 4))
     assert (asked.machine.nodes, asked.global_batch, asked.sequence_length) == ((2, 2, 2, 2), 8, 5)
     assert asked.machine.between.bytes_per_s == pytest.approx(plan.request.machine.between.bytes_per_s / 10)
     again = predict(asked, what_if.step_at(asked, runs.step)).step_seconds
-    assert grid.known[runs.strategy, (0.1, 0.5, 4, 2, 4)].seconds == again
+    assert known[runs.strategy, (0.1, 0.5, 4, 2, 4)].seconds == again
 
 
 def test_a_grid_takes_no_more_time_than_it_is_given(plan):
-    made, more = what_if.make_grid(plan, 1e-9)
+    made, more = what_if.make_grid(what_if.Forecast(plan), 1e-9)
     assert made is None and more > 1e-9
-    section = what_if.what_if(plan, 1e-9)
+    section = what_if.what_if(plan, what_if.Forecast(plan), 1e-9)
     assert "left out" in section.text and "--grid" in section.text and not section.markup
 
 
@@ -182,7 +183,7 @@ def test_sliders_change_the_answer(browser, pages, plan, grid):
     browser.run(MOVE % ("between", 0))
     slow = answers()
     for name in slow:
-        outcome = grid.known[name, (0.1, 1, 2, 2, 1)]
+        outcome = grid.forecast.known[name, (0.1, 1, 2, 2, 1)]
         assert slow[name] == outcome.seconds  # the planner's own number, to the last digit
     assert slow != answers_of(plan)
 
@@ -197,7 +198,7 @@ def test_sliders_change_the_answer(browser, pages, plan, grid):
     browser.run(MOVE % ("between", 1))
     browser.run(MOVE % ("nodes", 2))
     for name, seconds, exact, words in browser.run(ROWS):
-        outcome = grid.known[name, (1, 1, 4, 2, 1)]
+        outcome = grid.forecast.known[name, (1, 1, 4, 2, 1)]
         assert (seconds == outcome.seconds and exact) if outcome else "a plan of its own" in words
 
 

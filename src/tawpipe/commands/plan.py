@@ -32,7 +32,7 @@ MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 FORMS = ("none", "nf4", "int8")
-GRID_S = 5.0
+GRID_S = 10.0
 """Seconds for the answers for other machines on a page, unless --grid says another number."""
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.errors import UserError
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
 from tawpipe.plan.plan_file import load_plan, replay
 from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, Candidate
-from tawpipe.plan.what_if import what_if
+from tawpipe.plan.what_if import Forecast, what_if
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
 from tawpipe.report.page import Section, Table, check_page, page_text, timeline_section, write_page
@@ -94,8 +92,9 @@ def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
         f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
     )
     yield Section("Strategies", words, Table(rows[0], rows[1:], marked))
+    forecast = Forecast(plan)
     if grid_s and plan.chosen is not None:
-        yield what_if(plan, grid_s)
+        yield what_if(plan, forecast, grid_s)
     chosen = plan.chosen.strategy if plan.chosen else None
     names = [one.strategy for one in shown]
     made = [one.prediction for one in shown if one.prediction is not None]
@@ -120,7 +119,7 @@ def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
         yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
     yield from _chosen(plan)
-    yield from _changes(plan, shown[:SHOWN])
+    yield from _changes(plan, forecast, shown[:SHOWN])
 
 
 def _chosen(plan: Plan) -> Iterator[Section]:
@@ -139,46 +138,32 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield Section("Memory in the course of the step", figures=[figure])
 
 
-def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
+def _changes(plan: Plan, forecast: Forecast, shown: Sequence[Candidate]) -> Iterator[Section]:
     """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
     ours = [one for one in shown if one.step is not None]
     chosen = plan.chosen.strategy if plan.chosen else None
+
+    def series(axis: str, factors: Sequence[float]) -> dict[str, list[float | None]]:
+        outcomes = {one.strategy: [forecast.along(one, axis, factor) for factor in factors] for one in ours}
+        return {name: [one and one.seconds for one in own] for name, own in outcomes.items()}
+
     if request.topology.num_nodes > 1:
-        rate = request.machine.between.bytes_per_s
-        rates = [rate * factor for factor in RATES]
-        others = [replace(request, machine=request.machine.with_rate(one)) for one in rates]
-        series = {one.strategy: [_seconds(other, one) for other in others] for one in ours}
-        gbits = [one * 8 / 1e9 for one in rates]
-        figure = lines(gbits, series, x_title="Gbit/s between nodes", y_title="s per step", chosen=chosen)
+        gbits = [request.machine.between.bytes_per_s * factor * 8 / 1e9 for factor in RATES]
+        title = "Gbit/s between nodes"
+        figure = lines(gbits, series("between", RATES), x_title=title, y_title="s per step", chosen=chosen)
         yield Section("With other links", "Seconds per step.", figures=[figure])
-    longer = [request.with_length(max(2, round(request.sequence_length * factor))) for factor in LENGTHS]
-    series = {one.strategy: [_tokens(other, one) for other in longer] for one in ours}
-    figure = lines(
-        [other.sequence_length for other in longer],
-        series,
-        x_title="tokens in a row",
-        y_title="tokens per second and device",
-        chosen=chosen,
-    )
+    lengths = [max(2, round(request.sequence_length * factor)) for factor in LENGTHS]
+    rows = request.global_batch / request.topology.world_size
+    per_second = {
+        name: [seconds and length * rows / seconds for length, seconds in zip(lengths, own, strict=True)]
+        for name, own in series("length", LENGTHS).items()
+    }
+    title = "tokens per second and device"
+    figure = lines(lengths, per_second, x_title="tokens in a row", y_title=title, chosen=chosen)
     yield Section(
         "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
     )
-
-
-def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
-    assert candidate.step is not None
-    try:
-        return predict(request, candidate.step).step_seconds
-    except UserError:
-        return None
-
-
-def _tokens(request: PlanRequest, candidate: Candidate) -> float | None:
-    seconds = _seconds(request, candidate)
-    if seconds is None:
-        return None
-    return request.global_batch * request.sequence_length / seconds / request.topology.world_size
 
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:

@@ -11,8 +11,8 @@ import html
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import product
 
@@ -69,63 +69,94 @@ class Outcome:
     fits: bool
 
 
-@dataclass
+class Forecast:
+    """Outcomes of a plan's strategies at points, each predicted once.
+
+    Attributes:
+        known: by strategy and point; None where the strategy cannot run there with these settings.
+        predictions: that were made.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.request = plan.request
+        self.here: Point = tuple(_base(plan.request, axis) for axis in AXES)
+        self.candidates = [one for one in plan.candidates if one.step is not None and one.prediction is not None]
+        self.known: dict[tuple[str, Point], Outcome | None] = {}
+        self.predictions = 0
+        for one in self.candidates:
+            assert one.prediction is not None
+            self.known[one.strategy, self.here] = _outcome(plan.request, one.prediction)
+
+    def at(self, candidate: Candidate, point: Point) -> Outcome | None:
+        """The outcome of a candidate at a point."""
+        key = candidate.strategy, point
+        if key not in self.known:
+            assert candidate.step is not None
+            asked = request_at(self.request, point)
+            try:
+                self.known[key] = _outcome(asked, predict(asked, step_at(asked, candidate.step)))
+            except UserError:
+                self.known[key] = None
+            self.predictions += 1
+        return self.known[key]
+
+    def along(self, candidate: Candidate, axis: str, value: float) -> Outcome | None:
+        """The same where nothing but one axis is another than the plan's."""
+        return self.at(
+            candidate, tuple(value if name == axis else own for name, own in zip(AXES, self.here, strict=True))
+        )
+
+
+@dataclass(frozen=True)
 class Grid:
-    """Outcomes at points, which are filled level by level.
+    """Points of which every outcome is known.
 
     Args:
         values: of every axis, ascending.
-        known: by strategy and point; None where the strategy cannot run there with these settings.
-        predictions: that were made, in so many ``seconds``.
+        seconds: that its making took.
     """
 
+    forecast: Forecast
     values: dict[str, tuple[float, ...]]
-    known: dict[tuple[str, Point], Outcome | None] = field(default_factory=dict)
-    predictions: int = 0
-    seconds: float = 0.0
+    seconds: float
 
     @property
-    def points(self) -> Iterator[Point]:
+    def points(self) -> list[Point]:
         """All of them, the last axis counting fastest."""
-        return product(*(self.values[axis] for axis in AXES))
+        return list(product(*(self.values[axis] for axis in AXES)))
 
 
-def make_grid(plan: Plan, seconds: float) -> tuple[Grid | None, float]:
+def make_grid(forecast: Forecast, seconds: float) -> tuple[Grid | None, float]:
     """The finest grid that is made in so many seconds, and what the next finer one would take; 0 if there is none.
 
     A level is begun if what predictions took so far says that it fits. One that takes twice as long as all were given
     is given up.
     """
-    candidates = [one for one in plan.candidates if one.step is not None and one.prediction is not None]
-    base = tuple(_base(plan.request, axis) for axis in AXES)
-    values: dict[str, tuple[float, ...]] = {axis: (one,) for axis, one in zip(AXES, base, strict=True)}
-    grid = Grid(values)
-    for one in candidates:
-        assert one.prediction is not None
-        grid.known[one.strategy, base] = _outcome(plan.request, one.prediction)
-    begun, made = time.perf_counter(), None
-    # What a prediction takes is not known before the first one: those of another length are of the first level.
-    sample = (base[0], 2.0, *base[2:])
-    for done, one in enumerate(candidates):
-        if (took := time.perf_counter() - begun) > seconds:
-            return None, took / done * len(candidates) * FIRST_POINTS
-        _fill(plan.request, grid, one, sample)
+    values: dict[str, tuple[float, ...]] = {axis: (one,) for axis, one in zip(AXES, forecast.here, strict=True)}
+    begun, made, before = time.perf_counter(), None, forecast.predictions
+    # What predictions take is not known before the first ones: those of another length are of the first level.
+    for done, one in enumerate(forecast.candidates, 1):
+        forecast.along(one, "length", 2)
+        took = time.perf_counter() - begun
+        if took * FIRST_POINTS > seconds:  # without those that are left
+            return None, took * FIRST_POINTS * len(forecast.candidates) / done
     for level in LEVELS:
-        finer = {axis: _values(plan.request, axis, factors) for axis, factors in level.items()}
-        finer = {axis: own for axis, own in finer.items() if len(own) > len(grid.values[axis])}
+        finer = {axis: _values(forecast.request, axis, factors) for axis, factors in level.items()}
+        finer = {axis: own for axis, own in finer.items() if len(own) > len(values[axis])}
         if not finer:
             continue
-        grid.values |= finer
-        left = [(one, point) for one in candidates for point in grid.points if (one.strategy, point) not in grid.known]
+        values |= finer
+        points = list(product(*(values[axis] for axis in AXES)))
+        left = [(c, p) for c in forecast.candidates for p in points if (c.strategy, p) not in forecast.known]
         took = time.perf_counter() - begun
-        needed = took + took / max(1, grid.predictions) * len(left)
+        needed = took + took / max(1, forecast.predictions - before) * len(left)
         if needed > seconds:
             return made, needed
         for one, point in left:
-            _fill(plan.request, grid, one, point)
+            forecast.at(one, point)
             if time.perf_counter() - begun > seconds * PATIENCE:
                 return made, needed * PATIENCE
-        made = Grid(dict(grid.values), grid.known, grid.predictions, time.perf_counter() - begun)
+        made = Grid(forecast, dict(values), time.perf_counter() - begun)
     return made, 0.0
 
 
@@ -181,16 +212,6 @@ def step_at(request: PlanRequest, step: StepSpec) -> StepSpec:
     return request.step(replace(step.settings, homes=""))
 
 
-def _fill(request: PlanRequest, grid: Grid, candidate: Candidate, point: Point) -> None:
-    assert candidate.step is not None
-    asked = request_at(request, point)
-    try:
-        grid.known[candidate.strategy, point] = _outcome(asked, predict(asked, step_at(asked, candidate.step)))
-    except UserError:
-        grid.known[candidate.strategy, point] = None
-    grid.predictions += 1
-
-
 def _outcome(request: PlanRequest, made: Prediction) -> Outcome:
     seconds, limit = made.step_seconds, WAITING
     nodes = len(request.machine.nodes)
@@ -203,9 +224,13 @@ def _outcome(request: PlanRequest, made: Prediction) -> Outcome:
     return Outcome(seconds, limit, fits(request, made.needs))
 
 
-def what_if(plan: Plan, seconds: float) -> Section:
-    """The section of a page in which a reader moves links, lengths and devices."""
-    grid, more = make_grid(plan, seconds)
+def what_if(plan: Plan, forecast: Forecast, seconds: float) -> Section:
+    """The section of a page in which a reader moves links, lengths and devices.
+
+    Args:
+        seconds: that making the grid may take.
+    """
+    grid, more = make_grid(forecast, seconds)
     further = f" A finer grid takes about {more:.0f} s: tawpipe plan --grid {math.ceil(more)}." if more else ""
     if grid is None:
         words = f"The answers for other links, lengths and nodes were left out: they take more than {seconds:g} s."
@@ -214,7 +239,7 @@ def what_if(plan: Plan, seconds: float) -> Section:
         "Move a slider: the page answers by itself. Every strategy keeps the settings of this plan, and every device "
         "its number of sequences; a new plan may find better settings. At the marks the seconds are the planner's own. "
         "Between two marks they are interpolated, and the page says so. "
-        f"{grid.predictions} predictions, made in {grid.seconds:.1f} s.{further}"
+        f"{len(grid.points)} points, {forecast.predictions} predictions, made in {grid.seconds:.1f} s.{further}"
     )
     script = (resources.files("tawpipe.plan") / "what_if.js").read_text(encoding="utf-8")
     return Section(TITLE, words, markup=_markup(plan, grid), script=script)
@@ -236,8 +261,8 @@ def _markup(plan: Plan, grid: Grid) -> str:
         "limits": LIMITS,
         "chosen": plan.chosen.strategy if plan.chosen else "",
         "strategies": [
-            {"name": name, "points": [_cell(grid.known[name, point]) for point in grid.points]}
-            for name in dict.fromkeys(name for name, _ in grid.known)
+            {"name": one.strategy, "points": [_cell(grid.forecast.at(one, point)) for point in grid.points]}
+            for one in grid.forecast.candidates
         ],
     }
     text = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
