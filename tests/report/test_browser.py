@@ -211,13 +211,13 @@ def test_the_chosen_curve_can_be_seen(browser, pages, plan):
     """It is drawn last, so that no curve of equal values covers it, and its row is marked."""
     browser.open((pages / "planned.html").as_uri())
     assert browser.run("document.querySelector('tr.chosen td').textContent") == plan.chosen.strategy
-    last = """[...document.querySelectorAll('.js-plotly-plot')].filter(plot => plot.data.some(one => one.zorder)).map(
-      plot => {
-        const drawn = [...plot.querySelectorAll('.scatterlayer .trace')];
-        return drawn[drawn.length - 1].__data__[0].trace.name;
-      })"""
-    found = browser.run(last)
+    found = browser.run(LAST_DRAWN)
     assert len(found) == 2 and set(found) == {plan.chosen.strategy}
+
+
+LAST_DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
+  .map(plot => [...plot.querySelectorAll('.trace.scatter')]).filter(drawn => drawn.length > 1)
+  .map(drawn => drawn[drawn.length - 1].__data__[0].trace.name)"""
 
 
 @needs_chromium

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.figures import lines
-from tawpipe.report.page import check_page, timeline_section
+from tawpipe.report.page import Section, check_page, page_text, timeline_section
 from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -190,9 +191,10 @@ def test_equal_strategies_are_named_and_the_chosen_one_comes_first(plan):
 
 def test_the_chosen_curve_is_on_top():
     figure = lines([1, 2], {"a": [1, 2], "b": [1, 2], "c": [1, 2]}, x_title="x", y_title="y", chosen="b")
-    above = {trace.name: trace.zorder for trace in figure.data}
-    assert above["b"] > max(above["a"], above["c"])
+    assert figure.data[-1].name == "b"
     assert {trace.opacity for trace in figure.data if trace.name != "b"} == {0.5}
+    text = page_text("Plan", "x", [Section("Curves", figures=[figure])])
+    assert re.findall(r'aria-pressed="true"[^>]*>(\w)<', text) == ["b", "a", "c"]  # and the first in the legend
 
 
 def test_the_page_of_a_comparison(tmp_path):

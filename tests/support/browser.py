@@ -35,8 +35,8 @@ class Browser:
         self._home = tempfile.TemporaryDirectory(prefix="tawpipe-chromium-")
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        # Chromium reads commands from descriptor 3 and writes answers to 4.
-        words = ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", CHROMIUM, *FLAGS, *QUIET]
+        # Chromium reads commands from descriptor 3 and writes answers to 4. Of shells, bash knows numbers above 9.
+        words = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *FLAGS, *QUIET]
         words += ["--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "about:blank"]
         self._process = subprocess.Popen(
             words, pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -109,7 +109,8 @@ def lines(
         limit: a line across all curves.
     """
     figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title, hovermode="x unified")
-    for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
+    colored = list(zip(PALETTE * 2, series.items(), strict=False))
+    for color, (name, values) in sorted(colored, key=lambda one: one[1][0] == chosen):  # what comes last is on top
         below = chosen is not None and name != chosen
         figure.add_scatter(
             x=list(x),
@@ -118,7 +119,7 @@ def lines(
             mode="lines+markers",
             line={"color": color, "width": 6 if below else 2.5},
             opacity=0.5 if below else 1,
-            zorder=0 if below else 1,
+            legendrank=1000 if below else 1,
             hovertemplate=f"{name}: %{{y:.4g}}<extra></extra>",
         )
     if limit:
@@ -140,7 +141,7 @@ def lines(
             marker={"symbol": "x-thin", "size": 12, "line": {"width": 3, "color": LIMIT}},
             customdata=[f"{name}: {why}" for name, (_, why) in ends.items()],
             hovertemplate="%{customdata}: %{y:.4g}<extra></extra>",
-            zorder=2,
+            legendrank=1001,
         )
     if log:
         figure.update_xaxes(type="log")

@@ -254,7 +254,7 @@ def _legend(figure: Any) -> str:
     if len(figure.data) < 2:
         return ""
     buttons = []
-    for number, trace in enumerate(figure.data):
+    for number, trace in sorted(enumerate(figure.data), key=lambda one: one[1].legendrank or 0):
         line = trace.type == "scatter"
         color = (
             trace.marker.line.color
