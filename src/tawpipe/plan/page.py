@@ -177,12 +177,12 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
     parts = {kind: [made.memory[kind] / 2**30 for _, made in shown] for kind in shown[0][1].memory}
     names = [name for name, _ in shown]
-    figure = stacked_bars(names, parts, unit="GiB", limit=limit or None)
+    figure = stacked_bars(names, parts, unit="GiB", limit=limit or None, chosen=best.strategy)
     yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
-    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit)
+    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit, best.strategy)
 
 
-def _over_lengths(rows: Sequence[LongestRow], limit: float) -> Iterator[Section]:
+def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iterator[Section]:
     """Curves over the length, of every strategy up to its longest row, with the settings that this needs."""
     most = max(one.tokens for one in rows)
     lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {one.tokens for one in rows})
@@ -196,7 +196,8 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float) -> Iterator[Section]
         names = [one.strategy for one in rows]
         marks = {name: (own[-1], one.binds) for name, own, one in zip(names, values, rows, strict=True)}
         series = {name: [*own, *[None] * (len(lengths) - len(own))] for name, own in zip(names, values, strict=True)}
-        return lines(lengths, series, x_title="tokens in a row", y_title=unit, ends=marks, limit=limit)
+        title = "tokens in a row"
+        return lines(lengths, series, x_title=title, y_title=unit, ends=marks, limit=limit, chosen=chosen)
 
     words = "Of the longest rows, each with its settings; a cross is where it ends, and says what binds."
     seconds = [[predict(*one).step_seconds for one in own] for own in asked]
