@@ -64,8 +64,9 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
         return [_found(path)]
     if not path.is_dir():
         raise UserError(SETTING, str(path), EXPECTED if not path.exists() else f"{EXPECTED} (.html)")
-    _check_plotly(path)
     made = [*_of_run(path), *_of_comparison(path)]
+    if made:
+        _check_plotly(path)
     taken = {page.name for page in made} | {INDEX}
     files = sorted(path.glob("*.html")) if skip is None or path.resolve() != skip.resolve() else []
     pages = [*made, *(_found(file, "written-" if file.name in taken else "") for file in files)]

@@ -153,7 +153,8 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
             cells.append([name.replace("_", " "), f"{words.format(last[name])} after step {last['step']}"])
     for name, title in (("tokens_per_second", "tokens per second, median"), ("seconds", "seconds per step, median")):
         if values := [row[name] for row in rows[1:] or rows if row.get(name)]:
-            cells.append([title, f"{statistics.median(values):,.4g}"])
+            median = statistics.median(values)
+            cells.append([title, f"{median:,.0f}" if median >= 100 else f"{median:.3g}"])
     if peaks := [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]:
         cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB"])
     return cells
