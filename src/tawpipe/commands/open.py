@@ -17,14 +17,15 @@ from tawpipe.report.site import INDEX, Page, Site, write_pages
 
 SETTING = "PATH"
 EXPECTED = "the output folder of a run, a folder with results of `tawpipe lab compare` or with pages, or a page"
-MOST_PORTS = 65535
+LAST_PORT = 65535
+RESULTS = "results.json"
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe open`` with the words ``argv`` and returns the exit code."""
     arguments = _parser().parse_args(argv)
-    if not 0 <= arguments.port <= MOST_PORTS:
-        raise UserError("--port", arguments.port, f"a number up to {MOST_PORTS}; 0 for any free one")
+    if not 0 <= arguments.port <= LAST_PORT:
+        raise UserError("--port", arguments.port, f"a number up to {LAST_PORT}; 0 for any free one")
     path = Path(arguments.path)
     pages = find_pages(path, skip=Path(arguments.out) if arguments.out else None)
     title = path.resolve().name
@@ -118,9 +119,6 @@ def _of_comparison(folder: Path) -> Iterator[Page]:
     if (folder / RESULTS).is_file():
         line = "Strategies side by side: seconds, bytes and memory of every cell."
         yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
-
-
-RESULTS = "results.json"
 
 
 def _comparison(folder: Path) -> str:

@@ -26,6 +26,7 @@ from tawpipe.report.page import Section
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import LinkModel
 
+TITLE = "On other machines"
 AXES = ("between", "length", "nodes", "devices", "inside")
 """Names of the axes, in the order in which a point has them: factors, but for numbers of nodes and devices."""
 LEVELS = (
@@ -49,6 +50,8 @@ COMPUTING, LINK, TRANSFERS, WAITING = range(4)
 LIMITS = ("computing", "the link between nodes", "transfers that nothing hides", "devices that wait for each other")
 MOSTLY = 0.9
 """Share of a step in which what limits it is busy."""
+MARGIN = 1.2
+"""Multiple of the time that a finer grid is expected to take, which a reader is told to give."""
 PATIENCE = 2.0
 """Multiple of the time that was given, beyond which a level that turned out to take longer is given up."""
 
@@ -231,7 +234,7 @@ def what_if(plan: Plan, forecast: Forecast, seconds: float) -> Section:
         seconds: that making the grid may take.
     """
     grid, more = make_grid(forecast, seconds)
-    further = f" A finer grid takes about {more:.0f} s: tawpipe plan --grid {math.ceil(more)}." if more else ""
+    further = f" A finer grid takes about {more:.0f} s: tawpipe plan --grid {math.ceil(more * MARGIN)}." if more else ""
     if grid is None:
         words = f"The answers for other links, lengths and nodes were left out: they take more than {seconds:g} s."
         return Section(TITLE, words + further)
@@ -245,16 +248,12 @@ def what_if(plan: Plan, forecast: Forecast, seconds: float) -> Section:
     return Section(TITLE, words, markup=_markup(plan, grid), script=script)
 
 
-TITLE = "On other machines"
-
-
 def _markup(plan: Plan, grid: Grid) -> str:
     """Sliders, an empty table, and the grid as JSON for the script."""
     request = plan.request
     knobs = "".join(_knob(axis, grid, _base(request, axis)) for axis in AXES if len(grid.values[axis]) > 1)
     content = {
         "axes": [{"name": axis, "values": _shown(request.machine, axis, grid, request)} for axis in AXES],
-        "base": [grid.values[axis].index(_base(request, axis)) for axis in AXES],
         "sequences": request.global_batch / request.machine.world_size,
         "devices": request.machine.world_size,
         "uneven": len(set(request.machine.nodes)) > 1,
