@@ -367,7 +367,8 @@ class Schedule:
     def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
         """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
 
-        What is received has its memory from when its lane is free, before its turn: it is posted at once.
+        What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
+        is there until the computation is over that runs beside.
         """
         program = self.programs[rank]
         passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
@@ -378,7 +379,10 @@ class Schedule:
             posted = free.get(action.lane, 0) if action.op is Op.EXCHANGE else index
             taken[posted] += sum(passing.get(one.kind, 0) for one in action.writes if one not in action.reads)
             free[action.lane] = index + 1
+        leaving = 0
         for action, more in zip(program, taken, strict=True):
             total += more
             yield action, total
-            total -= sum(passing.get(buffer.kind, 0) for buffer in action.frees)
+            leaving += sum(passing.get(buffer.kind, 0) for buffer in action.frees)
+            if action.op is not Op.EXCHANGE:
+                total, leaving = total - leaving, 0
