@@ -180,12 +180,23 @@ def test_a_browser_is_opened_where_one_could_be_shown(folder, monkeypatch):
     assert main(["open", str(folder)]) == 0 and len(opened) == 1
 
 
+INTERRUPTIBLE = """
+import signal, sys
+from tawpipe.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_ctrl_c_ends_it_quietly(folder):
-    words = [sys.executable, "-m", "tawpipe", "open", str(folder), "--no-browser"]
+    words = [sys.executable, "-c", INTERRUPTIBLE, "open", str(folder), "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
-        said = [process.stdout.readline(), process.stdout.readline()]
-        assert said[0].startswith("Run: ") and said[1].startswith("http://127.0.0.1:")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-        assert process.stderr.read() == ""
+        try:
+            said = [process.stdout.readline(), process.stdout.readline()]
+            assert said[0].startswith("Run: ") and said[1].startswith("http://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
