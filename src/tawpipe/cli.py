@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "train a causal language model; `tawpipe train --help` lists the settings",
     "checkpoint": "list, verify or prune the checkpoints of a run",
     "trace": "show when everything in a recorded step ran: a picture and a trace to zoom into",
+    "open": "show the pages of a run, a plan, a recorded step or a comparison in a browser",
     "lab": "make a cluster with unequal links out of one machine, and measure in it",
 }
 """The words after ``tawpipe``, each with its line in the help; the module of that name in ``commands`` has ``run``."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from html_pages import check_page_text
 from plan_requests import plan_request, step_of
 from schedules import NAMES, llama
 from tawpipe.cli import main
@@ -21,7 +23,8 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, repla
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
-from tawpipe.report.page import check_page, timeline_section
+from tawpipe.report.figures import lines
+from tawpipe.report.page import Section, check_page, page_text, timeline_section
 from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -47,8 +50,7 @@ def file(plan, tmp_path_factory) -> Path:
 def whole(path: Path) -> str:
     """A page that needs nothing else."""
     text = path.read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
-    assert "<script src=" not in text and "<link" not in text and "@import" not in text
+    check_page_text(text)
     assert "NaN" not in text.split("<body>")[1].split("<script")[0]
     return text
 
@@ -169,6 +171,30 @@ def test_the_page_of_a_plan(plan, tmp_path):
     for title in ("Where a step", "Memory of a device", "With other links", "With other sequence lengths"):
         assert title in text
     assert plan.chosen.strategy in text
+
+
+def test_equal_strategies_are_named_and_the_chosen_one_comes_first(plan):
+    assert plan.chosen is not None and plan.chosen.prediction is not None
+    slower = replace(
+        plan.chosen.prediction,
+        link_bytes=plan.chosen.prediction.link_bytes + 1,
+        step_seconds=plan.chosen.seconds * 0.999,
+    )
+    twin = replace(plan.chosen, strategy="twin", prediction=slower)
+    both = Plan.of(plan.request, [twin, *plan.candidates])
+    assert [one.strategy for one in both.candidates[:2]] == [plan.chosen.strategy, "twin"]
+    assert both.as_fast == (twin,)
+    table = [line.split("\t") for line in both.table(separator="\t")]
+    assert (table[1][0], table[1][-1], table[2][-1]) == (plan.chosen.strategy, "chosen", "as fast")
+    assert both.runner_up is twin
+
+
+def test_the_chosen_curve_is_on_top():
+    figure = lines([1, 2], {"a": [1, 2], "b": [1, 2], "c": [1, 2]}, x_title="x", y_title="y", chosen="b")
+    assert figure.data[-1].name == "b"
+    assert {trace.opacity for trace in figure.data if trace.name != "b"} == {0.5}
+    text = page_text("Plan", "x", [Section("Curves", figures=[figure])])
+    assert re.findall(r'aria-pressed="true"[^>]*>(\w)<', text) == ["b", "a", "c"]  # and the first in the legend
 
 
 def test_the_page_of_a_comparison(tmp_path):

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     check_page(arguments.report)
     path = Path(arguments.run)
-    timelines, folder = _from_plan(path) if path.is_file() else _from_run(path)
+    timelines, folder = from_plan(path) if path.is_file() else from_run(path)
     page = Path(arguments.report) if arguments.report else None
     out, ranks = Path(arguments.out) if arguments.out else folder, _ranks(arguments.ranks, timelines[-1][1])
     for line in write_trace(timelines, out, ranks=ranks, title=str(path), page=page):
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _from_plan(path: Path) -> tuple[Timelines, Path]:
+def from_plan(path: Path) -> tuple[Timelines, Path]:
     """The step that a plan predicts, and the folder of the plan."""
     from tawpipe.plan.plan_file import replay
 
@@ -34,14 +34,14 @@ def _from_plan(path: Path) -> tuple[Timelines, Path]:
     return [(f"predicted, {left_out}" if left_out else "predicted", predicted_bars(timeline))], path.parent
 
 
-def _from_run(path: Path) -> tuple[Timelines, Path]:
+def from_run(path: Path) -> tuple[Timelines, Path]:
     """The recording, before it what the run's plan predicted, if it followed one; and the folder of the recording."""
     folder = find_recording(path)
     executed = ("executed", executed_bars(folder))
     plan = folder.parent.parent / "plan.yaml"
     if not plan.is_file():
         return [executed], folder
-    before, _ = _from_plan(plan)
+    before, _ = from_plan(plan)
     return [*before, executed], folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tawpipe.lab.table import cells_of, describe, order_of
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
-from tawpipe.report.page import Section, Table, timeline_section, write_page
+from tawpipe.report.page import Section, Table, page_text, timeline_section
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
 
@@ -17,7 +17,15 @@ HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB s
 def write_compare_page(
     name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path, recordings: Path | None = None
 ) -> None:
-    """Every cell with its table, its seconds, bytes and memory; and timelines of the recorded steps.
+    """Write the page, see ``compare_page``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(compare_page(name, environment, rows, recordings), encoding="utf-8")
+
+
+def compare_page(
+    name: str, environment: dict[str, Any], rows: list[dict[str, Any]], recordings: Path | None = None
+) -> str:
+    """The HTML of every cell with its table, its seconds, bytes and memory; and timelines of the recorded steps.
 
     Args:
         recordings: a folder with one folder of a recorded step for every strategy, or None.
@@ -29,7 +37,7 @@ def write_compare_page(
         for folder in sorted(one for one in recordings.iterdir() if one.is_dir()):
             sections.append(timeline_section(f"A step: {folder.name}", executed_bars(folder)))
     subtitle = f"{environment['date']}, {environment['command']}, {environment['machine']}"
-    write_page(path, name, sections, subtitle=subtitle)
+    return page_text("Comparison", name, sections, subtitle=subtitle)
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:

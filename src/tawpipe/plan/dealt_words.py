@@ -165,7 +165,7 @@ def write_dealt_page(dealt: Dealt, path: Path) -> None:
     check_page(str(path))
     request = dealt.request
     subtitle = f"{dealt.lengths.source}; {request.machine.topology}; {request.profile.source}"
-    write_page(path, "Documents of uneven lengths", _sections(dealt), subtitle=subtitle)
+    write_page(path, "Plan", "Documents of uneven lengths", _sections(dealt), subtitle=subtitle)
 
 
 def _sections(dealt: Dealt) -> Iterator[Section]:

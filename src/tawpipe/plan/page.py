@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.errors import UserError
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
+from tawpipe.plan.plan_file import load_plan, replay
 from tawpipe.plan.predict import memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import Candidate
+from tawpipe.plan.search import GAIN, Candidate
+from tawpipe.plan.what_if import Forecast, what_if
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
-from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
+from tawpipe.report.page import Section, Table, check_page, page_text, timeline_section, write_page
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Links so many times as fast."""
@@ -29,15 +29,40 @@ SHOWN = 5
 """Strategies in the figures of what would change."""
 
 
-def write_plan_page(plan: Plan, path: Path) -> None:
+def write_plan_page(plan: Plan, path: Path, *, grid_s: float = 0.0) -> None:
     """Write the page.
+
+    Args:
+        grid_s: seconds that predictions for other machines and lengths may take, see ``what_if``.
 
     Raises:
         UserError: the folder is not there.
     """
     check_page(str(path))
     length = f"rows of {plan.request.sequence_length} tokens"
-    write_page(path, "Plan", _sections(plan), subtitle=_subtitle(plan.request, length))
+    title = plan.chosen.strategy if plan.chosen else "Nothing fits"
+    write_page(path, "Plan", title, _sections(plan, grid_s), subtitle=_subtitle(plan.request, length))
+
+
+def saved_plan_page(path: Path) -> str:
+    """The HTML of a plan that was saved: what was chosen, why, and the step that it predicts.
+
+    Raises:
+        UserError: no such plan.
+    """
+    plan = load_plan(path)
+    timeline, left_out = replay(path)
+    settings = [
+        [name.replace("_", " "), str(value)] for name, value in plan["schedule"].items() if value not in ("", None)
+    ]
+    asked = ("nodes", "global_batch", "micro_batch", "sequence_length", "step_seconds")
+    cells = [[name.replace("_", " "), str(plan[name])] for name in asked if name in plan]
+    sections = [
+        Section("Why", plan["reason"], Table(("", ""), cells)),
+        Section("Settings", "As the run follows them.", Table(("", ""), settings)),
+        timeline_section("The step, predicted", predicted_bars(timeline), left_out),
+    ]
+    return page_text("Plan", str(plan.get("strategy") or plan["schedule"].get("strategy", "")), sections)
 
 
 def write_longest_page(longest: Longest, path: Path) -> None:
@@ -48,7 +73,7 @@ def write_longest_page(longest: Longest, path: Path) -> None:
     """
     check_page(str(path))
     sections = _longest_sections(longest)
-    write_page(path, "The longest rows", sections, subtitle=_subtitle(longest.request, "one document a row"))
+    write_page(path, "Plan", "The longest rows", sections, subtitle=_subtitle(longest.request, "one document a row"))
 
 
 def _subtitle(request: PlanRequest, rows: str) -> str:
@@ -57,14 +82,20 @@ def _subtitle(request: PlanRequest, rows: str) -> str:
     return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 
 
-def _sections(plan: Plan) -> Iterator[Section]:
+def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
     request = plan.request
     shown = [one for one in plan.candidates if one.prediction is not None]
     rows = [line.split("\t") for line in plan.table(separator="\t")]
     marked = [i for i, one in enumerate(plan.candidates) if one is plan.chosen]
-    yield Section(
-        plan.chosen.strategy if plan.chosen else "Nothing fits", plan.reason, Table(rows[0], rows[1:], marked)
+    equal = ", ".join(one.strategy for one in plan.as_fast)
+    words = plan.reason + (
+        f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
     )
+    yield Section("Strategies", words, Table(rows[0], rows[1:], marked))
+    forecast = Forecast(plan)
+    if grid_s and plan.chosen is not None:
+        yield what_if(plan, forecast, grid_s)
+    chosen = plan.chosen.strategy if plan.chosen else None
     names = [one.strategy for one in shown]
     made = [one.prediction for one in shown if one.prediction is not None]
     parts = {
@@ -73,20 +104,22 @@ def _sections(plan: Plan) -> Iterator[Section]:
         "idle otherwise": [max(0.0, one.idle_s - one.exposed_communication_s) for one in made],
     }
     yield Section(
-        "Where a step's time goes", "Of a device, on the average.", figures=[stacked_bars(names, parts, unit="s")]
+        "Where a step's time goes",
+        "Of a device, on the average.",
+        figures=[stacked_bars(names, parts, unit="s", chosen=chosen)],
     )
     kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
     limit = request.memory_bytes / 2**30 if request.memory_bytes else None
     yield Section(
         "Memory of a device",
         f"At its highest; {SYSTEM}.",
-        figures=[stacked_bars(names, kinds, unit="GiB", limit=limit)],
+        figures=[stacked_bars(names, kinds, unit="GiB", limit=limit, chosen=chosen)],
     )
     if request.topology.num_nodes > 1:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
-        yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB")])
+        yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
     yield from _chosen(plan)
-    yield from _changes(plan, shown[:SHOWN])
+    yield from _changes(plan, forecast, shown[:SHOWN])
 
 
 def _chosen(plan: Plan) -> Iterator[Section]:
@@ -105,43 +138,32 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield Section("Memory in the course of the step", figures=[figure])
 
 
-def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
+def _changes(plan: Plan, forecast: Forecast, shown: Sequence[Candidate]) -> Iterator[Section]:
     """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
     ours = [one for one in shown if one.step is not None]
+    chosen = plan.chosen.strategy if plan.chosen else None
+
+    def series(axis: str, factors: Sequence[float]) -> dict[str, list[float | None]]:
+        outcomes = {one.strategy: [forecast.along(one, axis, factor) for factor in factors] for one in ours}
+        return {name: [one and one.seconds for one in own] for name, own in outcomes.items()}
+
     if request.topology.num_nodes > 1:
-        rate = request.machine.between.bytes_per_s
-        rates = [rate * factor for factor in RATES]
-        others = [replace(request, machine=request.machine.with_rate(one)) for one in rates]
-        series = {one.strategy: [_seconds(other, one) for other in others] for one in ours}
-        figure = lines([one * 8 / 1e9 for one in rates], series, x_title="Gbit/s between nodes", y_title="s per step")
+        gbits = [request.machine.between.bytes_per_s * factor * 8 / 1e9 for factor in RATES]
+        title = "Gbit/s between nodes"
+        figure = lines(gbits, series("between", RATES), x_title=title, y_title="s per step", chosen=chosen)
         yield Section("With other links", "Seconds per step.", figures=[figure])
-    longer = [request.with_length(max(2, round(request.sequence_length * factor))) for factor in LENGTHS]
-    series = {one.strategy: [_tokens(other, one) for other in longer] for one in ours}
-    figure = lines(
-        [other.sequence_length for other in longer],
-        series,
-        x_title="tokens in a row",
-        y_title="tokens per second and device",
-    )
+    lengths = [max(2, round(request.sequence_length * factor)) for factor in LENGTHS]
+    rows = request.global_batch / request.topology.world_size
+    per_second = {
+        name: [seconds and length * rows / seconds for length, seconds in zip(lengths, own, strict=True)]
+        for name, own in series("length", LENGTHS).items()
+    }
+    title = "tokens per second and device"
+    figure = lines(lengths, per_second, x_title="tokens in a row", y_title=title, chosen=chosen)
     yield Section(
         "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
     )
-
-
-def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
-    assert candidate.step is not None
-    try:
-        return predict(request, candidate.step).step_seconds
-    except UserError:
-        return None
-
-
-def _tokens(request: PlanRequest, candidate: Candidate) -> float | None:
-    seconds = _seconds(request, candidate)
-    if seconds is None:
-        return None
-    return request.global_batch * request.sequence_length / seconds / request.topology.world_size
 
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:
@@ -155,12 +177,12 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
     parts = {kind: [made.memory[kind] / 2**30 for _, made in shown] for kind in shown[0][1].memory}
     names = [name for name, _ in shown]
-    figure = stacked_bars(names, parts, unit="GiB", limit=limit or None)
+    figure = stacked_bars(names, parts, unit="GiB", limit=limit or None, chosen=best.strategy)
     yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
-    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit)
+    yield from _over_lengths([one for one in longest.rows if one.tokens][:COMPARED], limit, best.strategy)
 
 
-def _over_lengths(rows: Sequence[LongestRow], limit: float) -> Iterator[Section]:
+def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iterator[Section]:
     """Curves over the length, of every strategy up to its longest row, with the settings that this needs."""
     most = max(one.tokens for one in rows)
     lengths = sorted({max(2, round(most * share)) for share in SHORTER} | {one.tokens for one in rows})
@@ -174,7 +196,8 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float) -> Iterator[Section]
         names = [one.strategy for one in rows]
         marks = {name: (own[-1], one.binds) for name, own, one in zip(names, values, rows, strict=True)}
         series = {name: [*own, *[None] * (len(lengths) - len(own))] for name, own in zip(names, values, strict=True)}
-        return lines(lengths, series, x_title="tokens in a row", y_title=unit, ends=marks, limit=limit)
+        title = "tokens in a row"
+        return lines(lengths, series, x_title=title, y_title=unit, ends=marks, limit=limit, chosen=chosen)
 
     words = "Of the longest rows, each with its settings; a cross is where it ends, and says what binds."
     seconds = [[predict(*one).step_seconds for one in own] for own in asked]

@@ -35,7 +35,7 @@ class Plan:
     """The result of a search.
 
     Args:
-        candidates: the fastest that fits first.
+        candidates: the chosen one first, then the fastest that fits.
         chosen: what to run: the fastest, and of those that are as fast the one that moves least between nodes; None if
             nothing that this project runs fits.
         runner_up: the next one.
@@ -60,7 +60,16 @@ class Plan:
             best = min(alike, key=lambda one: one.prediction.link_bytes if one.prediction else 0)
             good.remove(best)
             good.insert(0, best)
+            candidates = [best, *(one for one in candidates if one is not best)]
         return cls(request, tuple(candidates), good[0] if good else None, good[1] if len(good) > 1 else None)
+
+    @property
+    def as_fast(self) -> tuple[Candidate, ...]:
+        """What takes as long as the chosen one, within ``GAIN``, and fits."""
+        if self.chosen is None:
+            return ()
+        others = (one for one in self.candidates if one is not self.chosen and one.fits)
+        return tuple(one for one in others if abs(one.seconds / self.chosen.seconds - 1) < GAIN)
 
     @property
     def reason(self) -> str:
@@ -166,6 +175,8 @@ class Plan:
             row, note = self.row(one), one.why_not
             if one.prediction is not None and (one is self.chosen or not one.fits):
                 note = "chosen" if one.fits else "does not fit"
+            elif any(one is other for other in self.as_fast):
+                note = "as fast"
             cells = ["-" if row[name] is None else text(row[name]) for name, (_, text) in COLUMNS.items()]
             rows.append((one.strategy, *cells, note))
         if separator:

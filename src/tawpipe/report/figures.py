@@ -15,7 +15,7 @@ from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
 from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.simulate import Timeline
 
-PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#c9a227", "#4c9f9f", "#8d99ae", "#b5543c", "#5b8c5a", "#a05195")
+PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#a8820a", "#3d8b8b", "#75829a", "#b5543c", "#5b8c5a", "#a05195")
 LIMIT = "#c0392b"
 LABEL = 28
 """Characters of a line in the label of a bar."""
@@ -48,10 +48,12 @@ def stacked_bars(
     marks: Sequence[float] = (),
     marks_name: str = "",
     side_by_side: bool = False,
+    chosen: str | None = None,
 ) -> Any:
     """Horizontal bars, one for every name, cut in parts.
 
     Args:
+        chosen: the name that stands out.
         parts: name of a part -> its size for every bar.
         limit: a line across all bars.
         marks: one on every bar, and what they are called.
@@ -80,7 +82,9 @@ def stacked_bars(
             marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": "#888"}},
             hovertemplate=f"%{{y}}<br>{marks_name}: %{{x:.4g}} {unit}<extra></extra>",
         )
-    ticks = {"tickvals": list(names), "ticktext": ["<br>".join(label) for label in labels]}
+    words = ["<br>".join(label) for label in labels]
+    words = [f"<b>{word}</b>" if name == chosen else word for name, word in zip(names, words, strict=True)]
+    ticks = {"tickvals": list(names), "ticktext": words}
     figure.update_yaxes(autorange="reversed", **ticks)
     return figure
 
@@ -94,22 +98,29 @@ def lines(
     log: bool = True,
     ends: Mapping[str, tuple[float, str]] | None = None,
     limit: float = 0.0,
+    chosen: str | None = None,
 ) -> Any:
-    """Curves over a common axis.
+    """Curves over a common axis. What is pointed at shows the values of all curves there, also of equal ones.
 
     Args:
+        chosen: the curve that is on top of the others. These are broader and pale, so that one of equal values is
+            seen at its sides.
         ends: of curves, the last value, which is marked, and what ends them.
         limit: a line across all curves.
     """
-    figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title)
-    for color, (name, values) in zip(PALETTE * 2, series.items(), strict=False):
+    figure = _figure(380, xaxis_title=x_title, yaxis_title=y_title, hovermode="x unified")
+    colored = list(zip(PALETTE * 2, series.items(), strict=False))
+    for color, (name, values) in sorted(colored, key=lambda one: one[1][0] == chosen):  # what comes last is on top
+        below = chosen is not None and name != chosen
         figure.add_scatter(
             x=list(x),
             y=list(values),
             name=name,
             mode="lines+markers",
-            line={"color": color},
-            hovertemplate=f"{name}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
+            line={"color": color, "width": 6 if below else 2.5},
+            opacity=0.5 if below else 1,
+            legendrank=1000 if below else 1,
+            hovertemplate=f"{name}: %{{y:.4g}}<extra></extra>",
         )
     if limit:
         figure.add_scatter(
@@ -129,7 +140,8 @@ def lines(
             mode="markers",
             marker={"symbol": "x-thin", "size": 12, "line": {"width": 3, "color": LIMIT}},
             customdata=[f"{name}: {why}" for name, (_, why) in ends.items()],
-            hovertemplate="%{customdata}<br>%{x}: %{y:.4g}<extra></extra>",
+            hovertemplate="%{customdata}: %{y:.4g}<extra></extra>",
+            legendrank=1001,
         )
     if log:
         figure.update_xaxes(type="log")
@@ -170,6 +182,11 @@ def heat_map(
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", showgrid=False, autorange="reversed")
     return figure
+
+
+def is_timeline(figure: Any) -> bool:
+    """True for what ``timeline_figure`` makes."""
+    return figure.layout.barmode == "overlay"
 
 
 def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:

@@ -11,12 +11,16 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
-from tawpipe.report.figures import stacked_bars, timeline_figure
+from tawpipe.report.describe import describe
+from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
 from tawpipe.report.rounds import Share, rounds, waiting
 
 MOST_BARS = 20_000
@@ -25,54 +29,12 @@ MOST_RANKS = 48
 """Ranks in a figure."""
 LONG = 40
 """Characters of a cell, beyond which it is wrapped."""
-STYLE = """
-:root { color-scheme: light dark; --text: #1c2330; --quiet: #5c6675; --line: #d8dde5; --back: #ffffff;
-  --soft: #f4f6f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e8ee; --quiet: #9aa5b4; --line: #343c49; --back: #14181f; --soft: #1c222c; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 1180px; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
-p { margin: .3rem 0 .8rem; max-width: 75ch; } .quiet { color: var(--quiet); }
-pre { overflow-x: auto; background: var(--soft); padding: .7rem .9rem; font-size: .82rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td:last-child { text-align: left; } th { color: var(--quiet); font-weight: 600; }
-td:first-child { white-space: normal; min-width: 9rem; } td.long { white-space: normal; min-width: 18rem; }
-tr.chosen td { background: var(--soft); font-weight: 600; }
-.figure { margin: .6rem 0 1rem; min-height: 10rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .6rem 0 -.4rem; }
-.legend button { all: unset; cursor: pointer; display: flex; align-items: center; gap: .4rem; }
-.legend button::before { content: ""; width: .8rem; height: .8rem; background: var(--color); border-radius: 2px; }
-.legend button:focus-visible { outline: 2px solid var(--color); outline-offset: 2px; }
-.legend button[aria-pressed=false] { opacity: .4; }
-"""
-SCRIPT = """
-function paint() {
-  const dark = matchMedia('(prefers-color-scheme: dark)').matches;
-  const text = dark ? '#e4e8ee' : '#1c2330', line = dark ? '#343c49' : '#d8dde5';
-  for (const one of document.querySelectorAll('.js-plotly-plot')) {
-    const change = {'font.color': text, 'paper_bgcolor': 'rgba(0,0,0,0)', 'plot_bgcolor': 'rgba(0,0,0,0)'};
-    for (const axis of Object.keys(one.layout)) {
-      if (/^[xy]axis/.test(axis)) { change[axis + '.gridcolor'] = line; change[axis + '.zerolinecolor'] = line; }
-    }
-    Plotly.relayout(one, change);
-  }
-}
-function toggle(button) {
-  const shown = button.getAttribute('aria-pressed') === 'false';
-  button.setAttribute('aria-pressed', shown);
-  const plot = button.closest('.figure').querySelector('.js-plotly-plot');
-  Plotly.restyle(plot, {visible: shown}, [Number(button.dataset.trace)]);
-}
-for (const one of document.querySelectorAll('.legend button')) {
-  one.addEventListener('click', () => toggle(one));
-}
-window.addEventListener('load', paint);
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paint);
-"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+"""Content-Security-Policy: a browser refuses whatever a page would ask a network for."""
+INDEX = "<!-- index -->"
+"""Where the link to the list of pages comes, in a page that is one of several: see ``with_index``."""
+ZOOM = {"in": "Closer", "out": "Farther", "earlier": "Earlier", "later": "Later", "all": "Whole step"}
+"""Buttons of a timeline."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +57,8 @@ class Section:
     Args:
         lines: text that is shown as it is.
         figures: of plotly.
+        markup: HTML that stands before the figures.
+        script: JavaScript that the markup needs.
     """
 
     title: str
@@ -102,34 +66,84 @@ class Section:
     table: Table | None = None
     figures: list[Any] = field(default_factory=list)
     lines: str = ""
+    markup: str = ""
+    script: str = ""
 
 
-def write_page(path: Path, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
-    """Write the page."""
-    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""]
-    library = True
-    for section in sections:
-        parts.append(f"<h2>{html.escape(section.title)}</h2>")
-        if section.text:
-            parts.append(f"<p>{html.escape(section.text)}</p>")
-        if section.lines:
-            parts.append(f"<pre>{html.escape(section.lines)}</pre>")
-        if section.table is not None:
-            parts.append(_table(section.table))
-        for figure in section.figures:
-            made = figure.to_html(
-                full_html=False, include_plotlyjs=library, config={"displayModeBar": False, "responsive": True}
-            )
-            parts.append(f'<div class="figure">{_legend(figure)}{made}</div>')
-            library = False
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
-    )
-    body = "\n".join(filter(None, parts))
-    page = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}<script>{SCRIPT}</script></body></html>'
+def write_page(path: Path, kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
+    """Write a page, see ``page_text``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page_text(kind, title, sections, subtitle=subtitle), encoding="utf-8")
+
+
+def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
+    """The HTML of a page.
+
+    Args:
+        kind: what it is a page of, in a word: Run, Plan, Trace, Comparison.
+    """
+    given = list(sections)
+    numbers = count(1)
+    parts = [_section(f"part-{number}", one, numbers) for number, one in enumerate(given, 1)]
+    links = "".join(f'<li><a href="#part-{n}">{html.escape(one.title)}</a></li>' for n, one in enumerate(given, 1))
+    contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
+    quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
+    scripts = [_asset("page.js"), *(one.script for one in given if one.script)]
+    code = "\n".join(f"<script>\n{script}</script>" for script in scripts)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{html.escape(f"{kind}: {title}")}</title><link rel="icon" href="data:,">'
+        f"<style>\n{_asset('page.css')}</style></head><body>"
+        f'<a class="skip" href="#main">To the content</a>'
+        f'<header><p class="brand"><b>tawpipe</b> <span>{html.escape(kind)}</span>{INDEX}</p>'
+        f"<h1>{html.escape(title)}</h1>{quiet}{contents}</header>\n"
+        f'<main id="main">{"".join(parts)}</main>\n'
+        f"<footer>Made by tawpipe {version('tawpipe')}. The page holds all that it shows and asks no network for "
+        f"anything.</footer>\n{code}</body></html>\n"
+    )
+
+
+def with_index(text: str, address: str) -> str:
+    """A page with a link to the list of the pages that it is one of."""
+    return text.replace(INDEX, f'<a href="{html.escape(address)}">All pages</a>', 1)
+
+
+def _asset(name: str) -> str:
+    return (resources.files("tawpipe.report") / name).read_text(encoding="utf-8")
+
+
+def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
+    """HTML of a section.
+
+    Args:
+        numbers: of the figures.
+    """
+    parts = [f'<h2 id="{name}-title">{html.escape(section.title)}</h2>']
+    if section.text:
+        parts.append(f"<p>{html.escape(section.text)}</p>")
+    if section.lines:
+        parts.append(f'<pre tabindex="0">{html.escape(section.lines)}</pre>')
+    if section.table is not None:
+        parts.append(_table(section.table, section.title))
+    parts.append(section.markup)
+    parts += [_figure(figure, section.title, next(numbers)) for figure in section.figures]
+    return f'<section id="{name}" aria-labelledby="{name}-title">{"".join(parts)}</section>\n'
+
+
+def _figure(figure: Any, title: str, number: int) -> str:
+    """HTML of a figure: its legend, its buttons and the drawing, which is described in words. The first brings the
+    script that draws all of them.
+    """
+    config = {"displayModeBar": False, "responsive": True}
+    name = f"figure-{number}"
+    drawing = figure.to_html(full_html=False, include_plotlyjs=number == 1, config=config, div_id=name)
+    words = html.escape(f"{title}. {describe(figure)}")
+    return (
+        f'<figure aria-label="{html.escape(title)}">{_legend(figure)}{_zoom(figure)}'
+        f'<div role="img" aria-label="{words}">{drawing}</div></figure>'
+    )
 
 
 def check_page(path: str | None, *, makes_folder: bool = False) -> None:
@@ -150,9 +164,9 @@ def check_page(path: str | None, *, makes_folder: bool = False) -> None:
 
 
 def timeline_page(
-    path: Path, timelines: Sequence[tuple[str, Sequence[Bar]]], ranks: Sequence[int], words: str, compared: str, of: str
-) -> None:
-    """A page with timelines of one step, each to zoom into.
+    timelines: Sequence[tuple[str, Sequence[Bar]]], ranks: Sequence[int], words: str, compared: str, of: str
+) -> str:
+    """The HTML of timelines of one step, each to zoom into.
 
     Args:
         ranks: whose lanes are drawn.
@@ -169,7 +183,7 @@ def timeline_page(
     if compared:
         sections.append(Section("Predicted and executed", lines=compared))
     sections.append(Section("In words", lines=words))
-    write_page(path, "Timeline", sections, subtitle=of)
+    return page_text("Trace", of, sections)
 
 
 def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
@@ -202,7 +216,7 @@ def timeline_section(
         if chosen and total > MOST_BARS:
             break
         chosen.append(rank)
-    said = ["Drag to zoom, double click to go back.", words]
+    said = ["Drag to zoom and double-click to go back, or use the buttons.", words]
     if len(chosen) < len(asked):
         some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
         said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
@@ -211,16 +225,26 @@ def timeline_section(
     return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, title: str) -> str:
     def row(cells: Sequence[str], tag: str, name: str = "") -> str:
         long = [" class=long" if len(cell) > LONG else "" for cell in cells]
         inside = "".join(f"<{tag}{how}>{html.escape(cell)}</{tag}>" for cell, how in zip(cells, long, strict=True))
         return f"<tr{f' class={name!r}' if name else ''}>{inside}</tr>"
 
     rows = [row(cells, "td", "chosen" if i in table.marked else "") for i, cells in enumerate(table.rows)]
+    head = f"<thead>{row(table.head, 'th')}</thead>" if any(table.head) else ""
     return (
-        f'<div class="wide"><table><thead>{row(table.head, "th")}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f'<div class="wide" role="region" tabindex="0" aria-label="{html.escape(title)}, table">'
+        f"<table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _zoom(figure: Any) -> str:
+    """Buttons that move a timeline: a finger scrolls the page, and not everybody has a mouse."""
+    if not is_timeline(figure):
+        return ""
+    buttons = "".join(f'<button type="button" data-zoom="{way}">{words}</button>' for way, words in ZOOM.items())
+    return f'<div class="zoom" role="group" aria-label="Zoom">{buttons}</div>'
 
 
 def _legend(figure: Any) -> str:
@@ -230,7 +254,7 @@ def _legend(figure: Any) -> str:
     if len(figure.data) < 2:
         return ""
     buttons = []
-    for number, trace in enumerate(figure.data):
+    for number, trace in sorted(enumerate(figure.data), key=lambda one: one[1].legendrank or 0):
         line = trace.type == "scatter"
         color = (
             trace.marker.line.color
@@ -238,5 +262,7 @@ def _legend(figure: Any) -> str:
             else (trace.line if line else trace.marker).color
         )
         name = html.escape(trace.name or "")
-        buttons.append(f'<button data-trace="{number}" aria-pressed="true" style="--color:{color}">{name}</button>')
-    return f'<div class="legend">{"".join(buttons)}</div>'
+        buttons.append(
+            f'<button type="button" data-trace="{number}" aria-pressed="true" style="--color:{color}">{name}</button>'
+        )
+    return f'<div class="legend" role="group" aria-label="Shown in the figure">{"".join(buttons)}</div>'

@@ -29,12 +29,7 @@ def write_trace(
         Lines that sum the timelines up, compare them if both are whole, and say what was written.
     """
     out.mkdir(parents=True, exist_ok=True)
-    words = []
-    for name, bars in timelines:
-        known = {bar.rank for bar in bars}
-        words += [f"{name}:", *summary(bars, [rank for rank in ranks if rank in known]), *waiting(bars)]
-    whole = timelines[0][0] in ("predicted", "executed")
-    compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 and whole else []
+    words, compared = in_words(timelines, ranks)
     yield from (*words, *compared)
     write_chrome_trace(timelines, out / "trace.json")
     files = [out / "trace.json", out / "timeline.svg", out / "timeline.png"]
@@ -45,9 +40,26 @@ def write_trace(
         files = files[:1]
         yield "no picture: matplotlib is not installed (pip install 'tawpipe[lab]')"
     if page is not None:
-        timeline_page(page, timelines, ranks, "\n".join(words), "\n".join(compared), title)
+        page.write_text(trace_page(timelines, ranks=ranks, title=title), encoding="utf-8")
         files.append(page)
     yield f"wrote {', '.join(map(str, files))}; ui.perfetto.dev opens the first"
+
+
+def trace_page(timelines: Timelines, *, ranks: Sequence[int], title: str) -> str:
+    """The HTML of timelines with what is said about them."""
+    words, compared = in_words(timelines, ranks)
+    return timeline_page(timelines, ranks, "\n".join(words), "\n".join(compared), title)
+
+
+def in_words(timelines: Timelines, ranks: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Lines that sum the timelines up, and lines that compare them, if both are whole."""
+    words = []
+    for name, bars in timelines:
+        known = {bar.rank for bar in bars}
+        words += [f"{name}:", *summary(bars, [rank for rank in ranks if rank in known]), *waiting(bars)]
+    whole = timelines[0][0] in ("predicted", "executed")
+    compared = list(differences(timelines[0][1], timelines[1][1])) if len(timelines) > 1 and whole else []
+    return words, compared
 
 
 def write_chrome_trace(timelines: Sequence[tuple[str, Sequence[Bar]]], path: Path) -> None:

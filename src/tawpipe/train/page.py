@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tawpipe.data.report import DataReport
+from tawpipe.errors import UserError
 from tawpipe.report.bars import executed_bars, predicted_bars, recordings
 from tawpipe.report.figures import heat_map, lines
-from tawpipe.report.page import Section, Table, timeline_section, write_page
+from tawpipe.report.page import Section, Table, page_text, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import PLAN
 from tawpipe.train.retrieval import Retrieval
@@ -31,8 +33,13 @@ CURVES = (
 )
 """Title, names in metrics.jsonl, unit."""
 
+METRICS = "metrics.jsonl"
 SAMPLES_SHOWN = 50
 """Texts on the page, the latest ones."""
+
+
+SAID = ("model", "data", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
+"""Settings of config.yaml on the page of a run that is looked at from outside."""
 
 
 def write_run_page(
@@ -51,12 +58,9 @@ def write_run_page(
         data: what was read.
     """
     folder = config.output_path
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    for row in rows:
-        if row.get("peak_memory_bytes") is not None:
-            row["peak_memory_gib"] = row["peak_memory_bytes"] / 2**30
+    rows, damage = read_rows(folder / METRICS)
     sections = [
+        *_damage(damage),
         Section("Result", table=Table(("", ""), [list(row) for row in after])),
         Section("Setting", table=Table(("", ""), [list(row) for row in before])),
         *_lengths(data),
@@ -67,7 +71,93 @@ def write_run_page(
         *_samples(folder),
         *_recorded(folder),
     ]
-    write_page(path, config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
+    write_page(path, "Run", config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
+
+
+def run_page(folder: Path) -> str:
+    """The HTML of a run as it is now, from the files in its output folder; the run may still go on.
+
+    Raises:
+        UserError: a file there is damaged.
+    """
+    rows, damage = read_rows(folder / METRICS)
+    settings = _settings(folder)
+    known = [[name.replace("_", " "), str(settings[name])] for name in SAID if settings.get(name) is not None]
+    sections = [
+        *_damage(damage),
+        Section("So far", table=Table(("", ""), _so_far(rows, settings))),
+        *([Section("Setting", table=Table(("", ""), known))] if known else []),
+        *_plan(folder, rows),
+        *_curves(rows),
+        *_by_position(rows),
+        *_samples(folder),
+    ]
+    words = f"{settings['model']}, " if settings.get("model") else ""
+    return page_text("Run", folder.resolve().name, sections, subtitle=f"{words}{len(rows)} rows of {METRICS}")
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of metrics.jsonl, and the numbers of lines that are none. A last line that has no end yet is left out.
+
+    Raises:
+        UserError: there is no such file, or nothing in it is a row.
+    """
+    try:
+        lines_read = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError("metrics", str(path), f"the file of numbers that a run writes ({error.strerror})") from error
+    rows: list[dict[str, Any]] = []
+    damage: list[int] = []
+    for number, line in enumerate(lines_read[:-1], 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError("step")
+        except (ValueError, KeyError, TypeError):
+            damage.append(number)
+            continue
+        if row.get("peak_memory_bytes") is not None:
+            row["peak_memory_gib"] = row["peak_memory_bytes"] / 2**30
+        rows.append(row)
+    if damage and not rows:
+        raise UserError("metrics", str(path), "a JSON object with `step` on every line, as a run writes it")
+    return rows, damage
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Settings of the run; none where there is no file of them."""
+    path = folder / "config.yaml"
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError("settings", str(path), f"the YAML that a run writes ({error})") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _damage(lines_left_out: Sequence[int]) -> Iterator[Section]:
+    if lines_left_out:
+        some = ", ".join(map(str, lines_left_out[:10])) + (", ..." if len(lines_left_out) > 10 else "")
+        words = f"Left out of {METRICS}: {len(lines_left_out)} lines that are no rows of numbers ({some})."
+        yield Section("Damaged lines", words)
+
+
+def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list[list[str]]:
+    """The latest numbers of a run, each with its name."""
+    if not rows:
+        return [["steps", "none yet"]]
+    steps = settings.get("steps")
+    cells = [["step", f"{rows[-1]['step']:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")]]
+    for name, words in (("loss", "{:.4f}"), ("validation_loss", "{:.4f}"), ("grad_norm", "{:.3g}")):
+        last = next((row for row in reversed(rows) if row.get(name) is not None), None)
+        if last is not None:
+            cells.append([name.replace("_", " "), f"{words.format(last[name])} after step {last['step']}"])
+    for name, title in (("tokens_per_second", "tokens per second, median"), ("seconds", "seconds per step, median")):
+        if values := [row[name] for row in rows[1:] or rows if row.get(name)]:
+            median = statistics.median(values)
+            cells.append([title, f"{median:,.0f}" if median >= 100 else f"{median:.3g}"])
+    if peaks := [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]:
+        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB"])
+    return cells
 
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:
@@ -147,7 +237,9 @@ def _retrieval(retrieval: Retrieval | None) -> Iterator[Section]:
 def _samples(folder: Path) -> Iterator[Section]:
     """What the model wrote along the way, the latest first."""
     if (path := folder / SAMPLES).is_file():
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"
+        ]
         cells = [[str(row["step"]), row["prompt"], row["text"]] for row in rows[: -SAMPLES_SHOWN - 1 : -1]]
         yield Section("Samples", table=Table(("step", "prompt", "text"), cells))
 

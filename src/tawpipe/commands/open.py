@@ -1,0 +1,165 @@
+"""``tawpipe open``: the words that follow it on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import webbrowser
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.report.site import INDEX, Page, Site, write_pages
+
+SETTING = "PATH"
+EXPECTED = "the output folder of a run, a folder with results of `tawpipe lab compare` or with pages, or a page"
+LAST_PORT = 65535
+RESULTS = "results.json"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs ``tawpipe open`` with the words ``argv`` and returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    if not 0 <= arguments.port <= LAST_PORT:
+        raise UserError("--port", arguments.port, f"a number up to {LAST_PORT}; 0 for any free one")
+    path = Path(arguments.path)
+    pages = find_pages(path, skip=Path(arguments.out) if arguments.out else None)
+    title = path.resolve().name
+    if arguments.out:
+        written = write_pages(title, pages, Path(arguments.out))
+        print(f"wrote {', '.join(map(str, written))}")
+        return 0
+    with Site(title, pages, arguments.port) as site:
+        address = site.address + (pages[0].name if len(pages) == 1 else "")
+        for page in pages:
+            print(f"{page.title}: {page.line}")
+        print(f"{address} (ctrl-C ends it)", flush=True)
+        if not arguments.no_browser and has_display():
+            webbrowser.open(address)
+        try:
+            site.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def has_display() -> bool:
+    """True if a browser could be shown."""
+    return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+
+
+def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
+    """The pages that are at a path, or can be made of what is there.
+
+    Args:
+        skip: a folder whose pages do not count, as they are about to be written.
+
+    Raises:
+        UserError: there are none.
+    """
+    if path.is_file() and path.suffix == ".html":
+        return [_found(path)]
+    if not path.is_dir():
+        raise UserError(SETTING, str(path), EXPECTED if not path.exists() else f"{EXPECTED} (.html)")
+    made = [*_of_run(path), *_of_comparison(path)]
+    if made:
+        _check_plotly(path)
+    taken = {page.name for page in made} | {INDEX}
+    files = sorted(path.glob("*.html")) if skip is None or path.resolve() != skip.resolve() else []
+    pages = [*made, *(_found(file, "written-" if file.name in taken else "") for file in files)]
+    if not pages:
+        names = "metrics.jsonl, plan.yaml, traces, results.json or pages"
+        raise UserError(SETTING, str(path), f"{EXPECTED}; this folder has no {names}")
+    return pages
+
+
+def _check_plotly(path: Path) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("plotly") is None:
+        raise UserError(SETTING, str(path), "plotly installed, which draws the figures: pip install 'tawpipe[plan]'")
+
+
+def _of_run(folder: Path) -> Iterator[Page]:
+    """Pages of a run's output folder: its numbers, its plan, its recorded steps."""
+    from tawpipe.report.bars import recordings
+    from tawpipe.train.page import METRICS, run_page
+    from tawpipe.train.planned import PLAN
+
+    if (folder / METRICS).is_file():
+        yield Page(
+            "run.html", "Run", "Loss, speed and memory step by step, as they are now.", partial(run_page, folder)
+        )
+    if (folder / PLAN).is_file():
+        from tawpipe.plan.page import saved_plan_page
+
+        line = "The strategy that the run follows, why, and a step as it was predicted."
+        yield Page("plan.html", "Plan", line, partial(saved_plan_page, folder / PLAN))
+    for recording in recordings(folder):
+        step = recording.name.removeprefix("step-").lstrip("0") or "0"
+        line = "When everything in this step ran" + (", beside the plan." if (folder / PLAN).is_file() else ".")
+        yield Page(f"step-{step}.html", f"Step {step}", line, partial(_trace, recording))
+
+
+def _trace(recording: Path) -> str:
+    from tawpipe.commands.trace import from_run
+    from tawpipe.report.bars import first_of_nodes
+    from tawpipe.report.trace import trace_page
+
+    timelines, _ = from_run(recording)
+    return trace_page(timelines, ranks=first_of_nodes(timelines[-1][1]), title=recording.name)
+
+
+def _of_comparison(folder: Path) -> Iterator[Page]:
+    """The page of a folder with results of the lab."""
+    if (folder / RESULTS).is_file():
+        line = "Strategies side by side: seconds, bytes and memory of every cell."
+        yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
+
+
+def _comparison(folder: Path) -> str:
+    from tawpipe.lab.compare import TRACES
+    from tawpipe.lab.page import compare_page
+
+    path = folder / RESULTS
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["rows"]
+        name = rows[0]["suite"]
+        recordings = folder / TRACES if any((folder / TRACES).glob("*/rank-*.json")) else None
+        return compare_page(name, content["environment"], rows, recordings)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(SETTING, str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
+
+
+def _found(file: Path, before: str = "") -> Page:
+    """A page that is there as a file.
+
+    Args:
+        before: stands before its name, which another page has.
+    """
+    return Page(before + file.name, file.stem, f"The page {file.name}, as it was written.", partial(_read, file))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(SETTING, str(file), f"a page that can be read ({error})") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tawpipe open",
+        description="Shows the pages of a run, a plan, a recorded step or a comparison in a browser, with a list of "
+        "them. Only this machine can see them. Pages are made anew when they are loaded, so that a run can be watched.",
+    )
+    parser.add_argument("path", metavar=SETTING, help=EXPECTED)
+    parser.add_argument("--port", type=int, default=0, help="to serve on (default: a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
+    parser.add_argument("--out", metavar="DIR", help="write the pages as files into this folder, and serve nothing")
+    return parser

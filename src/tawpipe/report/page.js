@@ -1,0 +1,62 @@
+'use strict';
+// Colours and sizes follow the reader's theme and window; legends and zoom are buttons, so that they work without a mouse.
+const DARK = matchMedia('(prefers-color-scheme: dark)');
+const NARROW = matchMedia('(max-width: 600px)');
+const TOUCH = matchMedia('(pointer: coarse)');
+const PLACES = ['marker.color', 'line.color', 'marker.line.color'];
+const given = new WeakMap();
+
+function lighter(color) {
+  if (typeof color !== 'string' || !/^#[0-9a-f]{6}$/i.test(color)) return color;
+  const mixed = [1, 3, 5].map(at => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 255 * 0.25));
+  return '#' + mixed.map(part => part.toString(16).padStart(2, '0')).join('');
+}
+
+function colorsOf(plot) {
+  const colors = {};
+  for (const place of PLACES) {
+    const own = plot.data.map(trace => place.split('.').reduce((at, key) => at && at[key], trace));
+    if (own.some(color => typeof color === 'string')) colors[place] = own;
+  }
+  return colors;
+}
+
+function paint() {
+  const style = getComputedStyle(document.documentElement);
+  const text = style.getPropertyValue('--text').trim(), line = style.getPropertyValue('--line').trim();
+  for (const plot of document.querySelectorAll('.js-plotly-plot')) {
+    const change = {'font.color': text, 'font.size': NARROW.matches ? 10 : 12, 'hoverlabel.align': 'left',
+      'hoverlabel.bgcolor': style.getPropertyValue('--soft').trim(), 'hoverlabel.font.color': text};
+    if (TOUCH.matches) change.dragmode = false;  // else a finger on a figure could not scroll the page
+    for (const axis of Object.keys(plot.layout)) {
+      if (/^[xy]axis/.test(axis)) { change[axis + '.gridcolor'] = line; change[axis + '.zerolinecolor'] = line; }
+    }
+    if (!given.has(plot)) given.set(plot, colorsOf(plot));
+    const colors = {};
+    for (const [place, own] of Object.entries(given.get(plot))) colors[place] = DARK.matches ? own.map(lighter) : own;
+    Plotly.update(plot, colors, change);
+  }
+}
+
+function toggle(button) {
+  const shown = button.getAttribute('aria-pressed') === 'false';
+  button.setAttribute('aria-pressed', shown);
+  const plot = button.closest('figure').querySelector('.js-plotly-plot');
+  Plotly.restyle(plot, {visible: shown}, [Number(button.dataset.trace)]);
+}
+
+function zoom(button) {
+  const plot = button.closest('figure').querySelector('.js-plotly-plot');
+  const [from, to] = plot.layout.xaxis.range, middle = (from + to) / 2, half = (to - from) / 2;
+  const ways = {in: [middle - half / 2, middle + half / 2], out: [middle - half * 2, middle + half * 2],
+    earlier: [from - half, to - half], later: [from + half, to + half]};
+  const range = ways[button.dataset.zoom];
+  Plotly.relayout(plot, range ? {'xaxis.range': range} : {'xaxis.autorange': true});
+}
+
+for (const one of document.querySelectorAll('.legend button')) one.addEventListener('click', () => toggle(one));
+for (const one of document.querySelectorAll('.zoom button')) one.addEventListener('click', () => zoom(one));
+if (document.querySelector('.js-plotly-plot')) {
+  window.addEventListener('load', paint);
+  for (const media of [DARK, NARROW]) media.addEventListener('change', paint);
+}

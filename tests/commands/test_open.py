@@ -1,0 +1,202 @@
+"""``tawpipe open``: which pages there are, what is served to whom, and what odd folders and ports come to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from html_pages import check_page_text
+from tawpipe.cli import main
+from tawpipe.commands import open as command
+from tawpipe.commands.open import find_pages
+from tawpipe.errors import UserError
+from tawpipe.report.site import Page, Site
+
+pytest.importorskip("plotly")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-links"
+
+
+def row(step: int) -> str:
+    return json.dumps({"step": step, "loss": 3 - step / 10, "seconds": 0.5, "tokens_per_second": 100.0}) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    run = tmp_path / "run7"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(row(1) + row(2))
+    (run / "config.yaml").write_text("model: tiny\nsteps: 9\n")
+    return run
+
+
+@contextmanager
+def served(pages: list[Page]) -> Iterator[Site]:
+    with Site("run7", pages) as site:
+        thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield site
+        finally:
+            site.shutdown()
+            thread.join()
+
+
+def get(site: Site, name: str, **headers: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(site.address + name, headers=headers)) as answer:
+        return answer.read().decode()
+
+
+def status(site: Site, name: str, **headers: str) -> int:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(site, name, **headers)
+    with error.value:
+        check_page_text(error.value.read().decode())
+        return error.value.code
+
+
+def test_a_run_that_goes_on_is_read_anew_at_every_request(folder):
+    with served(find_pages(folder)) as site:
+        index = get(site, "")
+        check_page_text(index)
+        assert 'href="run.html"' in index and "as they are now" in index
+        before = get(site, "run.html")
+        check_page_text(before)
+        assert "2 of 9" in before and 'href="index.html"' in before
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(row(3) + '{"step": 4, "lo')  # a row that is being written
+        after = get(site, "run.html?again")
+        assert "3 of 9" in after and "Damaged" not in after
+
+
+def test_only_this_machine_and_only_its_pages_are_served(folder):
+    with served(find_pages(folder)) as site:
+        assert site.server_address[0] == "127.0.0.1"
+        for name in ("other.html", "../run7/config.yaml", "config.yaml", "%2e%2e/x", "/etc/passwd"):
+            assert status(site, name) == 404, name
+        assert status(site, "", Host="example.org") == 403
+        assert get(site, "", Host="localhost:1") == get(site, "")
+
+
+def test_lines_that_are_no_rows_are_named_on_the_page(folder):
+    (folder / "metrics.jsonl").write_text(row(1) + "oops\n" + row(2) + "[3]\n")
+    text = find_pages(folder)[0].make()
+    assert "2 lines that are no rows of numbers (2, 4)" in text and "2 of 9" in text
+
+
+def test_a_file_without_a_row_is_refused_at_the_request_and_the_rest_is_served(folder):
+    (folder / "metrics.jsonl").write_text("oops\n")
+    (folder / "old.html").write_text("<!doctype html><p>old</p>")
+    with served(find_pages(folder)) as site:
+        assert status(site, "run.html") == 500
+        assert "old" in get(site, "old.html")
+    with pytest.raises(UserError, match=r"metrics\.jsonl.*`step`"):
+        find_pages(folder)[0].make()
+
+
+def test_an_empty_file_of_metrics_is_a_run_without_steps(folder):
+    (folder / "metrics.jsonl").write_text("")
+    assert "none yet" in find_pages(folder)[0].make()
+
+
+def test_results_of_the_lab_become_a_page(capsys, tmp_path):
+    assert main(["open", str(RESULTS), "--out", str(tmp_path / "site")]) == 0
+    assert {path.name for path in (tmp_path / "site").iterdir()} == {"index.html", "compare.html"}
+    for path in (tmp_path / "site").iterdir():
+        check_page_text(path.read_text())
+    assert "physical bound" in (tmp_path / "site" / "compare.html").read_text()
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_damaged_results_are_named(tmp_path):
+    (tmp_path / "results.json").write_text('{"rows": []}')
+    with pytest.raises(UserError, match=r"results\.json.*lab compare"):
+        find_pages(tmp_path)[0].make()
+
+
+def test_a_page_that_was_written_stands_beside_the_one_that_is_made(folder):
+    (folder / "run.html").write_text("written before")
+    pages = {page.name: page for page in find_pages(folder)}
+    assert set(pages) == {"run.html", "written-run.html"}
+    assert pages["written-run.html"].make() == "written before"
+
+
+def test_pages_can_be_written_into_the_same_folder_again(folder):
+    for _ in range(2):
+        assert main(["open", str(folder), "--out", str(folder)]) == 0
+    assert {path.name for path in folder.glob("*.html")} == {"index.html", "run.html"}
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty", "a file"])
+def test_a_path_without_pages_is_refused(tmp_path, capsys, what):
+    path = tmp_path / "x"
+    if what == "empty":
+        path.mkdir()
+    elif what == "a file":
+        path.write_text("x")
+    assert main(["open", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"PATH: got '{path}'" in said and "the output folder of a run" in said
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_number_that_is_no_port_is_refused(folder, capsys, port):
+    assert main(["open", str(folder), "--port", port]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named(folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["open", str(folder), "--port", str(taken.getsockname()[1])]) == 2
+    assert "it is in use" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(folder, capsys):
+    assert main(["open", str(folder), "--out", str(folder / "config.yaml")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_browser_is_opened_where_one_could_be_shown(folder, monkeypatch):
+    opened = []
+    monkeypatch.setattr(command.webbrowser, "open", opened.append)
+    monkeypatch.setattr(Site, "serve_forever", lambda _: None)
+    monkeypatch.setattr(command, "has_display", lambda: True)
+    assert main(["open", str(folder), "--no-browser"]) == 0 and not opened
+    assert main(["open", str(folder)]) == 0
+    assert opened and opened[0].endswith("/run.html")  # one page needs no list
+    monkeypatch.setattr(command, "has_display", lambda: False)
+    assert main(["open", str(folder)]) == 0 and len(opened) == 1
+
+
+INTERRUPTIBLE = """
+import signal, sys
+from tawpipe.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have been told to ignore it
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_it_quietly(folder):
+    words = [sys.executable, "-c", INTERRUPTIBLE, "open", str(folder), "--no-browser"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            said = [process.stdout.readline(), process.stdout.readline()]
+            assert said[0].startswith("Run: ") and said[1].startswith("http://127.0.0.1:")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()

@@ -1,0 +1,234 @@
+"""Pages in headless Chromium: no errors, no requests, no scrolling sideways on a phone, sliders that answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from html_pages import check_page_text
+from plan_requests import plan_request, profile
+from schedules import llama
+from tawpipe.commands.open import find_pages
+from tawpipe.plan import what_if
+from tawpipe.plan.page import write_plan_page
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import replay
+from tawpipe.plan.predict import predict
+from tawpipe.plan.search import search
+from tawpipe.report import predicted_bars
+from tawpipe.report.site import write_pages
+
+pytest.importorskip("plotly")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+PHONE = 390
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-links" / "results.json"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    asked = plan_request(model=llama(2), profile=profile(2), global_batch=4, flops=1e9, peak_flops=1e12)
+    whole = Plan.of(asked, search(asked))
+    return replace(whole, candidates=whole.candidates[:4])
+
+
+@pytest.fixture(scope="module")
+def grid(plan) -> Iterator[what_if.Grid]:
+    """A coarse grid over most axes."""
+    levels = ({"between": (0.1, 1, 10), "length": (0.5, 1, 2)}, {"nodes": (0.5, 1, 2)}, {"inside": (1, 4)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what_if, "LEVELS", levels)
+        made, more = what_if.make_grid(what_if.Forecast(plan), 1000)
+        assert made is not None and more == 0
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pages(plan, grid, tmp_path_factory) -> Path:
+    """A folder with a run, its plan, a recorded step, a comparison, and the page of a plan with a grid."""
+    run = tmp_path_factory.mktemp("pages") / "run"
+    step = run / "traces" / "step-00000003"
+    step.mkdir(parents=True)
+    rows = [{"step": i, "loss": 3 / i, "seconds": 0.5, "tokens_per_second": 90.0 + i} for i in range(1, 30)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan.save(run / "plan.yaml")
+    (run / "results.json").write_text(RESULTS.read_text())
+    bars = predicted_bars(replay(run / "plan.yaml")[0])
+    for rank in sorted({bar.rank for bar in bars}):
+        mine = [bar for bar in bars if bar.rank == rank]
+        spans = [[str(bar.action), bar.begin, bar.end] for bar in mine]
+        content = {"format": 1, "rank": rank, "node": mine[0].node, "step": 3, "spans": spans}
+        (step / f"rank-{rank}.json").write_text(json.dumps(content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what_if, "make_grid", lambda *_: (grid, 0.0))
+        write_plan_page(plan, run / "planned.html", grid_s=1)
+    write_pages("run", find_pages(run), run / "site")
+    return run / "site"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+NAMES = ("index.html", "run.html", "plan.html", "step-3.html", "compare.html", "planned.html")
+
+
+def test_every_page_is_whole_and_says_what_it_shows(pages):
+    assert sorted(path.name for path in pages.iterdir()) == sorted(NAMES)
+    for name in NAMES:
+        outline = check_page_text((pages / name).read_text())
+        assert len(outline.all("figure")) > 0 or name == "index.html"
+    for name in NAMES[1:]:
+        assert 'href="index.html"' in (pages / name).read_text()
+
+
+def test_at_its_points_the_grid_has_the_planners_numbers(plan, grid):
+    """With the settings of this plan; at the plan's own point, the plan's own seconds."""
+    known = grid.forecast.known
+    assert len(grid.points) == 3 * 3 * 3 * 2
+    assert set(known) >= {(plan.chosen.strategy, one) for one in grid.points}
+    for one in plan.candidates:
+        outcome = known[one.strategy, (1, 1, 2, 2, 1)]
+        assert outcome is not None and outcome.seconds == one.seconds and outcome.fits == one.fits
+    runs = next(one for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
+    asked = what_if.request_at(plan.request, (0.1, 0.5, 4, 2, 4))
+    assert (asked.machine.nodes, asked.global_batch, asked.sequence_length) == ((2, 2, 2, 2), 8, 5)
+    assert asked.machine.between.bytes_per_s == pytest.approx(plan.request.machine.between.bytes_per_s / 10)
+    again = predict(asked, what_if.step_at(asked, runs.step)).step_seconds
+    assert known[runs.strategy, (0.1, 0.5, 4, 2, 4)].seconds == again
+
+
+def test_a_grid_takes_no_more_time_than_it_is_given(plan):
+    made, more = what_if.make_grid(what_if.Forecast(plan), 1e-9)
+    assert made is None and more > 1e-9
+    section = what_if.what_if(plan, what_if.Forecast(plan), 1e-9)
+    assert "left out" in section.text and "--grid" in section.text and not section.markup
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_on_a_phone_and_on_a_desk(browser, pages, name):
+    for width, dark in ((PHONE, False), (1280, True)):
+        browser.open((pages / name).as_uri(), width=width, dark=dark)
+        assert browser.problems == []
+        assert browser.requests == [(pages / name).as_uri()]
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        if width == PHONE:
+            drawn = "[...document.querySelectorAll('.js-plotly-plot .main-svg')].map(one => one.clientWidth)"
+            assert all(0 < one <= width for one in browser.run(drawn))
+            small = "[...document.querySelectorAll('main p, main td, main label')].map(one => " + FONT + ")"
+            assert all(size >= 13 for size in browser.run(small))
+
+
+FONT = "parseFloat(getComputedStyle(one).fontSize)"
+
+
+@needs_chromium
+def test_text_stands_out_from_its_background(browser, pages):
+    """At least 4.5 to 1, as WCAG wants it."""
+    for dark in (False, True):
+        browser.open((pages / "planned.html").as_uri(), dark=dark)
+        names = ("--text", "--quiet", "--accent", "--warn")
+        for name in names:
+            for back in ("--back", "--soft", "--mark"):
+                ratio = contrast(*(browser.run(COLOR % one).strip() for one in (name, back)))
+                assert ratio >= 4.5, (name, back, dark, ratio)
+
+
+COLOR = "getComputedStyle(document.documentElement).getPropertyValue('%s')"
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours, #rrggbb."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+MOVE = """(() => {
+  const knob = document.getElementById('knob-%s');
+  knob.value = '%s';
+  knob.dispatchEvent(new Event('input'));
+})()"""
+ROWS = """[...document.querySelectorAll('#answers tr')].map(
+  row => [row.dataset.strategy, Number(row.dataset.seconds), row.dataset.exact === 'true', row.cells[3].textContent])"""
+
+
+@needs_chromium
+def test_sliders_change_the_answer(browser, pages, plan, grid):
+    browser.open((pages / "planned.html").as_uri(), width=PHONE)
+    chosen = plan.chosen.strategy
+
+    def answers() -> dict[str, float]:
+        return {name: seconds for name, seconds, _, _ in browser.run(ROWS)}
+
+    first = browser.run(ROWS)
+    assert first[0][0] == chosen and "this plan's choice" in first[0][3]  # also where another is as fast
+    assert {name: seconds for name, seconds, _, _ in first} == {one.strategy: one.seconds for one in plan.candidates}
+    assert all(exact for _, _, exact, _ in first)
+    assert "predicted by the planner" in browser.run("document.getElementById('answer').textContent")
+
+    browser.run(MOVE % ("between", 0))
+    slow = answers()
+    for name in slow:
+        outcome = grid.forecast.known[name, (0.1, 1, 2, 2, 1)]
+        assert slow[name] == outcome.seconds  # the planner's own number, to the last digit
+    assert slow != answers_of(plan)
+
+    browser.run(MOVE % ("between", 0.5))
+    between = answers()
+    assert "interpolated" in browser.run("document.getElementById('answer').textContent")
+    for name, seconds in between.items():
+        low, high = sorted((slow[name], answers_of(plan)[name]))
+        assert low * (1 - 1e-12) <= seconds <= high * (1 + 1e-12)
+    assert not any(exact for _, _, exact, _ in browser.run(ROWS))
+
+    browser.run(MOVE % ("between", 1))
+    browser.run(MOVE % ("nodes", 2))
+    for name, seconds, exact, words in browser.run(ROWS):
+        outcome = grid.forecast.known[name, (1, 1, 4, 2, 1)]
+        assert (seconds == outcome.seconds and exact) if outcome else "a plan of its own" in words
+
+
+def answers_of(plan: Plan) -> dict[str, float]:
+    return {one.strategy: one.seconds for one in plan.candidates}
+
+
+@needs_chromium
+def test_the_chosen_curve_can_be_seen(browser, pages, plan):
+    """It is drawn last, so that no curve of equal values covers it, and its row is marked."""
+    browser.open((pages / "planned.html").as_uri())
+    assert browser.run("document.querySelector('tr.chosen td').textContent") == plan.chosen.strategy
+    found = browser.run(LAST_DRAWN)
+    assert len(found) == 2 and set(found) == {plan.chosen.strategy}
+
+
+LAST_DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
+  .map(plot => [...plot.querySelectorAll('.trace.scatter')]).filter(drawn => drawn.length > 1)
+  .map(drawn => drawn[drawn.length - 1].__data__[0].trace.name)"""
+
+
+@needs_chromium
+def test_timelines_and_legends_work_with_buttons(browser, pages):
+    browser.open((pages / "step-3.html").as_uri())
+    width = "(range => range[1] - range[0])(document.querySelector('.js-plotly-plot').layout.xaxis.range)"
+    before = browser.run(width)
+    browser.run("document.querySelector('[data-zoom=in]').click()")
+    assert browser.run(width) == pytest.approx(before / 2)
+    browser.run("document.querySelector('[data-zoom=all]').click()")
+    assert browser.run(width) == pytest.approx(before)
+    browser.run("document.querySelector('.legend button').click()")
+    assert browser.run("document.querySelector('.legend button').getAttribute('aria-pressed')") == "false"
+    assert browser.run("document.querySelector('.js-plotly-plot').data[0].visible") is False
