@@ -12,6 +12,9 @@ from tawpipe.launch.launcher import in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, with_output_named
 
+IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search", "transformers.models.llama.modeling_llama")
+"""What every process of a run imports, whatever its model: most of a model's module is what all have in common."""
+
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe train`` with the words ``argv`` and returns the exit code."""
@@ -38,7 +41,14 @@ def run(argv: Sequence[str]) -> int:
             return _train_here(config)
     # The word that names the folder comes last and so beats one given before.
     command = [sys.executable, "-m", "tawpipe", "train", *argv, f"--output={config.output}"]
-    return launch(command, shape, gpus=gpus, patience_s=config.timeouts.grace_s, max_restarts=config.max_restarts)
+    return launch(
+        command,
+        shape,
+        gpus=gpus,
+        patience_s=config.timeouts.grace_s,
+        max_restarts=config.max_restarts,
+        imports=IMPORTS,
+    )
 
 
 def _train_here(config: TrainConfig) -> int:
