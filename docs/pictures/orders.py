@@ -99,7 +99,10 @@ def _picture(title: str, panels: Sequence[Panel], axis: str) -> str:
     for panel, spans in zip(panels, times, strict=True):
         _draw(drawing, panel, spans, top, WIDTH / longest)
         top += panel.height
-    drawing.text(LEFT, top + 6, f"{axis}; every other stage of a device is paler", "soft", size=12)
+    paler = (
+        "; every other stage of a device is paler" if any(one.layout.stages > one.layout.size for one in panels) else ""
+    )
+    drawing.text(LEFT, top + 6, axis + paler, "soft", size=12)
     return drawing.svg()
 
 

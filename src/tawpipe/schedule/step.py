@@ -378,7 +378,8 @@ class Schedule:
     def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
         """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
 
-        What is received has its memory from when its lane is free, before its turn: it is posted at once.
+        What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
+        is there until the computation is over that runs beside.
         """
         program = self.programs[rank]
         passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
@@ -389,8 +390,11 @@ class Schedule:
                 if buffer.kind in passing and buffer not in action.reads:
                     taken[posted] += passing[buffer.kind]
             free[action.lane] = index + 1
+        leaving = 0
         for action, more in zip(program, taken, strict=True):
             total += more
             yield action, total
             for buffer in action.frees:
-                total -= passing.get(buffer.kind, 0)
+                leaving += passing.get(buffer.kind, 0)
+            if action.op is not Op.EXCHANGE:
+                total, leaving = total - leaving, 0
