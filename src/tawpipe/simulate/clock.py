@@ -209,20 +209,43 @@ class Player:
         if self.waits[number]:
             return
         lane.busy = True
-        self.start[number] = now
-        self.log.append(Start(number))
-        self.record.cause[number] = cause
+        self._note_start(number, now, cause)
         action = self.schedule.programs[lane.rank][index]
         if action.op is Op.EXCHANGE:
             self._start_exchange(lane.rank, number, action, now)
         elif action.group:
             self._start_collective(lane.rank, number, action, now)
         else:
+            self._go_on(lane, now)
+
+    def _note_start(self, number: int, now: float, cause: int) -> None:
+        self.start[number] = now
+        self.log.append(Start(number))
+        self.record.cause[number] = cause
+
+    def _go_on(self, lane: _Lane, now: float) -> None:
+        """Let the head of a lane run, which has started and which no other rank takes part in, and at once what follows
+        it there, as long as no other lane waits for the end of the one and nothing holds the next one back.
+        """
+        program, seconds = self.schedule.programs[lane.rank], self._seconds[lane.rank]
+        same, later = self.same_step[lane.rank], self.next_step[lane.rank]
+        while True:
+            index = lane.order[lane.position]
+            number = lane.first + index
             self.begin[number] = now
-            known = self._seconds[lane.rank]
-            if (seconds := known[index]) is None:
-                seconds = known[index] = self.seconds(lane.rank, action)
-            self._at(now + seconds, _ENDED, number)
+            if (taken := seconds[index]) is None:
+                taken = seconds[index] = self.seconds(lane.rank, program[index])
+            now += taken
+            if same[index] or later[index] or lane.position + 1 == len(lane.order):
+                break
+            after = lane.order[lane.position + 1]
+            if self.waits[lane.first + after] or program[after].group:  # of exchanges, too
+                break
+            self.end[number] = now
+            self.log.append(End(number))
+            lane.position += 1
+            self._note_start(lane.first + after, now, number)
+        self._at(now, _ENDED, number)
 
     def seconds(self, rank: int, action: Action) -> float:
         """Seconds of an action that no other rank takes part in."""
