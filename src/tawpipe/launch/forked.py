@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 NEVER_BEFORE = "torch"
 """A process that has loaded it may have computed with it, in threads."""
@@ -104,8 +104,8 @@ def _run(
     *,
     shown: bool,
     first: Callable[[], None] | None,
-) -> None:
-    """The life of a worker; does not return."""
+) -> NoReturn:
+    """The life of a worker."""
     code = 1
     try:
         atexit._clear()  # what the launcher does when it ends is not for its workers
