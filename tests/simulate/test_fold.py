@@ -73,8 +73,8 @@ def test_what_cannot_be_folded():
 
 def test_thousands_of_devices_take_seconds():
     layers = 126
-    step = step_for(llama(layers), Topology.grid(512, 8), 64 * 4096, strategy="tawpipe-spread")
+    step = step_for(llama(layers), Topology.grid(512, 8), 16 * 4096, strategy="tawpipe-spread")
     begin = time.monotonic()
     timeline = play(build_folded(step), costs(layers), steps=3)
     assert time.monotonic() - begin < 60
-    assert timeline.step_seconds >= 64 * layers * 4e-3
+    assert timeline.step_seconds >= 16 * layers * 4e-3

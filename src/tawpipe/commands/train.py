@@ -14,6 +14,9 @@ from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
 from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
 
+IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search", "transformers.models.llama.modeling_llama")
+"""What every process of a run imports, whatever its model: most of a model's module is what all have in common."""
+
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe train`` with the words ``argv`` and returns the exit code."""
@@ -54,6 +57,7 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
         gpus=gpus,
         patience_s=config.timeouts.grace_s,
         max_restarts=config.max_restarts,
+        imports=IMPORTS,
         last_words=lambda: how_to_go_on(config, by_torchrun=False),
     )
 

@@ -30,6 +30,7 @@ from typing import TextIO
 from tawpipe.console import above_bar
 from tawpipe.environment import CUDA_VARIABLES, LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
 from tawpipe.errors import UserError
+from tawpipe.launch.forked import ForkedWorker, import_once
 from tawpipe.launch.gpus import Gpu
 from tawpipe.launch.workers import StderrKeeper, WorkerFailure, first_cause
 
@@ -88,7 +89,7 @@ def worker_environment(
         "GROUP_WORLD_SIZE": shape.nodes,
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // shape.nproc),
+        "OMP_NUM_THREADS": _threads(shape),
         RESTARTS: restart,
         LOCAL_LAUNCHER: 1,
         LAUNCH: THIS_LAUNCH,
@@ -99,6 +100,11 @@ def worker_environment(
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
         variables |= {name: value for name, value in CUDA_VARIABLES.items() if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}
+
+
+def _threads(shape: Shape) -> str:
+    """OMP_NUM_THREADS of every worker."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, _num_cores() // shape.nproc))
 
 
 def _num_cores() -> int:
@@ -141,6 +147,7 @@ def launch(
     grace_s: float = 5.0,
     patience_s: float = 0.0,
     max_restarts: int = 0,
+    imports: Sequence[str] = (),
     errors: TextIO | None = None,
     last_words: Callable[[], str] | None = None,
 ) -> int:
@@ -155,6 +162,8 @@ def launch(
         patience_s: seconds that ctrl-C (passed on as SIGTERM), SIGTERM and SIGUSR1 leave the workers to end in good
             order; 0 to end them at once. A second signal, a second later or more, ends them at once.
         max_restarts: how often all workers are started again after one of them has died.
+        imports: modules that take seconds to import. Where that is safe, on CPUs and in a process that has not loaded
+            torch, they are imported once and the workers forked (forked.py); ``command`` is ``python -m ...`` then.
         errors: where reports go; standard error by default.
         last_words: what else is to be said of a run that failed, or was ended before it could end in good order.
 
@@ -163,12 +172,15 @@ def launch(
         ctrl-C, although the workers have ended in good order: what was asked for is not done.
     """
     errors = errors or above_bar(sys.stderr)
+    forks = None
     for restart in range(max_restarts + 1):
         with reserved_port() as port:
             run = _Run(shape, grace_s=grace_s, patience_s=patience_s, errors=errors)
             with run.signals_noted():
                 try:
-                    run.start(command, port, gpus, restart)
+                    if forks is None:
+                        forks = not gpus and import_once(imports, {"OMP_NUM_THREADS": _threads(shape)})
+                    run.start(command, port, gpus, restart, forks=forks)
                     code = run.wait()
                 finally:
                     run.end_all()
@@ -188,7 +200,7 @@ class _Run:
     grace_s: float
     patience_s: float
     errors: TextIO
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    workers: list[subprocess.Popen[bytes] | ForkedWorker] = field(default_factory=list)
     keepers: list[StderrKeeper] = field(default_factory=list)
     failures: list[WorkerFailure] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
@@ -219,19 +231,22 @@ class _Run:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu], restart: int) -> None:
+    def start(self, command: Sequence[str], port: int, gpus: Sequence[Gpu], restart: int, *, forks: bool) -> None:
         die_with_launcher = _die_with(os.getpid())
         for rank in range(self.shape.nproc):
             variables = worker_environment(self.shape, rank, port=port, gpus=gpus, restart=restart)
-            worker = subprocess.Popen(
-                command,
-                env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                process_group=0,
-                preexec_fn=die_with_launcher,
-            )
+            if forks:
+                worker = ForkedWorker(command, variables, shown=rank == 0, first=die_with_launcher)
+            else:
+                worker = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    process_group=0,
+                    preexec_fn=die_with_launcher,
+                )
             assert worker.stderr is not None
             os.set_blocking(worker.stderr.fileno(), False)
             keeper = StderrKeeper(shown_on=self.errors if rank == 0 else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
-from tawpipe.schedule.footprint import Costs, costs, far_widths
+from tawpipe.schedule.footprint import far_widths, held
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -81,7 +81,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     """Bytes that a device and its host hold. ``system`` is what the driver, libraries and communicators take."""
     request = request.of(schedule.step)
     tokens, memory = round(request.size.tokens), request.profile.memory
-    said: Costs = costs(
+    said = held(
         schedule,
         request.widths,
         activation_bytes=request.activations_of(schedule.step.sequence_ranks),
@@ -164,9 +164,11 @@ def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:
 
 
 def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
-    """A schedule that holds as much as the whole step's: two rounds hold as much as many."""
+    """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
+    one has a program.
+    """
     short, _, _ = step.strategy.extended(step, 2)
-    return _build(request, short)
+    return build_folded(short) if one_for_all(request, short) else build(short, ranks=short.strategy.fullest(short))
 
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:

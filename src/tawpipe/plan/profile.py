@@ -152,12 +152,15 @@ def measure(
         nothing = (BlockCost(),) * len(chain.blocks)
         return _with_chunks(Profile(nothing, 0.0, memory, source), clock, chunks, 0, row)
     tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
-    half = max(1, tokens // 2)
-    shapes = [(tokens,), (half,), (max(1, tokens // 4),), (max(1, tokens // 8),) * 8]
+    half, quarter = max(1, tokens // 2), max(1, tokens // 4)
+    of_layers = [(tokens,), (half,), (quarter,), (max(1, tokens // 8),) * 8]
     costs: dict[int, BlockCost] = {}
     for blocks in kinds.values():
-        window = bench.window(blocks[0])
+        window, is_layer = bench.window(blocks[0]), chain.blocks[blocks[0]].kind == "layer"
+        shapes = of_layers if is_layer else [(tokens,), (quarter,)]
         sizes = [size_of(shape, bench.windows).seen(window) for shape in shapes]
+        if not is_layer:  # where nothing grows with the pairs of tokens
+            sizes = [replace(size, pairs=0.0) for size in sizes]
         timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
         forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
         unpack_s = clock.unpack_seconds(blocks[0])

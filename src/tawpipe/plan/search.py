@@ -234,26 +234,40 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
         options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
-        possible = [step for step in options if fits(request, memory_quickly(request, step))]
+        best = _fastest(request, options, look=True)
     except UserError as error:
         return replace(refused, why_not=str(error))
-    if not possible:
+    if best is None:
         options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
         offloaded = [with_settings(step, offloaded_layers=n) for step, n in _offloading(request, options, chunk=0)]
         possible = [step for step in offloaded if fits(request, memory_quickly(request, step))]
         possible += _in_chunks(request, options)
-    if not possible:
+        best = _fastest(request, possible)
+    if best is None:
         least = leanest(request, options[0])
         good = fits(request, memory_quickly(request, least))
         return replace(refused, step=least, prediction=predict(request, least), fits=good)
-    best: tuple[StepSpec, Prediction] | None = None
-    for bound, step in sorted(((bound_of(request, one), one) for one in possible), key=lambda pair: pair[0]):
-        if best is None or bound < best[1].step_seconds * (1 - GAIN):
-            made = predict(request, step)
-            if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
-                best = step, made
-    assert best is not None
     return Candidate(strategy.name, *best, True)
+
+
+def _fastest(
+    request: PlanRequest, steps: Sequence[StepSpec], *, look: bool = False
+) -> tuple[StepSpec, Prediction] | None:
+    """The step that takes the least time, but for ``GAIN``; those whose bound is behind it are not played.
+
+    Args:
+        look: steps may not fit, and are then left out.
+    """
+    best: tuple[StepSpec, Prediction] | None = None
+    for bound, step in sorted(((bound_of(request, one), one) for one in steps), key=lambda pair: pair[0]):
+        if best is not None and bound >= best[1].step_seconds * (1 - GAIN):
+            break
+        if look and not fits(request, memory_quickly(request, step)):
+            continue
+        made = predict(request, step)
+        if best is None or made.step_seconds < best[1].step_seconds * (1 - GAIN):
+            best = step, made
+    return best
 
 
 def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:

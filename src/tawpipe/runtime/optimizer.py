@@ -190,11 +190,15 @@ def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
     return next((one.state[value] for one in made if value in one.state), {})
 
 
-def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> Tried:
+def check_elementwise(
+    factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE, known: dict[str, tuple[Tensor, int]] | None = None
+) -> Tried:
     """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
 
     Args:
         pieces: name whole parameters.
+        known: what earlier trials of the same factory gave, by shapes and options; is added to. Layers that differ in
+            nothing but their names are thereby tried once.
 
     Raises:
         UserError: an element's update depends on other elements or on how a parameter is cut, with the optimizer's
@@ -204,7 +208,7 @@ def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE
     small = [tuple(min(size, 5) for size in piece.shape) for piece in pieces]
     starts = [torch.randn(shape, generator=generator) for shape in small]
     gradients = [torch.randn(3, start.numel(), generator=generator) for start in starts]
-    results, options, states, name = [], [], 0, "the optimizer"
+    results, options, states, known = [], [], 0, {} if known is None else known
     for cut in (False, True):
         parts: list[tuple[nn.Parameter, Tensor]] = []
         for piece, start, gradient in zip(pieces, starts, gradients, strict=True):
@@ -215,19 +219,11 @@ def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE
         made = make_optimizers(factory, [value for value, _ in parts])
         name = _names(made)
         options.append(_options(made))
-        try:
-            for step in range(3):
-                for value, gradient in parts:
-                    value.grad = gradient[step].clone()
-                for optimizer in made:
-                    optimizer.step()
-        except Exception as error:  # an optimizer may raise anything
-            expected = f"it must work on one-dimensional pieces of parameters ({error}); {WHOLE_ADVICE}"
-            raise UserError("optimizer", name, expected) from error
-        for value, _ in parts:
-            kept = [one for one in state_of(made, value).values() if isinstance(one, Tensor) and one.ndim == 1]
-            states = max(states, sum(one.numel() == value.numel() for one in kept))
-        results.append(torch.cat([value.detach() for value, _ in parts]))
+        trial = str((cut, small, [options[-1].get(piece.name) for piece in pieces]))
+        if trial not in known:
+            known[trial] = _after_three_steps(made, parts)
+        results.append(known[trial][0])
+        states = max(states, known[trial][1])
     shaped = [piece.mark(start.clone()) for piece, start in zip(pieces, starts, strict=True)]
     try:
         options.append(_options(make_optimizers(factory, shaped)))
@@ -244,6 +240,28 @@ def check_elementwise(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE
         words = f"{expected}; this one gives other numbers when a parameter is cut; {WHOLE_ADVICE}"
         raise UserError("optimizer", name, words)
     return Tried(name, states, options[0])
+
+
+def _after_three_steps(made: Sequence[Optimizer], parts: Sequence[tuple[nn.Parameter, Tensor]]) -> tuple[Tensor, int]:
+    """The values after three steps, and how many tensors of a parameter's size the optimizers keep for one.
+
+    Args:
+        parts: one-dimensional parameters, each with its gradients in the three steps.
+    """
+    try:
+        for step in range(3):
+            for value, gradient in parts:
+                value.grad = gradient[step].clone()
+            for optimizer in made:
+                optimizer.step()
+    except Exception as error:  # an optimizer may raise anything
+        expected = f"it must work on one-dimensional pieces of parameters ({error}); {WHOLE_ADVICE}"
+        raise UserError("optimizer", _names(made), expected) from error
+    states = 0
+    for value, _ in parts:
+        kept = [one for one in state_of(made, value).values() if isinstance(one, Tensor) and one.ndim == 1]
+        states = max(states, sum(one.numel() == value.numel() for one in kept))
+    return torch.cat([value.detach() for value, _ in parts]), states
 
 
 def _names(made: Sequence[Optimizer]) -> str:

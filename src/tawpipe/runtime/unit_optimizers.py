@@ -5,6 +5,7 @@ by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
     Raises:
         UserError: see ``check_elementwise`` and ``check_whole``.
     """
-    check = check_whole if isinstance(factory, WholeMatrices) else check_elementwise
+    known: dict[str, tuple[Tensor, int]] = {}
+    check = check_whole if isinstance(factory, WholeMatrices) else partial(check_elementwise, known=known)
     tried = {}
     for unit in units:
         if unit.trainable:

@@ -27,6 +27,8 @@ class Lane(StrEnum):
     SEQ = "SEQ"
     """Keys and values, and their gradients, between the ranks that compute a row together."""
 
+    __hash__ = str.__hash__  # an enum's own is Python code
+
 
 class Op(StrEnum):
     """What an action does."""
@@ -65,6 +67,8 @@ class Op(StrEnum):
     """The same activation back."""
     UPDATE = "UPDATE"
     """The optimizer on the home stripe of one unit."""
+
+    __hash__ = str.__hash__
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_reduce")

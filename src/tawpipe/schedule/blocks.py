@@ -77,7 +77,7 @@ def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:
     in its forward pass, or in the backward pass of the head, which has no other.
     """
     last = len(step.model.blocks) - 1
-    if step.settings.sequence_chunk:
+    if step.settings.sequence_chunk or not step.settings.offloaded_layers:
         return ()
     before = (last - 2, last - 1) if block == last else (block - 2,)
     return tuple(block_input(m, b) for b in before if b >= step.model.first_backward and step.offloads(b))

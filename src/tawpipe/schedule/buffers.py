@@ -3,11 +3,14 @@
 A buffer's text is exact and parses back: ``home.w.3`` is unit 3 at home, ``W0.1`` buffer 1 of pool ``W0``, ``x.2.5``
 the input of block 5 for micro-batch 2. Who needs to know what a buffer is asks for its kind and numbers; nobody takes
 the text apart.
+
+Schedules name the same few buffers again and again, so each is made once: the functions below remember what they made.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 
@@ -146,56 +149,69 @@ def pool_kind(pool: str) -> Kind:
     return _POOLS[pool[0]]
 
 
+@cache
 def pooled(pool: str, number: int) -> Buffer:
     """Buffer ``number`` of a pool."""
     return Buffer(pool_kind(pool), (number,), pool)
 
 
+@cache
 def home_weight(unit: int) -> Buffer:
     return Buffer(Kind.HOME_WEIGHT, (unit,))
 
 
+@cache
 def home_gradient(unit: int) -> Buffer:
     return Buffer(Kind.HOME_GRADIENT, (unit,))
 
 
+@cache
 def block_input(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.INPUT, (micro_batch, block))
 
 
+@cache
 def input_gradient(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.INPUT_GRADIENT, (micro_batch, block))
 
 
+@cache
 def keys(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.KEYS, (micro_batch, block))
 
 
+@cache
 def key_gradients(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.KEY_GRADIENTS, (micro_batch, block))
 
 
+@cache
 def turn(number: int) -> Buffer:
     return Buffer(Kind.TURN, (number,))
 
 
+@cache
 def context(micro_batch: int) -> Buffer:
     return Buffer(Kind.CONTEXT, (micro_batch,))
 
 
+@cache
 def linear(micro_batch: int, block: int) -> Buffer:
     return Buffer(Kind.LINEAR, (micro_batch, block))
 
 
+@cache
 def loss(micro_batch: int) -> Buffer:
     return Buffer(Kind.LOSS, (micro_batch,))
 
 
+@cache
 def offloaded(place: int, block: int) -> Buffer:
     """Where a block's input waits in the host's memory, for the micro-batch at this place of its round."""
     return Buffer(Kind.OFFLOADED, (place, block))
 
 
+@cache
 def reloaded(place: int, block: int) -> Buffer:
     """Where it comes back: blocks take turns in two buffers a micro-batch."""
     return Buffer(Kind.RELOADED, (block % 2, place))

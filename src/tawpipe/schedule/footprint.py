@@ -134,13 +134,11 @@ class BlockMemory:
         return computing + under_way * self.boundary
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Costs of one step. Where processes differ, memory is that of the process that needs most.
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Memory of one step. Where processes differ, it is that of the process that needs most.
 
     Args:
-        strategy, schedule: in words.
-        link_sent_bytes, link_received_bytes: for every node's link to the others.
         home_bytes: master weights, gradients, optimizer state and travelling copies at home.
         buffer_bytes: pools of units and slices on their way, messages in 8 bits and what packed units are dequantised
             into included.
@@ -152,12 +150,6 @@ class Costs:
         file_bytes: activations that wait in files, of one process.
     """
 
-    parameters: int
-    trainable: int
-    strategy: str
-    schedule: str
-    link_sent_bytes: tuple[int, ...]
-    link_received_bytes: tuple[int, ...]
     home_bytes: int
     buffer_bytes: int
     activation_bytes: int
@@ -174,6 +166,23 @@ class Costs:
         return f"Costs({self.strategy}: MiB of a process: {held}; the busiest link sends {sent / 1e6:.1f} MB a step)"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Costs(Held):
+    """Costs of one step.
+
+    Args:
+        strategy, schedule: in words.
+        link_sent_bytes, link_received_bytes: for every node's link to the others.
+    """
+
+    parameters: int
+    trainable: int
+    strategy: str
+    schedule: str
+    link_sent_bytes: tuple[int, ...]
+    link_received_bytes: tuple[int, ...]
+
+
 def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:
     """Bytes of an element of weights, and of gradients, between nodes."""
     return (
@@ -182,23 +191,15 @@ def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float
     )
 
 
-def costs(
+def held(
     schedule: Schedule,
     widths: Widths,
     *,
     activation_bytes: Mapping[Kind, int],
     working: Callable[[Action], int] = lambda _: 0,
-    nodes: Topology | None = None,
-) -> Costs:
-    """Add up a schedule.
-
-    Args:
-        activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
-        working: bytes that an action takes besides while it runs.
-        nodes: the real ones, where the schedule was built for others.
-    """
+) -> Held:
+    """The memory that a schedule takes; arguments as of ``costs``."""
     ranks = schedule.played
-    traffic = link_elements(schedule, physical=nodes)
     home = [
         ceil(
             sum(
@@ -218,14 +219,42 @@ def costs(
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
-    held = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
-    activations, computing = max(held, key=sum, default=(0, 0))
+    moments = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
+    activations, computing = max(moments, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
+    left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
+    return Held(
+        home_bytes=max(home),
+        buffer_bytes=max(buffers),
+        activation_bytes=activations,
+        working_bytes=computing,
+        host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
+        file_bytes=max(left) if in_files else 0,
+    )
+
+
+def costs(
+    schedule: Schedule,
+    widths: Widths,
+    *,
+    activation_bytes: Mapping[Kind, int],
+    working: Callable[[Action], int] = lambda _: 0,
+    nodes: Topology | None = None,
+) -> Costs:
+    """Add up a schedule.
+
+    Args:
+        activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
+        working: bytes that an action takes besides while it runs.
+        nodes: the real ones, where the schedule was built for others.
+    """
+    traffic = link_elements(schedule, physical=nodes)
     settings, units = schedule.step.settings, schedule.model.units
-    left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(settings.offload_dir)
     far, passed = far_widths(settings, widths), borders_passed(schedule, physical=nodes)
     border = activation_bytes.get(Kind.INPUT, 0)
+    memory = held(schedule, widths, activation_bytes=activation_bytes, working=working)
     return Costs(
+        **vars(memory),
         parameters=sum(unit.parameters for unit in units),
         trainable=sum(unit.numel for unit in units if unit.trainable),
         strategy=schedule.name + (", homes as given" if settings.homes else ""),
@@ -236,12 +265,6 @@ def costs(
         link_received_bytes=tuple(
             link.bytes_received(*far) + received * border for link, (_, received) in zip(traffic, passed, strict=True)
         ),
-        home_bytes=max(home),
-        buffer_bytes=max(buffers),
-        activation_bytes=activations,
-        working_bytes=computing,
-        host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
-        file_bytes=max(left) if in_files else 0,
     )
 
 

@@ -48,9 +48,11 @@ class Hazards(Generic[Event]):
         for name in writes:
             if name in self._writer and (lane is None or self._freed.get(name) != lane):
                 events.append(self._writer[name])
-            events.extend(self._readers.get(name, {}).values())
+            if name in self._readers:
+                events.extend(self._readers[name].values())
         for name in frees:
-            events.extend(event for key, event in self._readers.get(name, {}).items() if lane is None or key != lane)
+            if name in self._readers:
+                events.extend(event for key, event in self._readers[name].items() if lane is None or key != lane)
         return list(dict.fromkeys(events))
 
     def record(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 STRIPE_ALIGNMENT = 8
@@ -40,12 +41,13 @@ class Home:
         """The ranks of every copy. What is read once (a checkpoint, the gradient's norm) is read from the first."""
         return (self.ranks, *self.replicas)
 
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {rank: index for ranks in self.copies for index, rank in enumerate(ranks)}
+
     def index(self, rank: int) -> int | None:
         """Which stripe lives on ``rank``, in whichever copy, or None."""
-        for ranks in self.copies:
-            if rank in ranks:
-                return ranks.index(rank)
-        return None
+        return self._indices.get(rank)
 
 
 def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> int:

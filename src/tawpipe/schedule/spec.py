@@ -71,8 +71,12 @@ class ModelSpec:
     def num_layers(self) -> int:
         return sum(block.kind == "layer" for block in self.blocks)
 
+    @cached_property
+    def _trainable_units(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(u for u in block.units if self.units[u].trainable) for block in self.blocks)
+
     def trainable_units(self, block: int) -> tuple[int, ...]:
-        return tuple(u for u in self.blocks[block].units if self.units[u].trainable)
+        return self._trainable_units[block]
 
 
 COMPRESSION_BLOCK = 256

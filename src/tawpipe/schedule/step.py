@@ -233,6 +233,10 @@ class Strategy(ABC):
         """
         return False
 
+    def fullest(self, step: StepSpec) -> Sequence[int] | None:
+        """Ranks among which is one that holds as much as any other; None if all have to be looked at."""
+        return None
+
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
         """What every node's link carries in a step, from sizes alone: the formula that the proof compares with the
         actions. None if there is no formula.
@@ -366,7 +370,14 @@ class Schedule:
                 these are counted.
         """
         sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
+        if STAYING.issuperset(sizes):
+            return self._staying(rank, sizes)
         return max((held for _, held in self.activations(rank, sizes)), default=0)
+
+    def _staying(self, rank: int, sizes: Mapping[Kind, int]) -> int:
+        """What activations take whose places are there for the whole run."""
+        staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
+        return sum(sizes.get(buffer.kind, 0) for buffer in staying)
 
     def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
         """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
@@ -376,17 +387,18 @@ class Schedule:
         """
         program = self.programs[rank]
         passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
-        staying = {buffer for action in program for buffer in action.writes if buffer.kind in STAYING}
-        total = sum(sizes.get(buffer.kind, 0) for buffer in staying)
-        taken, free = [0] * len(program), dict[Lane, int]()
+        total, taken, free = self._staying(rank, sizes), [0] * len(program), dict[Lane, int]()
         for index, action in enumerate(program):
             posted = free.get(action.lane, 0) if action.op is Op.EXCHANGE else index
-            taken[posted] += sum(passing.get(one.kind, 0) for one in action.writes if one not in action.reads)
+            for buffer in action.writes:
+                if buffer.kind in passing and buffer not in action.reads:
+                    taken[posted] += passing[buffer.kind]
             free[action.lane] = index + 1
         leaving = 0
         for action, more in zip(program, taken, strict=True):
             total += more
             yield action, total
-            leaving += sum(passing.get(buffer.kind, 0) for buffer in action.frees)
+            for buffer in action.frees:
+                leaving += passing.get(buffer.kind, 0)
             if action.op is not Op.EXCHANGE:
                 total, leaving = total - leaving, 0

@@ -55,25 +55,28 @@ def dependencies(program: tuple[Action, ...]) -> tuple[list[list[int]], list[lis
     Every step after the first has the same dependencies, because every buffer that is written at all is written in
     every step.
     """
-    hazards: Hazards[tuple[int, int]] = Hazards()
+    hazards: Hazards[int] = Hazards()
+    size = len(program)
+    for index, action in enumerate(program):
+        hazards.record(index, reads=action.reads, writes=action.writes, frees=action.frees)
     same: list[list[int]] = []
     before: list[list[int]] = []
-    for step in range(2):
-        for index, action in enumerate(program):
-            awaited = hazards.add((step, index), reads=action.reads, writes=action.writes, frees=action.frees)
-            if step == 1:
-                others = [(s, i) for s, i in awaited if program[i].lane is not action.lane]
-                same.append([i for s, i in others if s == 1])
-                before.append([i for s, i in others if s == 0])
+    for index, action in enumerate(program):
+        awaited = hazards.add(size + index, reads=action.reads, writes=action.writes, frees=action.frees)
+        same.append([i - size for i in awaited if i >= size and program[i - size].lane is not action.lane])
+        before.append([i for i in awaited if i < size and program[i].lane is not action.lane])
     return same, before
 
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """One lane of one rank: the actions of a step, and how far it is."""
+    """One lane of one rank: the actions of a step, and how far it is; ``first`` is the number of the rank's first
+    instance in the step that the lane is in.
+    """
 
     rank: int
     order: list[int]
+    first: int
     step: int = 0
     position: int = 0
     busy: bool = False
@@ -125,6 +128,8 @@ class Player:
         self.events: list[tuple[float, int, int, object]] = []
         self.count = 0
         self.lanes: list[_Lane] = []
+        self._seconds: list[list[float | None]] = [[None] * size for size in self.record.sizes]
+        """What ``seconds`` said of actions of a rank: it says the same in every step."""
         self.lane_of: list[list[_Lane]] = []
         self.same_step: list[list[list[int]]] = []
         self.next_step: list[list[list[int]]] = []
@@ -151,7 +156,9 @@ class Player:
                 self.waits[number] = len(same[index]) + (len(before[index]) if step else 0)
         lanes: dict[Lane, _Lane] = {}
         for index, action in enumerate(program):
-            lanes.setdefault(action.lane, _Lane(rank, [])).order.append(index)
+            if action.lane not in lanes:
+                lanes[action.lane] = _Lane(rank, [], self.record.base[rank])
+            lanes[action.lane].order.append(index)
         self.lane_of.append([lanes[action.lane] for action in program])
         self.lanes.extend(lanes.values())
 
@@ -198,21 +205,47 @@ class Player:
         if lane.busy or lane.step == self.steps:
             return
         index = lane.order[lane.position]
-        number = self.record.number(lane.rank, lane.step, index)
+        number = lane.first + index
         if self.waits[number]:
             return
         lane.busy = True
-        self.start[number] = now
-        self.log.append(Start(number))
-        self.record.cause[number] = cause
+        self._note_start(number, now, cause)
         action = self.schedule.programs[lane.rank][index]
         if action.op is Op.EXCHANGE:
             self._start_exchange(lane.rank, number, action, now)
         elif action.group:
             self._start_collective(lane.rank, number, action, now)
         else:
+            self._go_on(lane, now)
+
+    def _note_start(self, number: int, now: float, cause: int) -> None:
+        self.start[number] = now
+        self.log.append(Start(number))
+        self.record.cause[number] = cause
+
+    def _go_on(self, lane: _Lane, now: float) -> None:
+        """Let the head of a lane run, which has started and which no other rank takes part in, and at once what follows
+        it there, as long as no other lane waits for the end of the one and nothing holds the next one back.
+        """
+        program, seconds = self.schedule.programs[lane.rank], self._seconds[lane.rank]
+        same, later = self.same_step[lane.rank], self.next_step[lane.rank]
+        while True:
+            index = lane.order[lane.position]
+            number = lane.first + index
             self.begin[number] = now
-            self._at(now + self.seconds(lane.rank, action), _ENDED, number)
+            if (taken := seconds[index]) is None:
+                taken = seconds[index] = self.seconds(lane.rank, program[index])
+            now += taken
+            if same[index] or later[index] or lane.position + 1 == len(lane.order):
+                break
+            after = lane.order[lane.position + 1]
+            if self.waits[lane.first + after] or program[after].group:  # of exchanges, too
+                break
+            self.end[number] = now
+            self.log.append(End(number))
+            lane.position += 1
+            self._note_start(lane.first + after, now, number)
+        self._at(now, _ENDED, number)
 
     def seconds(self, rank: int, action: Action) -> float:
         """Seconds of an action that no other rank takes part in."""
@@ -302,17 +335,20 @@ class Player:
         lane.position += 1
         if lane.position == len(lane.order):
             lane.step, lane.position = step + 1, 0
+            lane.first += self.record.sizes[rank]
         self._try(lane, now, number)
-        self._release(rank, step, self.same_step[rank][index], now, number)
+        first = number - index
+        self._release(rank, first, self.same_step[rank][index], now, number)
         if step + 1 < self.steps:
-            self._release(rank, step + 1, self.next_step[rank][index], now, number)
+            self._release(rank, first + self.record.sizes[rank], self.next_step[rank][index], now, number)
 
-    def _release(self, rank: int, step: int, followers: list[int], now: float, cause: int) -> None:
+    def _release(self, rank: int, first: int, followers: list[int], now: float, cause: int) -> None:
+        """Let actions of a rank wait for one thing less, in the step whose first instance has the number ``first``."""
+        waits, lanes = self.waits, self.lane_of[rank]
         for index in followers:
-            number = self.record.number(rank, step, index)
-            self.waits[number] -= 1
-            if not self.waits[number]:
-                self._try(self.lane_of[rank][index], now, cause)
+            waits[first + index] -= 1
+            if not waits[first + index]:
+                self._try(lanes[index], now, cause)
 
     # what to say when nothing moves
 

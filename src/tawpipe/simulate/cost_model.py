@@ -10,7 +10,7 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.balance import Bins, pairs_within
-from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.schedule.spec import share_bins
 
 KEYS_SHARE = 0.04
@@ -304,6 +304,8 @@ class CostModel:
         Args:
             passes: how often it reads its input.
         """
+        if not any(one.kind in OUTSIDE for one in (*action.reads, *action.writes)):
+            return 0.0
         each = {Kind.OFFLOADED: float(self.boundary_bytes), Kind.OFFLOADED_ATTENTION: self.kept_bytes}
         read = sum(
             each[one.kind] * (passes if one.kind is Kind.OFFLOADED else 1) for one in action.reads if one.kind in each

@@ -33,9 +33,11 @@ class Flow:
     since: float = 0.0
     version: int = 0
     heaviest: float = field(init=False)
+    passed: tuple[Port, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.heaviest = max(amount for _, amount in self.ports)
+        self.passed = tuple(port for port, _ in self.ports)
 
 
 class Network:
@@ -115,7 +117,7 @@ def share(flows: Iterable[Flow], capacity: dict[Port, float]) -> list[tuple[Flow
     while growing:
         pace = min(free[port] / pull[port] for port, n in count.items() if n)
         full = {port for port, n in count.items() if n and free[port] / pull[port] <= pace * (1 + 1e-12)}
-        for flow in [flow for flow in growing if any(port in full for port, _ in flow.ports)]:
+        for flow in [flow for flow in growing if not full.isdisjoint(flow.passed)]:
             del growing[flow]
             rates.append((flow, pace / flow.heaviest))
             for port, amount in flow.ports:

@@ -15,9 +15,10 @@ besides (``context``) every rank makes for itself (PREPARE), without the embeddi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.blocks import backward, forward
@@ -45,6 +46,20 @@ LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G, Lane.REDUCE)
 """Lanes of transfers between positions; what goes to a later position prefers the first, the rest the last ones."""
 LEAST = 1e-6
 """Share of the longest block's time that every work takes at least, so that nothing begins when it ends."""
+
+
+class Crossing(NamedTuple):
+    """A boundary activation, or its gradient, that goes from one position to another.
+
+    Args:
+        work: that makes it.
+        border: the block at whose input it is.
+    """
+
+    work: Work
+    border: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -109,9 +124,30 @@ class PipelineShape:
         host = max(self.costs.host, least)
         return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, host=host))
 
+    def crossings(self, works: Iterable[Work]) -> list[list[Crossing]]:
+        """By position, what it sends to another one and receives from there."""
+        found: list[list[Crossing]] = [[] for _ in range(self.layout.size)]
+        for work in works:
+            step = {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
+            other = work.stage + step
+            if not step or not 0 <= other < self.layout.stages:
+                continue
+            source, target = self.layout.places[work.stage], self.layout.places[other]
+            border = self.layout.cuts[max(work.stage, other)]
+            if source == target or (step < 0 and border <= self.model.first_backward):  # nothing is trained before
+                continue
+            for place in (source, target):
+                found[place].append(Crossing(work, border, source, target))
+        return found
 
-def build_pipeline(shape: PipelineShape, step: StepSpec, *, training: bool) -> Schedule:
+
+def build_pipeline(
+    shape: PipelineShape, step: StepSpec, *, training: bool, ranks: Sequence[int] | None = None
+) -> Schedule:
     """The schedule of one step.
+
+    Args:
+        ranks: those whose programs are made, all by default.
 
     Raises:
         UserError: the order cannot use so many micro-batches.
@@ -124,13 +160,16 @@ def build_pipeline(shape: PipelineShape, step: StepSpec, *, training: bool) -> S
     step = replace(step, micro_batches=shares, losses=losses)
     orders = {many: shape.order_of(many) for many in {len(own) for own in shares}}
     times = {many: shape.times(order) for many, order in orders.items()}
-    programs, pools = [], []
-    for rank in range(world):
+    crossings = {many: shape.crossings(works) for many, works in times.items()}
+    programs: list[tuple[Action, ...]] = [()] * world
+    pools: list[tuple[Pool, ...]] = [()] * world
+    for rank in range(world) if ranks is None else ranks:
         many = len(shares[rank])
-        worker = _Worker(shape, step, rank, orders[many], times[many], training=training)
+        own = crossings[many][shape.positions.position(rank)]
+        worker = _Worker(shape, step, rank, orders[many], times[many], own, training=training)
         end = StepEnd(rank, step, training=training)
-        programs.append(tuple(end.close(_with_contexts(tuple(worker.program())))))
-        pools.append(worker.pools())
+        programs[rank] = tuple(end.close(_with_contexts(tuple(worker.program()))))
+        pools[rank] = worker.pools()
     name = step.strategy.name if training else "evaluation"
     return Schedule(name, step, tuple(programs), tuple(pools), training)
 
@@ -145,10 +184,12 @@ class _Worker:
         rank: int,
         order: Order,
         times: dict[Work, tuple[float, float]],
+        crossings: Sequence[Crossing],
         *,
         training: bool,
     ) -> None:
         self.shape, self.step, self.rank, self.order, self.times = shape, step, rank, order, times
+        self.crossings = crossings
         self.model, self.layout, self.homes, self.training = shape.model, shape.layout, step.homes, training
         self.position, self.replica = shape.positions.position(rank), shape.positions.replica(rank)
         self.numbers = step.micro_batches[rank]
@@ -157,6 +198,8 @@ class _Worker:
         self.units = sorted({unit for block in blocks for unit in self.model.blocks[block].units})
         self.homed = [unit for unit in self.units if self.homes[unit].index(rank) is not None]
         self.trained = [unit for unit in self.units if training and self.model.units[unit].trainable]
+        self.weights = {unit: self._weights(unit) for unit in self.units}
+        self.gradients = {unit: self._gradient(unit) for unit in self.trained}
         self.started: set[int] = set()
         """Units whose gradient buffer holds something of this step."""
 
@@ -198,18 +241,18 @@ class _Worker:
         group = self.shape.positions.group
         gather, reduce = (Lane.GATHER, Lane.REDUCE) if group == "node" else (Lane.INTER_W, Lane.INTER_G)
         for unit in self.homed if self.several else ():
-            reads, writes = (home_weight(unit),), (self._weights(unit),)
+            reads, writes = (home_weight(unit),), (self.weights[unit],)
             yield Action(Op.COLLECTIVE, gather, reads, writes, unit=unit, collective="all_gather", group=group)
         yield from self._tied(weights=True)
         yield from self._body()
         for unit in self.trained:
             if unit not in self.started:  # a pipeline without a micro-batch
-                yield Action(Op.ZERO, Lane.COMPUTE, (), (self._gradient(unit),), unit=unit)
+                yield Action(Op.ZERO, Lane.COMPUTE, (), (self.gradients[unit],), unit=unit)
         if self.training:
             yield from self._tied(weights=False)
         for unit in reversed(self.homed) if self.several else ():
             if unit in self.trained:
-                reads, writes = (self._gradient(unit),), (pooled(f"R{unit}", 0),)
+                reads, writes = (self.gradients[unit],), (pooled(f"R{unit}", 0),)
                 yield Action(Op.COLLECTIVE, reduce, reads, writes, unit=unit, collective="reduce_scatter", group=group)
                 yield Action(Op.ADD, reduce, writes, (home_gradient(unit),), unit=unit)
 
@@ -225,11 +268,11 @@ class _Worker:
                 send = (self.position == first) == weights
                 lane = self.shape.lanes[(here, there) if send else (there, here)]
                 arriving = pooled(f"A{unit}", number)
-                buffer = self._weights(unit) if weights else self._gradient(unit) if send else arriving
+                buffer = self.weights[unit] if weights else self.gradients[unit] if send else arriving
                 peer = self.shape.positions.rank(there, self.replica)
                 yield exchange(lane, (Transfer(send, peer, unit, buffer),), "world")
                 if not weights and not send:
-                    own = self._gradient(unit)
+                    own = self.gradients[unit]
                     yield Action(Op.ADD, lane, (own, arriving), (own,), unit=unit)
 
     def _body(self) -> Iterator[Action]:
@@ -255,19 +298,9 @@ class _Worker:
 
     def _transfers(self) -> Iterator[tuple[Work, Action]]:
         """What goes to another position, or comes from there, with the work that makes it."""
-        for work in self.times:
-            step = {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
-            other = work.stage + step
-            if not step or not 0 <= other < self.layout.stages:
-                continue
-            source, target = self.layout.places[work.stage], self.layout.places[other]
-            border = self.layout.cuts[max(work.stage, other)]
-            if source == target or self.position not in (source, target):
-                continue
-            if step < 0 and border <= self.model.first_backward:  # nothing is trained before
-                continue
+        for work, border, source, target in self.crossings:
             send = self.position == source
-            buffer = (block_input if step > 0 else input_gradient)(self.numbers[work.micro_batch], border)
+            buffer = (block_input if work.kind == "F" else input_gradient)(self.numbers[work.micro_batch], border)
             peer = self.shape.positions.rank(target if send else source, self.replica)
             transfers = (Transfer(send, peer, border, buffer),)
             yield work, exchange(self.shape.lanes[source, target], transfers, "world")
@@ -277,7 +310,7 @@ class _Worker:
         if work.kind == "F":
             for block in own:
                 if blocks[block].kind != "head" or not self.training:
-                    weights = [self._weights(unit) for unit in blocks[block].units]
+                    weights = [self.weights[unit] for unit in blocks[block].units]
                     yield forward(self.step, block, m, weights, training=self.training)
             return
         for block in reversed(own):
@@ -286,7 +319,7 @@ class _Worker:
                 continue
             units = self.model.trainable_units(block)
             split = work.kind != "B" and spec.kind == "layer" and bool(units)
-            gradients = {unit: (self._gradient(unit), unit in self.started) for unit in units}
+            gradients = {unit: (self.gradients[unit], unit in self.started) for unit in units}
             if work.kind == "W":
                 if split:
                     sums, kept = tuple(buffer for buffer, _ in gradients.values()), linear(m, block)
@@ -295,7 +328,7 @@ class _Worker:
                 continue
             self.started.update(units)
             reads = spec.backward_reads_weights or spec.kind == "head"
-            weights = [self._weights(unit) for unit in spec.units] if reads else []
+            weights = [self.weights[unit] for unit in spec.units] if reads else []
             (whole,) = backward(self.step, block, [m], weights, gradients)
             if split:
                 whole = replace(whole, op=Op.BACKWARD_INPUT, writes=(*whole.writes, linear(m, block)))
@@ -310,7 +343,7 @@ class _Worker:
         m, own = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
         first = max(1, self.model.first_backward)
         layers = [block for block in own if block >= first and self.model.blocks[block].kind == "layer"]
-        there = replace(work, kind="O")
+        there = work._replace(kind="O")
         if work.kind == "O":
             taken = {slot for other, slot in slots.items() if other.stage == work.stage}
             slots[there] = next(slot for slot in range(len(taken) + 1) if slot not in taken)

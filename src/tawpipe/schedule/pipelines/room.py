@@ -7,7 +7,6 @@ back, B the former. W is always ready, so what waits for it can be had at any ti
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
 from itertools import accumulate
 
 from tawpipe.errors import UserError
@@ -72,17 +71,14 @@ class Room:
         Args:
             ready: a heap of indices of ``works``; what is taken leaves it.
         """
-        skipped, chosen = [], -1
-        while ready:
-            index = heappop(ready)
-            if self.fits(place, works[index]):
-                chosen = works[index]
-                self.start(place, chosen)
-                break
-            skipped.append(index)
-        for index in skipped:
-            heappush(ready, index)
-        return chosen
+        ready.sort()  # a sorted list is a heap, and the next sort has little to do
+        for at, index in enumerate(ready):
+            work = works[index]
+            if self.fits(place, work):
+                del ready[at]
+                self.start(place, work)
+                return work
+        return -1
 
     def stays_within(self, lanes: Iterable[Iterable[int]]) -> bool:
         """True if works in these orders keep within the limit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import PipelineCosts, Work
@@ -45,7 +45,7 @@ class Rounded(PipelineCosts):
         assert self.true is not None
         # A whole backward pass is as long as its parts, so that one variable says which of them it is.
         kinds = "IW" if work.kind == "B" else work.kind
-        return sum(up(self.true.seconds(layout, replace(work, kind=kind)) / self.unit) for kind in kinds)
+        return sum(up(self.true.seconds(layout, work._replace(kind=kind)) / self.unit) for kind in kinds)
 
 
 def up(number: float) -> int:

@@ -134,7 +134,14 @@ class ActivationPipeline(Strategy):
         shape = self.shape(step.model, step.topology)
         if not training:
             shape = replace(shape, order_of=lambda count: forward_only(shape.layout, count))
-        return build_pipeline(shape, step, training=training)
+        return build_pipeline(shape, step, training=training, ranks=ranks)
+
+    def fullest(self, step: StepSpec) -> tuple[int, ...]:
+        """One of all pipelines with as many micro-batches: side by side they do the same."""
+        positions = self.positions(step.topology)
+        one_of = {len(own): positions.replica(rank) for rank, own in reversed([*enumerate(step.micro_batches)])}
+        world = range(step.topology.world_size)
+        return tuple(rank for rank in world if positions.replica(rank) in one_of.values())
 
     def build_in_order(self, step: StepSpec, order: Order) -> Schedule:
         """A training step in a given order; every pipeline has as many micro-batches."""

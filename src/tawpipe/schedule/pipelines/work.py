@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from tawpipe.schedule.pipelines.layout import Layout
 
 KINDS = "FBIWOR"
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One stage on one micro-batch.
 
     Args:
@@ -128,19 +129,29 @@ class PipelineCosts:
     memory: float = math.inf
     host: float = 0.0
 
+    @cached_property
+    def _known(self) -> dict[tuple[Layout, str, int], float]:
+        return {}
+
     def seconds(self, layout: Layout, work: Work) -> float:
         """Time of a work."""
-        own = [self.blocks[block] for block in layout.blocks_of(work.stage)]
-        if work.kind in "OR":
+        key = layout, work.kind, work.stage
+        if key not in self._known:
+            self._known[key] = self._seconds(*key)
+        return self._known[key]
+
+    def _seconds(self, layout: Layout, kind: str, stage: int) -> float:
+        own = [self.blocks[block] for block in layout.blocks_of(stage)]
+        if kind in "OR":
             return self.host * sum(block.kept for block in own)
-        pace = self.pace[layout.places[work.stage]] if self.pace else 1.0
+        pace = self.pace[layout.places[stage]] if self.pace else 1.0
         parts = {
             "F": lambda one: one.forward,
             "B": lambda one: one.backward_input + one.backward_weight,
             "I": lambda one: one.backward_input,
             "W": lambda one: one.backward_weight,
         }
-        return pace * sum(map(parts[work.kind], own))
+        return pace * sum(map(parts[kind], own))
 
     def kept(self, layout: Layout, stage: int) -> float:
         """Memory of a stage and micro-batch from F to B or I."""
