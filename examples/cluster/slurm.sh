@@ -21,7 +21,7 @@ train=(--model meta-llama/Llama-3.1-8B --data '/shared/corpus/*.parquet' --seque
 train+=(--resume auto)
 
 # All nodes meet at the first one. The port depends on the job, so that two jobs can share a node.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MEET="$head:$((20000 + SLURM_JOB_ID % 20000))"
 
 # One torchrun on every node, which starts a process for each of its GPUs. Processes that torchrun starts on one machine

@@ -114,7 +114,7 @@ def test_when_the_script_ends_all_machines_end(local_ssh: Path, how: signal.Sign
 
 
 def test_a_slurm_job_starts_torchrun_on_every_node(tmp_path: Path) -> None:
-    command(tmp_path, "scontrol", 'test "$*" = "show hostnames node[07-08]" && printf "node07\\nnode08\\n"')
+    command(tmp_path, "scontrol", 'test "$*" = "show hostnames node[07-08]" && { echo node07; echo node08; }')
     command(
         tmp_path,
         "srun",
