@@ -158,12 +158,14 @@ class Held:
     file_bytes: int = 0
 
     def __repr__(self) -> str:
-        """What a process holds, by its parts, and what a link carries."""
+        return f"{type(self).__name__}({self.parts()})"
+
+    def parts(self) -> str:
+        """What a process holds, in words."""
         names = ("home", "buffer", "activation", "working", "host", "file")
-        parts = {name: getattr(self, f"{name}_bytes") for name in names}
-        held = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
-        sent = max(self.link_sent_bytes, default=0)
-        return f"Costs({self.strategy}: MiB of a process: {held}; the busiest link sends {sent / 1e6:.1f} MB a step)"
+        sizes = {name: getattr(self, f"{name}_bytes") for name in names}
+        held = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items() if size)
+        return f"MiB of a process: {held}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,11 @@ class Costs(Held):
     schedule: str
     link_sent_bytes: tuple[int, ...]
     link_received_bytes: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """What a process holds, by its parts, and what a link carries."""
+        sent = max(self.link_sent_bytes, default=0)
+        return f"Costs({self.strategy}: {self.parts()}; the busiest link sends {sent / 1e6:.1f} MB a step)"
 
 
 def far_widths(settings: ScheduleSettings, widths: Widths) -> tuple[float, float]:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from tawpipe.checkpoint.format import complete_states, read_manifest
+from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
