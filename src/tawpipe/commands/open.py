@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.options import CommandParser
 from tawpipe.report.site import INDEX, Page, Site, write_pages
 
 SETTING = "PATH"
@@ -153,7 +154,7 @@ def _read(file: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="tawpipe open",
         description="Shows the pages of a run, a plan, a recorded step or a comparison in a browser, with a list of "
         "them. Only this machine can see them. Pages are made anew when they are loaded, so that a run can be watched.",
