@@ -28,6 +28,7 @@ NOT_RUN = {
     r"tawpipe train .*Qwen3-Next.*": "a family that has tests of its own",
     r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
     r"tawpipe train (?=.*\.\.\.).*": "leaves options out",
+    r"tawpipe open .*": "serves until ctrl-C: tests/commands/test_open.py",
     r"tawpipe train --import examples/.*": "tests/schedule/test_add_a_strategy.py runs it",
     r"tawpipe plan .* --topology cluster\.yaml .*": "needs a file that a cluster writes",
 }
