@@ -95,7 +95,7 @@ def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
     said = capsys.readouterr().out
     assert re.search(r"retrieval +0 of 12 facts found; first miss at 224 tokens, depth 0\n", said)
     drawn = page.read_text()
-    assert "Hidden facts" in drawn and '"type":"heatmap"' in drawn and drawn.count("0 of 2") == 6
+    assert "Hidden facts" in drawn and '"type":"heatmap"' in drawn and drawn.count("0 of 2") == 12  # and in words
     measured = [row for row in rows(home, "facts") if "retrieval_found" in row]
     assert [row["step"] for row in measured] == [2, 4]
     config = load_config(command(home, "facts", *words)[3:])
