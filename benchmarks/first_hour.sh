@@ -59,7 +59,7 @@ sed "s#$prefix#/usr#g" first.log | tee -a "$transcript"
 type_in 0 "tawpipe checkpoint list runs/first"
 type_in 0 "tawpipe train --config runs/first/config.yaml --resume auto"
 
-tell "A chat model: train an adapter, ask it"
+tell "A chat model: fine-tune it, ask it"
 python - <<'MAKE' 2>&1 | tee -a "$transcript"
 import json, random
 from pathlib import Path
@@ -87,7 +87,7 @@ draw = random.Random(0)
 Path("chats.jsonl").write_text("".join(json.dumps({"messages": draw.choice(chats)}) + "\n" for _ in range(200)))
 MAKE
 type_in 0 "head -2 chats.jsonl"
-type_in 0 "tawpipe train --model small-model --data chats.jsonl --sequence-length 64 --lora.rank 16 --learning-rate 0.01 --epochs 12 --lora.targets all-linear embed_tokens --export.merge --output tuned"
+type_in 0 "tawpipe train --model small-model --data chats.jsonl --sequence-length 64 --learning-rate 0.005 --epochs 10 --output tuned"
 type_in 0 "python -c \"
 from transformers import pipeline
 chat = pipeline('text-generation', model='tuned/model')

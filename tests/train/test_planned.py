@@ -56,6 +56,18 @@ def made(monkeypatch, plan) -> list[str]:
     return calls
 
 
+def test_a_plan_for_documents_that_are_dealt_has_no_pipeline(monkeypatch):
+    asked = plan_request()
+    monkeypatch.setattr("tawpipe.plan.measure.request_of", lambda *_, **__: asked)
+    alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+    config = replace(CONFIG, packing="balanced")
+    request, _ = planned.ask(config, alone, asked.machine, vocab_size=500, dtype=torch.bfloat16, lengths=[])
+    assert request is not None
+    with pytest.raises(UserError, match="got '1f1b'; another one: documents are dealt by time"):
+        request.step(ScheduleSettings(strategy="1f1b"))
+    assert not any(one.fits and one.step.strategy.weights_stay for one in search(request) if one.step is not None)
+
+
 def state(plan: str = "", nodes: Topology | None = None) -> RunState:
     return RunState(step=3, samples=48, seed=0, topology=str(nodes or Topology.grid(2, 2)), plan=plan)
 

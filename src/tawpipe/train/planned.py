@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
+DEALT = "documents are dealt by time, --packing balanced"
+"""Why no stages: a pipeline would need documents that take its positions equally long."""
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 MEMORY = {"cuda": 0.95, "cpu": 0.8}
 """Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
@@ -312,6 +314,8 @@ def ask(
             here=world.device,
             tell=tell,
         )
+        if config.packing == "balanced":
+            request = replace(request, why_not_staged=request.why_not_staged or DEALT)
     except Exception as error:  # what is wrong with the model comes again, by name, when it is made
         logger.debug("measuring", exc_info=True)
         problem = f"{type(error).__name__}: {error}"
