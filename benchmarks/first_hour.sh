@@ -60,7 +60,7 @@ type_in 0 "tawpipe checkpoint list runs/first"
 type_in 0 "tawpipe train --config runs/first/config.yaml --resume auto"
 
 tell "A chat model: fine-tune it, ask it"
-python - <<'MAKE' 2>&1 | tee -a "$transcript"
+python - <<'MAKE' > /dev/null 2>&1
 import json, random
 from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers
@@ -87,7 +87,7 @@ draw = random.Random(0)
 Path("chats.jsonl").write_text("".join(json.dumps({"messages": draw.choice(chats)}) + "\n" for _ in range(200)))
 MAKE
 type_in 0 "head -2 chats.jsonl"
-type_in 0 "tawpipe train --model small-model --data chats.jsonl --sequence-length 64 --learning-rate 0.005 --epochs 10 --output tuned"
+type_in 0 "tawpipe train --model small-model --data chats.jsonl --sequence-length 64 --learning-rate 0.005 --epochs 10 --validation-fraction 0 --output tuned"
 type_in 0 "python -c \"
 from transformers import pipeline
 chat = pipeline('text-generation', model='tuned/model')
