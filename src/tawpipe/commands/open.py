@@ -38,10 +38,10 @@ def run(argv: Sequence[str]) -> int:
         address = site.address + (pages[0].name if len(pages) == 1 else "")
         for page in pages:
             print(f"{page.title}: {page.line}")
-        print(f"{address} (ctrl-C ends it)", flush=True)
-        if not arguments.no_browser and has_display():
-            webbrowser.open(address)
         try:
+            print(f"{address} (ctrl-C ends it)", flush=True)
+            if not arguments.no_browser and has_display():
+                webbrowser.open(address)
             site.serve_forever()
         except KeyboardInterrupt:
             print()
