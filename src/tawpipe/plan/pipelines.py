@@ -53,7 +53,7 @@ def changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in (*ways, *(["full"] if strategy.kind == "generated" else []), "none"):
+    for recompute in (*ways, *(["full"] if strategy.searches_stages else []), "none"):
         with suppress(UserError):  # memory for no order of what layers would keep
             yield {"recompute": recompute, **(_made(request, strategy, recompute) if strategy.made else {})}
 
@@ -66,11 +66,11 @@ def _made(
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
     for _ in range(TRIES):
-        if strategy.kind == "generated":
+        if strategy.searches_stages:
             layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
             stages = f"{positions.axis}:{layout}"
         made = {"stages": stages, "block_times": spell_times(costs)}
-        if not request.memory_bytes or strategy.kind == "zero-bubble":
+        if not request.memory_bytes or not strategy.follows_memory:
             break
         settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
         needs = memory_quickly(request, request.step(settings, replace(strategy, **made)))

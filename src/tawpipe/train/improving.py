@@ -20,6 +20,7 @@ from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
+from tawpipe.schedule.strategies import strategies
 
 TIMED = range(2, 5)
 """Steps of this run that are timed: the first ones warm up."""
@@ -116,7 +117,8 @@ class Improving:
 
 
 def _can_improve(pipeline: Pipeline, rows: int) -> bool:
-    if pipeline.settings.strategy != "solved":
+    strategy = strategies()[pipeline.settings.strategy]
+    if not (isinstance(strategy, ActivationPipeline) and strategy.improves):
         return False
     step = pipeline.schedule(rows).step
     return len({len(own) for own in step.micro_batches}) == 1

@@ -82,6 +82,21 @@ class ActivationPipeline(Strategy):
         return self.kind in ("zero-bubble", "generated", "solved")
 
     @property
+    def searches_stages(self) -> bool:
+        """True if the stages themselves are looked for, and not given or even."""
+        return self.kind == "generated"
+
+    @property
+    def follows_memory(self) -> bool:
+        """True if what is made for costs keeps within their memory."""
+        return self.kind in ("generated", "solved")
+
+    @property
+    def improves(self) -> bool:
+        """True if a solver may look for a better order by times that a run has measured."""
+        return self.kind == "solved"
+
+    @property
     def axis(self) -> str:
         return (self.stages or "world").partition(":")[0]
 
@@ -165,7 +180,7 @@ class ActivationPipeline(Strategy):
         positions = self.positions(step.topology)
         each = -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
         few = rounds * positions.size
-        if each <= few + positions.size or each % positions.size or self.kind in ("generated", "solved"):
+        if each <= few + positions.size or each % positions.size or self.follows_memory:
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
