@@ -38,8 +38,10 @@ MAX_NODES = 250
 """Nodes for which the cluster's network has addresses, with some to spare."""
 
 _NAMESPACES = Path("/var/run/netns")
-_BURST_BYTES = 256 * 1024
-_BURST_S = 0.2e-3
+_PACKET = 66 * 1024
+"""The kernel's largest packet, with its headers."""
+_LATE_S = 0.5e-3
+"""By which a timer may be late."""
 _QUEUE_S = 0.2
 _NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
 _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
@@ -162,10 +164,11 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) 
 def _shape(namespace: str, interface: str, rate: int) -> None:
     """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
 
-    The burst lets the largest packets of the kernel (64 KiB) pass whole and outlasts the delay of a timer. Queues hold
-    200 ms, as a switch with ample buffers does; beyond that packets are dropped.
+    The burst lets the kernel's largest packets pass whole and outlasts the delay of a timer, and is no larger: what
+    fits into it passes a link that was idle in no time, as on no real link. Queues hold 200 ms, as a switch with ample
+    buffers does; beyond that packets are dropped.
     """
-    burst = max(_BURST_BYTES, round(rate / 8 * _BURST_S))
+    burst = _PACKET + round(rate / 8 * _LATE_S)
     limit = burst + round(rate / 8 * _QUEUE_S)
     shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
     call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
