@@ -43,7 +43,8 @@ def problems(draw: st.DrawFn) -> tuple[Layout, PipelineCosts, int, bool]:
     layout = draw(layouts())
     blocks = tuple(BlockTimes(*(draw(TIMES) for _ in range(5))) for _ in range(layout.blocks))
     pace = tuple(draw(st.sampled_from([1.0, 0.7, 2.0])) for _ in range(layout.size)) if draw(st.booleans()) else ()
-    costs = PipelineCosts(blocks, draw(TIMES), pace)
+    nodes = tuple(draw(st.integers(0, 2)) for _ in range(layout.size)) if draw(st.booleans()) else ()
+    costs = PipelineCosts(blocks, draw(TIMES), pace, near_hop=draw(TIMES), nodes=nodes)
     if draw(st.booleans()):
         costs = replace(costs, memory=least_memory(layout, costs) * draw(st.sampled_from([1.0, 1.1, 1.7, 3.0])))
     return layout, costs, draw(st.integers(1, 7)), draw(st.booleans())

@@ -79,7 +79,8 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
 def test_no_order_is_shorter_than_the_bounds(data):
     blocks = data.draw(st.integers(6, 10))
     times = st.integers(0, 9)
-    costs = PipelineCosts(tuple(BlockTimes(*(data.draw(times) for _ in range(3))) for _ in range(blocks)), hop=2)
+    drawn = tuple(BlockTimes(*(data.draw(times) for _ in range(3))) for _ in range(blocks))
+    costs = PipelineCosts(drawn, hop=2, near_hop=1, nodes=data.draw(st.sampled_from([(), (0, 0, 1)])))
     moves = Moves(ticks := Ticks.of(costs), 3, count := 3, 6)
     plan = Plan((0, 2, 4, 5), tuple(data.draw(st.permutations((0, 1, 2, data.draw(st.integers(0, 2)))))))
     limit = 10**18
@@ -101,7 +102,8 @@ def test_no_order_is_shorter_than_the_bounds(data):
     st.one_of(st.just(math.inf), st.floats(0, 1e9)),
 )
 def test_times_as_text_are_exact(blocks, hop, pace, memory):
-    costs = PipelineCosts((*blocks, *blocks[-1:] * 3), hop, tuple(pace), memory, hop / 3)
+    nodes = tuple(map(int, pace))
+    costs = PipelineCosts((*blocks, *blocks[-1:] * 3), hop, tuple(pace), memory, hop / 3, hop / 7, nodes)
     assert parse_times(spell_times(costs)) == costs
 
 

@@ -40,7 +40,8 @@ def problems(draw) -> tuple[Layout, PipelineCosts, int]:
     layout = Layout(stages, tuple(range(stages)), tuple(places))
     hop, host = draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from([0.2, 1.0, 3.0]))
     limit = max(block.kept for block in blocks) * draw(st.sampled_from([1.0, 1.3, 2.0, 3.5]))
-    return layout, PipelineCosts(blocks, hop, memory=limit, host=host), draw(st.integers(1, 4))
+    near = {"near_hop": 0.1, "nodes": (*range(size - 1), 0)} if draw(st.booleans()) else {}
+    return layout, PipelineCosts(blocks, hop, memory=limit, host=host, **near), draw(st.integers(1, 4))
 
 
 def check(layout: Layout, order: Order, costs: PipelineCosts, micro_batches: int, seed: int = 0) -> None:

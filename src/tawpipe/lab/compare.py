@@ -43,8 +43,6 @@ BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
 LARGEST_DIFFERENCE = 1e-4
 """Relative difference of two strategies' losses, beyond which they have not trained the same thing."""
-INSIDE = LinkModel(2e9)
-"""A node's loopback, for the bounds; what is lost on it is nearly nothing."""
 FRAMES = 1448 / 1514
 """Share of an Ethernet link's bytes that is payload: TCP with timestamps in full frames, as the interfaces count
 them.
@@ -129,7 +127,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
     entries = list(suite.strategies)
     for i, entry in enumerate(entries):
         try:
-            found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs)
+            found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between_of(cell))
             entries[i] = replace(entry, found={**entry.found, **found})
         except UserError as error:
             failed[i] = str(error)
@@ -244,6 +242,12 @@ def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
     draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 
 
+def between_of(cell: Cell) -> LinkModel:
+    """The slowest link of a node."""
+    rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
+    return LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
+
+
 def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
     """The bounds of a strategy in a cell, from the setting alone.
 
@@ -251,15 +255,14 @@ def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
         UserError: a strategy that is not known, or cannot run there.
     """
     topology = Topology.grid(cell.nodes, cell.local)
-    rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
-    between = LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
+    between = between_of(cell)
     if isinstance(cell.workload, RealWorkload):
         return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
     if entry.strategy in ours.rows():
         schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
-        costs = workload_costs(workload, between=between, inside=INSIDE, reduce_scatter="ring")
+        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring")
         return schedule_bounds(
             schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
         )

@@ -17,6 +17,7 @@ from tawpipe.lab.bounds import workload_model
 from tawpipe.lab.lengths import DealtWorkload, dealt
 from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
+from tawpipe.plan.pipelines import hops
 from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.program import PipelineShape
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -28,6 +29,7 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import Spread, build, find, register, shares_of, step_of, strategies
 from tawpipe.schedule.transform import without_overlap
+from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
 
@@ -175,44 +177,50 @@ def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
     return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
 
 
-SEARCHED = ("generated", "solved")
-"""Kinds of pipelines that a search finds."""
+INSIDE = LinkModel(2e9)
+"""A node's loopback; what is lost on it is nearly nothing."""
 
 
-def found_for(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order.
+def found_for(
+    name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
+) -> dict[str, Any]:
+    """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order; and
+    the times that a pipeline is made for.
+
+    Args:
+        between: the link of a node; None if transfers take no time.
 
     Raises:
         UserError: nothing of this kind fits into the workload's room.
     """
     strategy = find(rows()[name]) if name in rows() else None
-    if (
-        not isinstance(strategy, ActivationPipeline)
-        or strategy.kind not in SEARCHED
-        or not isinstance(workload, TimedWorkload)
-    ):
+    if not isinstance(strategy, ActivationPipeline) or not strategy.made or not isinstance(workload, TimedWorkload):
         return {}
-    if "order" in knobs or "block_times" in knobs or (name == "generated" and ":" in knobs.get("stages", "")):
+    if "order" in knobs or "block_times" in knobs:
         return {}
     work = computed(name, workload, topology, knobs)
     strategy = strategy.configured(settings_of(name, knobs).schedule)
     assert isinstance(work, TimedWorkload)
     positions, costs = strategy.positions(topology), pipeline_costs(work)
-    count = work.micro_batches // positions.replicas
+    if between is not None:
+        costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
+    count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
+    if name == "zero-bubble" or (name == "generated" and ":" in knobs.get("stages", "")):
+        return times
     if name == "generated":
         from tawpipe.schedule.pipelines.generate import generate
 
-        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}"}
+        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
     layout = strategy.layout_of(workload_model(work), positions.size)
     if name == "solved":
         from tawpipe.schedule.pipelines.solve import solve
 
-        return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order)}
+        return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order), **times}
     fitting = heuristics(layout, costs, count)
     orders = [order for way, order in fitting.items() if way in FITTED[name]]
     if not orders:
         raise UserError("room", work.room, f"more for {name}; {', '.join(fitting)} would do with that")
-    return {"order": str(min(orders, key=lambda order: makespan(play(layout, order, costs))))}
+    return {"order": str(min(orders, key=lambda order: makespan(play(layout, order, costs)))), **times}
 
 
 @dataclass(eq=False)

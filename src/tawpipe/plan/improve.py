@@ -92,6 +92,7 @@ def measured(
         costs,
         blocks=tuple(blocks),
         hop=costs.hop * usual if hop is None else hop,
+        near_hop=costs.near_hop * usual,
         pace=(),
         host=statistics.median(links) if links else costs.host * usual,
     )

@@ -23,6 +23,7 @@ from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts
 from tawpipe.schedule.settings import RECOMPUTE
 from tawpipe.schedule.step import StepSpec, Strategy
+from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
 QUICK = BUDGET // 10
@@ -99,16 +100,31 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         times = (round(one * MICRO) for one in (forward, back - weights, weights))
         blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2)))
     factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
-    near = positions.axis == "locals" or request.topology.num_nodes == 1
-    link = costs.inside if near else costs.between
     host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
     return PipelineCosts(
         tuple(blocks),
-        hop=round((link.latency_s + boundary / link.bytes_per_s) * MICRO),
         pace=tuple(factors) if set(factors) != {1.0} else (),
         memory=_room(request, positions, boundary),
         host=round(host * MICRO) if host < math.inf else math.inf,
+        **hops(positions, boundary, between=costs.between, inside=costs.inside),
     )
+
+
+def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: LinkModel) -> dict[str, Any]:
+    """How long boundaries take from one position to another, as ``PipelineCosts`` says it.
+
+    Args:
+        boundary: bytes. Pipelines side by side send theirs over one link between nodes at one time.
+    """
+    together = positions.replicas if positions.axis == "nodes" else 1
+
+    def time(link: LinkModel) -> int:
+        return round((link.latency_s + boundary * together / link.node_rate(together)) * MICRO)
+
+    if positions.axis == "locals" or positions.topology.num_nodes == 1:
+        return {"hop": time(inside)}
+    near = {"near_hop": time(inside), "nodes": positions.nodes} if positions.nodes else {}
+    return {"hop": time(between), **near}
 
 
 def _room(request: PlanRequest, positions: Positions, boundary: float) -> float:

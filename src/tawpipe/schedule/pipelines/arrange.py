@@ -102,7 +102,7 @@ def joined(passes: Passes, timed: Timed) -> Order:
     W of a stage take equally long: in each one's place runs the latest that waits.
     """
     stages, count = passes.stages.layout.stages, passes.micro_batches
-    places, hop = passes.stages.layout.places, passes.stages.of.hop
+    places, travel = passes.stages.layout.places, passes.stages.of.travel
     chain = 2 * stages * count
     starts, ends = passes.starts(timed), timed.ends
     lanes = []
@@ -118,9 +118,9 @@ def joined(passes: Passes, timed: Timed) -> Order:
             if named.kind == "W":
                 named = Work("W", stage, waiting[stage].pop())
             elif named.kind == "I":
-                after, away = work + count, stage > 0 and places[stage] != places[stage - 1]
+                after, away = work + count, travel(places[stage], places[stage - 1]) if stage > 0 else 0
                 if following // count == work // count + stages and (
-                    after >= chain or ends[following] + (hop if away else 0) <= starts[after]
+                    after >= chain or ends[following] + away <= starts[after]
                 ):
                     named, done = Work("B", stage, named.micro_batch), following
                 else:

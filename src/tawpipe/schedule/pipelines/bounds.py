@@ -25,7 +25,7 @@ def _ends(layout: Layout, costs: PipelineCosts, *, split: bool) -> tuple[list[fl
     stages, kinds = layout.stages, _kinds(layout, costs, split=split)
     head, tail = [0.0] * stages, [0.0] * stages
     for stage in range(1, stages):
-        hop = costs.hop if layout.places[stage] != layout.places[stage - 1] else 0.0
+        hop = costs.travel(layout.places[stage], layout.places[stage - 1])
         head[stage] = head[stage - 1] + costs.seconds(layout, Work("F", stage - 1, 0)) + hop
         # The first stage ends with its W, apart or not.
         kind = kinds[stage - 1] if stage > 1 else "B"
@@ -90,7 +90,7 @@ def _memory(layout: Layout, costs: PipelineCosts, micro_batches: int, place: int
         own = sum(costs.seconds(layout, Work(one, stage, 0)) for one in ("F", kinds[stage]))
         trip = own
         for later in range(stage + 1, layout.stages):
-            hop = costs.hop if layout.places[later] != layout.places[later - 1] else 0.0
+            hop = costs.travel(layout.places[later], layout.places[later - 1])
             trip += sum(costs.seconds(layout, Work(one, later, 0)) for one in ("F", kinds[later])) + 2 * hop
         total += micro_batches * trip * kept
         if kinds[stage] == "I":

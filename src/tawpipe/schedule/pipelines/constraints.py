@@ -194,7 +194,7 @@ class Model:
 
     def _travel(self, stage: int, number: int) -> None:
         """An activation to a stage, a gradient from it."""
-        hop = int(self.ticks.hop) if self.layout.places[stage] != self.layout.places[stage - 1] else 0
+        hop = int(self.ticks.travel(self.layout.places[stage], self.layout.places[stage - 1]))
         front, before = Work("F", stage, number), Work("F", stage - 1, number)
         self._after(front, self.start[before] + self._time("F", stage - 1), before, hop)
         self._after(Work("I", stage - 1, number), self.until[stage, number], Work("I", stage, number), hop)

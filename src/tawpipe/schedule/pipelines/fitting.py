@@ -33,7 +33,7 @@ def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[in
     for stage in reversed(range(layout.stages)):
         trip += sum(one[stage])
         found.append(max(1, math.ceil(trip / max(busiest, 1e-12) - 1e-6)) + spare)
-        trip += 2 * costs.hop * (stage > 0 and layout.places[stage] != layout.places[stage - 1])
+        trip += 2 * costs.travel(layout.places[stage], layout.places[stage - 1]) if stage else 0.0
     return found[::-1]
 
 

@@ -36,8 +36,7 @@ class _Play:
                 continue
             for one in choice:
                 if (found := self.times.get(one)) is not None:
-                    hop = self.costs.hop if self.layout.places[one.stage] != place else 0.0
-                    if found[1] + hop > self.now:
+                    if found[1] + self.costs.travel(self.layout.places[one.stage], place) > self.now:
                         return False
                     break
             else:
@@ -55,8 +54,8 @@ class _Play:
         self.held[place] += self.table.taken[work.kind, work.stage]
         self.busy[place][work.kind in "OR"] = True
         heapq.heappush(self._events, (end, len(self.times), work))
-        if self.costs.hop:
-            heapq.heappush(self._events, (end + self.costs.hop, len(self.times), None))
+        for hop in {self.costs.hop, self.costs.near_hop if self.costs.nodes else 0.0} - {0.0}:
+            heapq.heappush(self._events, (end + hop, len(self.times), None))
 
     def advance(self) -> bool:
         """On to the next time at which something ends or arrives; False if there is none."""

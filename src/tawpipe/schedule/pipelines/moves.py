@@ -28,7 +28,7 @@ class Moves:
     """
 
     def __init__(self, ticks: Ticks, positions: int, micro_batches: int, most: int) -> None:
-        self.positions, self.micro_batches, self.most, self.hop = positions, micro_batches, most, ticks.hop
+        self.positions, self.micro_batches, self.most, self.travel = positions, micro_batches, most, ticks.travel
         self.blocks = len(ticks.forward)
         whole = [sum(three) for three in zip(ticks.forward, ticks.inputs, ticks.weights, strict=True)]
         self.forward, self.inputs, self.total = (
@@ -50,13 +50,14 @@ class Moves:
         Before the first micro-batch comes to a stage, its position has nothing to do but F of earlier stages; after
         the last one has gone back through it, nothing but I and W of these.
         """
-        count, hop, places, loads = self.micro_batches, self.hop, plan.places, self.loads(plan)
+        count, travel, places, loads = self.micro_batches, self.travel, plan.places, self.loads(plan)
         forward, inputs = [0] * self.positions, [0] * self.positions
         first, found = [-1] * self.positions, [0] * self.positions
         at, tail, before = 0, 0, places[0]
         tails = []
         for cut, end, place in zip(plan.cuts, self._ends(plan), places, strict=True):
             if place != before:
+                hop = travel(before, place)
                 before = place
                 at += hop
                 tail += hop
@@ -74,8 +75,9 @@ class Moves:
             tail += sums[end] - sums[cut]
         tails.append(tail)
         for stage in range(len(places) - 1, -1, -1):
-            place, hops = places[stage], hop if stage + 1 < len(places) and places[stage + 1] != places[stage] else 0
-            inputs[place] += tails[stage + 1] - tails[stage] - hops
+            place = places[stage]
+            hop = travel(place, places[stage + 1]) if stage + 1 < len(places) else 0
+            inputs[place] += tails[stage + 1] - tails[stage] - hop
             time = first[place] + count * (forward[place] + inputs[place]) + tails[stage]
             if time > found[place]:
                 found[place] = time

@@ -127,7 +127,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
         for one in needed:
             if one not in ends:
                 return None
-            found = max(found, ends[one] + (ticks.hop if layout.places[one.stage] != place else 0))
+            found = max(found, ends[one] + ticks.travel(layout.places[one.stage], place))
         return found
 
     def choice(p: int) -> tuple[int, int, int, int, int, Work] | None:

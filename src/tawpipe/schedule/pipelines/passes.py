@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from tawpipe.schedule.pipelines.room import Room
 from tawpipe.schedule.pipelines.ticks import StageTicks
@@ -50,15 +51,21 @@ class Passes:
     split: tuple[bool, ...]
 
     @cached_property
-    def _steps(self) -> tuple[list[int], list[int]]:
-        """(time, position) of every work."""
+    def _steps(self) -> tuple[list[int], list[int], list[int]]:
+        """(time, position, time until what follows M later can begin) of every work."""
         own, places, count = self.stages, self.stages.layout.places, self.micro_batches
         back = range(len(places) - 1, -1, -1)
         times = [*own.forward]
         times += [own.inputs[s] + (0 if self.split[s] else own.weights[s]) for s in back]
         times += [own.weights[s] for s in back]
         where = [*places, *places[::-1], *places[::-1]]
-        return [one for one in times for _ in range(count)], [one for one in where for _ in range(count)]
+        away = [self.stages.of.travel(a, b) for a, b in pairwise(where[: 2 * len(places)])]
+        away += [0] * (len(where) - len(away))
+
+        def each(values: Sequence[int]) -> list[int]:
+            return [one for one in values for _ in range(count)]
+
+        return each(times), each(where), each(away)
 
     @cached_property
     def works(self) -> list[int]:
@@ -96,8 +103,8 @@ class Passes:
             works: all of them, the most urgent first.
             flying: micro-batches that are under way at most; 0 for any number.
         """
-        times, places = self._steps
-        count, stages, hop = self.micro_batches, self.stages.layout.stages, self.stages.of.hop
+        times, places, away = self._steps
+        count, stages = self.micro_batches, self.stages.layout.stages
         size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
         rank = [0] * (3 * half)
         for index, work in enumerate(works):
@@ -139,8 +146,7 @@ class Passes:
                     heappush(coming[place], (end, begins))
             after = work + count
             if after < chain:
-                other = places[after]
-                at = end if other == place else end + hop
+                other, at = places[after], end + away[work]
                 heappush(coming[other], (at, after))
                 if idle[other]:
                     heappush(wakes, (at, other))
@@ -153,8 +159,8 @@ class Passes:
             works: all of them, first what should end last.
             flying: see ``forward``.
         """
-        times, places = self._steps
-        count, stages, hop = self.micro_batches, self.stages.layout.stages, self.stages.of.hop
+        times, places, away = self._steps
+        count, stages = self.micro_batches, self.stages.layout.stages
         size, chain, half = self.stages.layout.size, 2 * stages * self.micro_batches, stages * self.micro_batches
         rank = [0] * (3 * half)
         for index, work in enumerate(works):
@@ -201,8 +207,7 @@ class Passes:
             else:
                 before = (last + work - flying,) if work >= flying else ()
             for one in before:
-                other = places[one]
-                at = end if other == place else end + hop
+                other, at = places[one], end + (away[one] if one == work - count else 0)
                 if at > due[one]:
                     due[one] = at
                 missing[one] -= 1

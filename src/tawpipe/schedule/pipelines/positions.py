@@ -53,6 +53,12 @@ class Positions:
         return self.topology.nodes[node][local]
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of every position of the first pipeline; empty where no two are on one."""
+        found = tuple(self.topology.node_of(self.rank(position, 0)) for position in range(self.size))
+        return found if len(set(found)) < len(found) else ()
+
+    @property
     def group(self) -> str:
         """The group of the ranks that hold the same stages; empty where each is alone."""
         return "" if self.replicas == 1 else {"nodes": "node", "locals": "rail"}[self.axis]

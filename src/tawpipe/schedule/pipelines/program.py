@@ -122,7 +122,7 @@ class PipelineShape:
             for one in self.costs.blocks
         )
         host = max(self.costs.host, least)
-        return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, host=host))
+        return play(self.layout, order, replace(self.costs, blocks=blocks, hop=0.0, near_hop=0.0, host=host))
 
     def crossings(self, works: Iterable[Work]) -> list[list[Crossing]]:
         """By position, what it sends to another one and receives from there."""

@@ -36,10 +36,12 @@ class Rounded(PipelineCosts):
         """
         kinds = "FIW" + "OR" * math.isfinite(costs.host)
         works = [Work(kind, stage, 0) for kind in kinds for stage in range(layout.stages)]
-        times = [one for one in (*(costs.seconds(layout, work) for work in works), costs.hop) if one > 0]
+        hops = costs.hop, costs.near_hop
+        times = [one for one in (*(costs.seconds(layout, work) for work in works), *hops) if one > 0]
         unit = unit_of(times, max(min(times) / TICKS, most / 2**22))
         stretch = max(up(one / unit) * unit / one for one in times)
-        return cls(costs.blocks, up(costs.hop / unit), unit=unit, stretch=stretch, true=costs)
+        hop, near = (up(one / unit) for one in hops)
+        return cls(costs.blocks, hop, near_hop=near, nodes=costs.nodes, unit=unit, stretch=stretch, true=costs)
 
     def seconds(self, layout: Layout, work: Work) -> int:
         assert self.true is not None

@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -250,8 +250,8 @@ class _Search:
 
     def _shaken(self, order: Order) -> float:
         """Mean makespan of a few plays with random delays."""
-        costs = self.costs
-        draws = [Shaken(costs.blocks, costs.hop, costs.pace, costs.memory, costs.host, seed) for seed in range(DRAWS)]
+        own = {one.name: getattr(self.costs, one.name) for one in fields(PipelineCosts)}
+        draws = [Shaken(**own, seed=seed) for seed in range(DRAWS)]
         return statistics.mean(makespan(play(self.layout, order, one)) for one in draws)
 
     def solved(self) -> Solved:

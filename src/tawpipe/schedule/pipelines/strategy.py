@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.arrange import arrange
 from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import forward_only, interleaved, one_f_one_b, zero_bubble
+from tawpipe.schedule.pipelines.orders import forward_only, interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import parse_times, times_from_sizes
@@ -229,6 +229,15 @@ def _layout(kind: str, given: str, block_times: str, model: ModelSpec, size: int
     return layout
 
 
+def _memory_of_a_v(layout: Layout, costs: PipelineCosts) -> float:
+    """What ``zero-bubble`` may keep: no more than the published order, whose positions have the activations of 2p
+    stages and of one more while W runs, and what p of W wait for.
+    """
+    stages = range(layout.stages)
+    activations, waiting = (max(map(partial(what, layout), stages)) for what in (costs.kept, costs.kept_for_weights))
+    return (2 * layout.size + 1) * activations + layout.size * waiting
+
+
 @cache
 def _order(kind: str, layout: Layout, costs: PipelineCosts, count: int) -> Order:
     if not count:
@@ -238,7 +247,7 @@ def _order(kind: str, layout: Layout, costs: PipelineCosts, count: int) -> Order
     if kind == "interleaved-1f1b":
         return interleaved(layout, count)
     if kind == "zero-bubble":
-        return zero_bubble(layout, count, costs)
+        return arrange(layout, replace(costs, memory=_memory_of_a_v(layout, costs)), count)
     if kind == "generated":
         return arrange(layout, costs, count)
     found = heuristics(layout, costs, count)

@@ -32,7 +32,7 @@ class Ticks:
     Args:
         forward, inputs, weights: time by block: F, I, W.
         kept, kept_for_weights: memory by block.
-        hop: time between two positions.
+        hop, near_hop, nodes: time between two positions, see ``PipelineCosts``.
         pace: multiplies the times of a position; empty for 1.
         memory: that a position can keep at one time; None for any.
         scale: ticks of a unit of time.
@@ -45,6 +45,8 @@ class Ticks:
     kept: tuple[int, ...]
     kept_for_weights: tuple[int, ...]
     hop: int
+    near_hop: int
+    nodes: tuple[int, ...]
     pace: tuple[float, ...]
     memory: int | None
     scale: float
@@ -55,7 +57,9 @@ class Ticks:
         """Of some costs, rounded."""
         blocks = costs.blocks
         scale = scale_of(
-            time for one in blocks for time in (one.forward, one.backward_input, one.backward_weight, costs.hop)
+            time
+            for one in blocks
+            for time in (one.forward, one.backward_input, one.backward_weight, costs.hop, costs.near_hop)
         )
         memory_scale = scale_of(memory for one in blocks for memory in (one.kept, one.kept_for_weights))
 
@@ -69,11 +73,19 @@ class Ticks:
             whole("kept", memory_scale),
             whole("kept_for_weights", memory_scale),
             round(costs.hop * scale),
+            round(costs.near_hop * scale),
+            costs.nodes,
             costs.pace,
             None if costs.memory == math.inf else int(costs.memory * memory_scale * (1 + ROUNDING)),
             scale,
             memory_scale,
         )
+
+    def travel(self, source: int, target: int) -> int:
+        """Time of a boundary from one position to another; none if they are the same."""
+        if source == target:
+            return 0
+        return self.near_hop if self.nodes and self.nodes[source] == self.nodes[target] else self.hop
 
     def stages(self, layout: Layout) -> StageTicks:
         """By stage of a layout."""

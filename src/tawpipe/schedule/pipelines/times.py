@@ -12,7 +12,9 @@ from tawpipe.schedule.spec import ModelSpec
 
 USUAL = (None, None, None, *(one.default for one in fields(BlockTimes)[3:]))
 """What is left out at the end of a block, if it is this."""
-OTHERS = ("hop", "pace", "memory", "host")
+OTHERS = ("hop", "pace", "memory", "host", "near_hop", "nodes")
+BY_POSITION = ("nodes", "pace")
+"""Those of them that have a number for every position."""
 EXPECTED = "times of all blocks (forward/input gradient/weight gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3"
 
 
@@ -28,7 +30,7 @@ def spell_times(costs: PipelineCosts) -> str:
     usual = PipelineCosts(())
     for name in OTHERS:
         if (value := getattr(costs, name)) != getattr(usual, name):
-            parts.append(f"{name}={'/'.join(map(_number, value if name == 'pace' else (value,)))}")
+            parts.append(f"{name}={'/'.join(map(_number, value if name in BY_POSITION else (value,)))}")
     return ";".join(parts)
 
 
@@ -58,9 +60,10 @@ gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3
         for part in rest:
             name, _, words = part.partition("=")
             values = tuple(_positive(word) for word in words.split("/"))
-            if name not in OTHERS or name in others or (name != "pace" and len(values) != 1):
+            if name not in OTHERS or name in others or (name not in BY_POSITION and len(values) != 1):
                 raise ValueError(part)
-            others[name] = values if name == "pace" else values[0]
+            whole = tuple(int(value) for value in values) if name == "nodes" else values
+            others[name] = whole if name in BY_POSITION else values[0]
     except (TypeError, ValueError) as error:
         raise UserError("schedule.block_times", text, EXPECTED) from error
     return PipelineCosts(tuple(blocks), **others)  # type: ignore[arg-type]

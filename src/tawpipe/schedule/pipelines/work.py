@@ -121,6 +121,8 @@ class PipelineCosts:
         pace: multiplies the times of every position; empty for 1.
         memory: a position can keep at one time, besides what is resident there.
         host: time of a unit of kept memory on a position's link to its host; one transfer at a time, either way.
+        near_hop: like ``hop``, between two positions of one node.
+        nodes: the node of every position; empty where each is on one of its own.
     """
 
     blocks: tuple[BlockTimes, ...]
@@ -128,6 +130,14 @@ class PipelineCosts:
     pace: tuple[float, ...] = ()
     memory: float = math.inf
     host: float = 0.0
+    near_hop: float = 0.0
+    nodes: tuple[int, ...] = ()
+
+    def travel(self, source: int, target: int) -> float:
+        """Time of a boundary from one position to another; none if they are the same."""
+        if source == target:
+            return 0.0
+        return self.near_hop if self.nodes and self.nodes[source] == self.nodes[target] else self.hop
 
     @cached_property
     def _known(self) -> dict[tuple[Layout, str, int], float]:
@@ -201,8 +211,7 @@ def play(layout: Layout, order: Order, costs: PipelineCosts) -> dict[Work, tuple
                 if any(one not in found for one in waits):
                     break
                 for one in waits:
-                    away = layout.places[one.stage] != place
-                    ready = max(ready, found[one][1] + (costs.hop if away else 0.0))
+                    ready = max(ready, found[one][1] + costs.travel(layout.places[one.stage], place))
                 free[lane] = ready + costs.seconds(layout, work)
                 found[work] = ready, free[lane]
                 at[lane] += 1
