@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,14 @@ def test_the_time_of_the_start_names_the_output_folder_once() -> None:
     named = with_output_named(TrainConfig(output="a/{time}"))
     assert "{" not in named.output and named.output.startswith("a/2")
     assert with_output_named(named) == named
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    config, now, made = TrainConfig(output=f"{tmp_path}/{{time}}"), time.gmtime(0), []
+    for _ in range(3):
+        made.append(Path(with_output_named(config, now=now).output))
+        made[-1].mkdir()
+    assert [path.name for path in made] == ["19700101-000000", "19700101-000000-2", "19700101-000000-3"]
 
 
 def test_settings_are_values_of_plain_types() -> None:

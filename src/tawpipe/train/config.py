@@ -392,9 +392,13 @@ def _words(argv: Sequence[str]) -> list[str]:
 
 
 def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:
-    """``{time}`` in the output folder's name replaced. Only one process may do this, or they would disagree."""
+    """``{time}`` in the output folder's name replaced, by another name than a run has that started in the same second.
+    Only one process may do this, or they would disagree.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
-    return replace(config, output=config.output.replace("{time}", stamp))
+    names = (config.output.replace("{time}", end) for end in (stamp, *(f"{stamp}-{number}" for number in range(2, 100))))
+    free = (name for name in names if name == config.output or not Path(name).exists())
+    return replace(config, output=next(free))
 
 
 def config_text(config: TrainConfig) -> str:
