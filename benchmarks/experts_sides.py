@@ -97,8 +97,8 @@ class Copies(Hybrid):
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
         return LinkTraffic(0, 0, *[2 * home.padded * (topology.world_size - 1) // topology.world_size] * 2)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return inside_is_even
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return (0,) if inside_is_even else ()
 
 
 STAYING = (StayingForAStep(), StayingForGood())

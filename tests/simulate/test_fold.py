@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from schedules import llama, step_for
 from tawpipe.plan.predict import build_folded, foldable
+from tawpipe.schedule.pipelines.orders import makes_groups
+from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.topology import Topology
@@ -57,6 +59,30 @@ def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, 
     assert folded.idle_s == pytest.approx(whole.idle_s, rel=1e-6, abs=1e-9)
     one, all_of_them = folded.node_bytes[2][0], whole.node_bytes[2][0]
     assert (one.sent, one.received) == pytest.approx((all_of_them.sent, all_of_them.received))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    nodes=st.integers(2, 3),
+    local=st.integers(2, 3),
+    kind=st.sampled_from(["1f1b", "interleaved-1f1b", "zero-bubble"]),
+    axis=st.sampled_from(["nodes", "locals"]),
+    each=st.integers(1, 7),
+    shared=st.booleans(),
+)
+def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, shared):
+    topology, prices = Topology.grid(nodes, local), costs(6, shared=shared)
+    positions = Positions(topology, axis)
+    each = each if makes_groups(each, positions.size) else positions.size
+    step = step_for(llama(6), topology, each * positions.replicas, strategy=kind, stages=axis)
+    assert foldable(step, prices)
+    whole, folded = play(build(step), prices), play(build_folded(step), prices)
+    assert len(folded.schedule.played) == positions.size
+    assert folded.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+    assert folded.exposed_communication_s == pytest.approx(whole.exposed_communication_s, rel=1e-6, abs=1e-9)
+    assert folded.idle_s == pytest.approx(whole.idle_s, rel=1e-6, abs=1e-9)
+    for one, real in zip(folded.node_bytes[2], whole.node_bytes[2], strict=True):
+        assert axis == "locals" or (one.sent, one.received) == pytest.approx((real.sent, real.received))
 
 
 def test_what_cannot_be_folded():

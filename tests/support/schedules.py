@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes
-from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, find, step_of, strategies
+from tawpipe.schedule.strategies import build, find, shares_of, step_of, strategies
 from tawpipe.topology import Topology
 
 NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.weights_stay)
@@ -59,8 +59,8 @@ def step_for(
 ) -> StepSpec:
     """A step of ``count`` micro-batches; settings that are not given are the least."""
     usual = {"micro_batches_per_visit": 1, **settings}
-    shares = share_micro_batches(count, topology.world_size, settings.get("sequence_ranks", 1))
-    return step_of(model, topology, ScheduleSettings(**usual), shares, strategy=use)
+    chosen = ScheduleSettings(**usual)
+    return step_of(model, topology, chosen, shares_of(count, topology, chosen, use), strategy=use)
 
 
 def make(model: ModelSpec, nodes: int, local: int, count: int, *, training: bool = True, **settings: Any) -> Schedule:

@@ -55,8 +55,8 @@ class NoOverlap(Spread):
         schedule = super().build(step, training=training, ranks=ranks)
         return without_overlap(schedule) if training else schedule
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return False
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return ()
 
 
 register(NoGrouping())

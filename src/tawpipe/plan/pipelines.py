@@ -34,17 +34,18 @@ PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
 
-def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Iterator[Strategy]:
+def laid_out(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool = True) -> Iterator[Strategy]:
     """The ways to lay a strategy out that a plan tries.
 
     Args:
         axis: the only one for what is made for costs, which takes time; any if empty.
+        hopeful: pipelines are not so far behind that a search for stages would be lost time.
     """
     if isinstance(strategy, ActivationPipeline) and strategy.made and axis and not strategy.stages:
         strategy = replace(strategy, stages=axis)
     for way in strategy.layouts(request.topology):
         if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
-            yield replace(way, **_made(request, way, "full", budget=QUICK))
+            yield _made(request, way, "full", budget=QUICK if hopeful else 0)
         else:
             yield way
 
@@ -56,12 +57,13 @@ def changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
     for recompute in (*ways, *(["full"] if strategy.searches_stages else []), "none"):
         with suppress(UserError):  # memory for no order of what layers would keep
-            yield {"recompute": recompute, **(_made(request, strategy, recompute) if strategy.made else {})}
+            made = _made(request, strategy, recompute) if strategy.made else None
+            yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
 
 
 def _made(
     request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int = BUDGET
-) -> dict[str, str]:
+) -> ActivationPipeline:
     """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
@@ -70,14 +72,15 @@ def _made(
         if strategy.searches_stages:
             layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
             stages = f"{positions.axis}:{layout}"
-        made = {"stages": stages, "block_times": spell_times(costs)}
-        if not request.memory_bytes or not strategy.follows_memory:
+        made = replace(strategy, stages=stages, block_times=spell_times(costs))
+        if not request.memory_bytes:
             break
         settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
-        needs = memory_quickly(request, request.step(settings, replace(strategy, **made)))
+        needs = memory_quickly(request, request.step(settings, made))
         if (over := needs.device - request.memory_bytes) <= 0:
             break
-        costs = replace(costs, memory=costs.memory - over // boundary - 1)
+        held = min(costs.memory, needs.parts["activations"] // boundary)
+        costs = replace(costs, memory=held - over // boundary - 1)
     return made
 
 

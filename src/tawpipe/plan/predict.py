@@ -1,9 +1,9 @@
 """A strategy's prediction: the schedule that would run, played by the clock.
 
 Two things keep it fast for thousands of devices and many rounds. Where nodes, links and shares of the work are alike,
-all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and
-one is played for all (``build_folded``): its collectives begin when it is there, and of the links it sees what its
-whole node sends. Where a step has many rounds, a step with few is played twice, with one round more the second time,
+all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and so
+do pipelines side by side; one is played for all (``build_folded``): its collectives begin when it is there, and of the
+links it sees what its whole node sends. Where a step has many rounds, a step with few is played twice, with one round more the second time,
 and what the round took is added for all that are left (``Strategy.extended``).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
@@ -168,16 +169,34 @@ def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
     one has a program.
     """
     short, _, _ = step.strategy.extended(step, 2)
-    return build_folded(short) if one_for_all(request, short) else build(short, ranks=short.strategy.fullest(short))
+    return _build(request, short) if one_for_all(request, short) else _built(short, short.strategy.fullest(short))
 
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
-    """True if one rank is played for all."""
+    """True if one rank is played for all, or one pipeline."""
     return request.topology == request.machine.topology and foldable(step, request.costs)
 
 
+def played(request: PlanRequest, step: StepSpec) -> int:
+    """Ranks that are played."""
+    if not one_for_all(request, step):
+        return request.topology.world_size
+    return len(stand_ins(step))
+
+
 def _build(request: PlanRequest, step: StepSpec) -> Schedule:
-    return build_folded(step) if one_for_all(request, step) else build(step)
+    return _built(step, stand_ins(step) if one_for_all(request, step) else None)
+
+
+@lru_cache(maxsize=2)
+def _built(step: StepSpec, ranks: tuple[int, ...] | None) -> Schedule:
+    """What was built to see whether it fits is played next."""
+    return build(step, ranks=ranks)
+
+
+def stand_ins(step: StepSpec) -> tuple[int, ...]:
+    """The ranks that stand for all of a step that is foldable."""
+    return step.strategy.stand_ins(step.topology, inside_is_even=True)
 
 
 def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
@@ -186,10 +205,12 @@ def _play(request: PlanRequest, schedule: Schedule) -> Timeline:
 
 
 def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
-    """True if one rank can stand for all; without a cost model, as far as the schedule goes."""
+    """True if one rank, or one pipeline, can stand for all; without a cost model, as far as the schedule goes."""
     even = cost_model is None or cost_model.inside.shared or cost_model.inside.full_duplex
     shares = {len(own) for own in step.micro_batches}
-    if not step.strategy.one_stands_for_all(inside_is_even=even) or not step.topology.is_even or len(shares) > 1:
+    if not step.topology.is_even or len(shares) > 1:
+        return False
+    if not step.strategy.stand_ins(step.topology, inside_is_even=even):
         return False
     if cost_model is None:
         return True
@@ -198,6 +219,6 @@ def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
 
 
 def build_folded(step: StepSpec) -> Schedule:
-    """The schedule of a step with the program of rank 0 alone; for the clock."""
+    """The schedule of a step with the programs of those ranks alone that stand for all; for the clock."""
     assert foldable(step)
-    return build(step, ranks=(0,))
+    return build(step, ranks=stand_ins(step))

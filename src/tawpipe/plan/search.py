@@ -9,6 +9,7 @@ have none, several devices are tried for every row (``sequence_ranks``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from tawpipe.plan.predict import (
     bound_of,
     memory_of,
     memory_quickly,
-    one_for_all,
+    played,
     predict,
     short_schedule,
 )
@@ -100,7 +101,7 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                candidates.append(_best(asked, strategy, _best_axis(candidates)))
+                candidates.append(_best(asked, strategy, _best_pipeline(candidates)))
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     for i, one in enumerate(candidates):
@@ -173,17 +174,17 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy, axis: str = "") -> Candidate:
+def _best(request: PlanRequest, strategy: Strategy, found: tuple[str, bool] = ("", True)) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
-        axis: what pipelines that are made for costs are laid over.
+        found: what pipelines that are made for costs are laid over, and whether a search for them is worth its time.
     """
-    best = _best_of(request, strategy, axis)
+    best = _best_of(request, strategy, found)
     if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
         return best
     for ranks in request.sets:
-        other = _best_of(request.with_ranks(ranks), strategy, axis)
+        other = _best_of(request.with_ranks(ranks), strategy, found)
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -205,10 +206,11 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy, axis: str) -> Candidate:
+def _best_of(request: PlanRequest, strategy: Strategy, found: tuple[str, bool]) -> Candidate:
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
+    axis, hopeful = found
     try:
-        ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis)]
+        ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis, hopeful=hopeful)]
     except UserError as error:
         return Candidate(strategy.name, None, None, False, str(error))
     if not ways:
@@ -216,13 +218,18 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str) -> Candidate:
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
 
 
-def _best_axis(candidates: Sequence[Candidate]) -> str:
-    """What the best pipeline so far is laid over; empty if there is none."""
+def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
+    """(what the best pipeline so far is laid over, whether it is not far behind the best of all); of none so far what
+    leaves all open.
+    """
     found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
     if not found:
-        return ""
-    step = min(found, key=lambda one: (not one.fits, one.seconds)).step
-    return step.strategy.axis if step is not None and isinstance(step.strategy, ActivationPipeline) else ""
+        return "", True
+    best = min(found, key=lambda one: (not one.fits, one.seconds))
+    ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+    assert best.step is not None
+    assert isinstance(best.step.strategy, ActivationPipeline)
+    return best.step.strategy.axis, best.seconds < ahead * HOPELESS
 
 
 def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
@@ -328,17 +335,15 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
 
 def _played(request: PlanRequest, step: StepSpec) -> int:
     """Micro-batches, times blocks, that a prediction plays."""
-    ranks = 1 if one_for_all(request, step) else request.topology.world_size
     rounds = min(step.rounds, PLAYED_ROUNDS + 1)
-    return ranks * len(request.model.blocks) * step.settings.micro_batches_per_visit * rounds
+    return played(request, step) * len(request.model.blocks) * step.settings.micro_batches_per_visit * rounds
 
 
 def _too_large(request: PlanRequest, step: StepSpec) -> str:
     """Why a strategy is not played here, or nothing."""
-    topology = request.topology
-    if one_for_all(request, step) or topology.world_size * len(request.model.blocks) <= LARGEST_WORK:
+    if played(request, step) * len(request.model.blocks) <= LARGEST_WORK:
         return ""
-    return f"not played on {topology.world_size} devices that do not all do alike"
+    return f"not played on {request.topology.world_size} devices that do not all do alike"
 
 
 def _per_visit(request: PlanRequest) -> list[int]:

@@ -225,15 +225,16 @@ class Strategy(ABC):
         """How many places a unit can be put in one by one, numbered from 0; 0 if all units lie alike."""
         return 0
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        """True if all ranks of equally large nodes do the same at the same time, but for the names of their peers.
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        """Ranks that stand for all of equally large nodes: the others do what these do, at the same time, but for the
+        names of their peers. Empty if there are no such ranks.
 
         Args:
             inside_is_even: the links inside a node do not care which of its ranks sends.
         """
-        return False
+        return ()
 
-    def fullest(self, step: StepSpec) -> Sequence[int] | None:
+    def fullest(self, step: StepSpec) -> tuple[int, ...] | None:
         """Ranks among which is one that holds as much as any other; None if all have to be looked at."""
         return None
 

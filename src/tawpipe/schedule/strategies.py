@@ -73,8 +73,8 @@ class Spread(WeightStrategy):
         """(1 - 1/D) of the unit in and out, on D nodes."""
         return LinkTraffic(*[home.padded * (topology.num_nodes - 1) // topology.num_nodes] * 4)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return True
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return (0,)
 
 
 class Step(Spread):
@@ -110,8 +110,8 @@ class Striped(Spread):
             return LinkTraffic(weights_sent=away, gradients_received=away)
         return LinkTraffic(weights_received=home.padded, gradients_sent=home.padded)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return False
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return ()
 
 
 class Whole(Striped):
@@ -171,8 +171,8 @@ class Flat(WeightStrategy):
         """(P - 1)/P of the unit past each node, in a ring of P ranks."""
         return LinkTraffic(*[home.padded * (topology.world_size - 1) // topology.world_size] * 4)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return inside_is_even  # ranks at the ends of a node send less inside it than those between them
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return (0,) if inside_is_even else ()  # ranks at the ends of a node send less inside it than those between them
 
     def check(self, step: StepSpec) -> None:
         super().check(step)
@@ -214,8 +214,8 @@ class Hybrid(WeightStrategy):
         """No weights, and 2(1 - 1/D) of the gradient in and out, on D nodes."""
         return LinkTraffic(0, 0, *[2 * home.padded * (topology.num_nodes - 1) // topology.num_nodes] * 2)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return True
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return (0,)
 
 
 _PASSED_ON = "numbers pass every process, and would be rounded each time"
@@ -251,8 +251,8 @@ class WeiPipe(Spread):
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:
         return (LinkTraffic(),) if step.topology.num_nodes == 1 else ring_traffic(step, training=training)
 
-    def one_stands_for_all(self, *, inside_is_even: bool) -> bool:
-        return False
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return ()
 
     def check(self, step: StepSpec) -> None:
         super().check(step)

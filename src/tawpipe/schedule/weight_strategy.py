@@ -109,7 +109,7 @@ class WeightStrategy(Strategy):
         ]
         if step.settings.gradients_scope == "step":
             gradients = sorted(set(gradients))
-        alike = self.one_stands_for_all(inside_is_even=True)  # one node's link stands for all
+        alike = bool(self.stand_ins(topology, inside_is_even=True))  # one node's link stands for all
         counts = [[0, 0, 0, 0] for _ in range(1 if alike else topology.num_nodes)]
         for node, total in enumerate(counts):
             units = [self.unit_traffic(topology, home, node) for home in step.homes]

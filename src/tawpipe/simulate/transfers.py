@@ -21,6 +21,9 @@ from tawpipe.topology import SET, Topology
 Port = tuple[str, int, str]
 """(``between`` or ``inside``, node or rank, direction): something that has a bandwidth."""
 
+PAIR = "pair"
+"""Instead of a group: the two sides of an exchange."""
+
 Message = tuple[int, int, float]
 """(sender, receiver, elements)."""
 
@@ -99,7 +102,9 @@ class Transfers:
         self._played = set(schedule.played)
         self._nodes_played = {topology.node_of(rank) for rank in self._played}
         self._folded = len(self._played) < topology.world_size
-        """True if one rank of a node stands for all of it (``plan.predict``)."""
+        """True if some ranks stand for all (``plan.predict``)."""
+        self._alike = topology.local_size * len(self._nodes_played) // max(1, len(self._played)) if self._folded else 1
+        """Ranks of a node that do what a played one does."""
         self._elements = {rank: schedule.buffer_elements(rank) for rank in schedule.played}
         self._collectives: dict[tuple, Load] = {}
         self._parts: dict[tuple, Load] = {}
@@ -143,10 +148,10 @@ class Transfers:
         return self._collectives[key]
 
     def _seen(self, load: Load, group: str) -> Load:
-        """The part of a load that the played nodes see; of rails, and of sets, they see all that pass their
-        links at one time.
+        """The part of a load that the played nodes see; of rails, of sets and of messages between two ranks they see all
+        that pass their links at one time.
         """
-        times = self.topology.local_size if group == "rail" else 1
+        times = self._alike if group in ("rail", PAIR) else 1
         if group.startswith(SET):
             times = self.topology.local_size // self.cost_model.ranks
         ports = tuple(
@@ -177,7 +182,8 @@ class Transfers:
             amount = self.cost_model.boundary(transfer.buffer.at[0])
             key = (sender, receiver, amount)
             if key not in self._parts:
-                self._parts[key] = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
+                load = self._load(iter([(sender, receiver, amount)]), 1, self._latency(sender, receiver))
+                self._parts[key] = self._seen(load, PAIR) if self._folded else load
             return self._parts[key]
         weights = transfer.buffer.is_weight
         key = (sender, receiver, transfer.unit, weights, compression)
@@ -187,7 +193,8 @@ class Transfers:
             )
             elements = self.elements(sender if transfer.send else receiver, transfer.buffer)
             delay = self._latency(sender, receiver)
-            self._parts[key] = self._load(iter([(sender, receiver, elements)]), width, delay)
+            load = self._load(iter([(sender, receiver, elements)]), width, delay)
+            self._parts[key] = self._seen(load, PAIR) if self._folded else load
         return self._parts[key]
 
     def capacity(self, port: Port) -> float:

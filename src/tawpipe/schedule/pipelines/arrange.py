@@ -14,6 +14,9 @@ from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan
 
 ROUNDS = 6
 """Of a pass backward in time and one forward, at most."""
+MANY = 4096
+"""Works of a pipeline beyond which the passes go on with the most hopeful beginnings alone."""
+HOPEFUL = 3
 SLACK = 1
 """Thousandths by which an order may be longer than the shortest, if it takes less memory."""
 
@@ -38,8 +41,14 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     stages = Ticks.of(costs).stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
     found: list[tuple[int, int, Order]] = []
-    for flying, group in policies(layout.size, micro_batches):
-        timed = justified(passes, group, flying)
+    begun = [
+        (passes.forward(first_list(passes, group), flying), flying)
+        for flying, group in policies(layout.size, micro_batches)
+    ]
+    if len(passes.works) > MANY:
+        begun = sorted(begun, key=lambda one: one[0].makespan)[:HOPEFUL]
+    for first, flying in begun:
+        timed = justified(passes, first, flying)
         order = joined(passes, timed)
         found.append((timed.makespan, peak(stages, order), order))
     for order in published(layout, costs, micro_batches, split):
@@ -57,17 +66,15 @@ def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:
     return [(most, group) for most in flying for group in groups if group <= most]
 
 
-def justified(passes: Passes, group: int, flying: int = 0, rounds: int = ROUNDS) -> Timed:
-    """The best of some passes in turn forward and backward in time, each with the list that the last one made.
-
-    The first one prefers backward passes, the oldest first; then forward passes, in groups of micro-batches; then W.
+def justified(passes: Passes, first: Timed, flying: int = 0, rounds: int = ROUNDS) -> Timed:
+    """The best of some passes in turn backward and forward in time, each with the list that the last one made.
 
     Args:
-        group: micro-batches.
-        flying: at most so many under way; 0 for any number.
+        first: the pass that they begin with.
+        flying: at most so many micro-batches under way; 0 for any number.
         rounds: at most so many of two passes; they end when they find nothing better.
     """
-    best = timed = passes.forward(first_list(passes, group), flying)
+    best = timed = first
     for _ in range(rounds):
         before = best.makespan
         ends = timed.ends
@@ -84,7 +91,9 @@ def justified(passes: Passes, group: int, flying: int = 0, rounds: int = ROUNDS)
 
 
 def first_list(passes: Passes, group: int) -> list[int]:
-    """Works in the order in which a position prefers them at first."""
+    """Works in the order in which a position prefers them at first: backward passes, the oldest first; then forward
+    passes, in groups of so many micro-batches; then W.
+    """
     stages, count = passes.stages.layout.stages, passes.micro_batches
 
     def key(work: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, justified, published
+from tawpipe.schedule.pipelines.arrange import arrange, first_list, justified, published
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.moves import Moves, Plan
 from tawpipe.schedule.pipelines.passes import Passes, Timed
@@ -56,7 +56,7 @@ def generate(
 
     Args:
         split: whether a backward pass may be parted into that for inputs and that for weights.
-        budget: works that are put into lists; it ends soon after.
+        budget: works that are put into lists; it ends soon after. With 0 the layout is one of those it begins with.
 
     Raises:
         UserError: fewer blocks than positions, or memory for no layout that was tried.
@@ -73,6 +73,8 @@ def generate(
     fixed = list(fixed_layouts(search.moves, positions))
     for plan in (*search.moves.starts(), *(Plan(layout.cuts, layout.places) for layout in fixed)):
         search.score(plan)
+    if not budget and (found := search.best(1)):
+        return Layout(len(costs.blocks), *found[0])
     for plan in search.best(SUNK):
         search.score(search.sunk(plan))
     spent = search.spent
@@ -137,7 +139,7 @@ class _Search:
             except UserError:
                 self.scores[plan] = None
                 return None
-            timed = justified(passes, self.micro_batches, rounds=1)
+            timed = justified(passes, passes.forward(first_list(passes, self.micro_batches)), rounds=1)
             self.spent += (3 if self.ticks.memory is None else 6) * len(passes.works)
             self.scores[plan] = timed.makespan + self.penalty * layout.stages
             self._idle[plan] = self._diagnosis(passes, timed)

@@ -87,11 +87,6 @@ class ActivationPipeline(Strategy):
         return self.kind == "generated"
 
     @property
-    def follows_memory(self) -> bool:
-        """True if what is made for costs keeps within their memory."""
-        return self.kind in ("generated", "solved")
-
-    @property
     def improves(self) -> bool:
         """True if a solver may look for a better order by times that a run has measured."""
         return self.kind == "solved"
@@ -151,6 +146,11 @@ class ActivationPipeline(Strategy):
             shape = replace(shape, order_of=lambda count: forward_only(shape.layout, count))
         return build_pipeline(shape, step, training=training, ranks=ranks)
 
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        """One of several pipelines side by side."""
+        positions = self.positions(topology)
+        return tuple(positions.rank(place, 0) for place in range(positions.size)) if positions.replicas > 1 else ()
+
     def fullest(self, step: StepSpec) -> tuple[int, ...]:
         """One of all pipelines with as many micro-batches: side by side they do the same."""
         positions = self.positions(step.topology)
@@ -180,7 +180,7 @@ class ActivationPipeline(Strategy):
         positions = self.positions(step.topology)
         each = -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
         few = rounds * positions.size
-        if each <= few + positions.size or each % positions.size or self.follows_memory:
+        if each <= few + positions.size or each % positions.size or self.made:
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
@@ -230,12 +230,12 @@ def _layout(kind: str, given: str, block_times: str, model: ModelSpec, size: int
 
 
 def _memory_of_a_v(layout: Layout, costs: PipelineCosts) -> float:
-    """What ``zero-bubble`` may keep: no more than the published order, whose positions have the activations of 2p
-    stages and of one more while W runs, and what p of W wait for.
+    """What ``zero-bubble`` may keep: what there is room for, and no more than the published order, whose positions have
+    the activations of 2p stages and of one more while W runs, and what p of W wait for.
     """
     stages = range(layout.stages)
     activations, waiting = (max(map(partial(what, layout), stages)) for what in (costs.kept, costs.kept_for_weights))
-    return (2 * layout.size + 1) * activations + layout.size * waiting
+    return min(costs.memory, (2 * layout.size + 1) * activations + layout.size * waiting)
 
 
 @cache
