@@ -38,10 +38,11 @@ MAX_NODES = 250
 """Nodes for which the cluster's network has addresses, with some to spare."""
 
 _NAMESPACES = Path("/var/run/netns")
-_PACKET = 66 * 1024
-"""The kernel's largest packet, with its headers."""
-_LATE_S = 0.5e-3
-"""By which a timer may be late."""
+_SMALLEST, _LARGEST = 8 * 1024, 64 * 1024
+"""Packets of the kernel, which it cuts into frames as they leave: what counts bytes sees the headers of packets."""
+_FRAME = 1514
+_PACKET_S, _LATE_S = 1e-3, 0.5e-3
+"""Time that a packet takes of a link, within these sizes; and by which a timer may be late."""
 _QUEUE_S = 0.2
 _NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
 _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
@@ -164,11 +165,14 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) 
 def _shape(namespace: str, interface: str, rate: int) -> None:
     """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
 
-    The burst lets the kernel's largest packets pass whole and outlasts the delay of a timer, and is no larger: what
-    fits into it passes a link that was idle in no time, as on no real link. Queues hold 200 ms, as a switch with ample
-    buffers does; beyond that packets are dropped.
+    The burst lets a packet pass whole and outlasts the delay of a timer, and is no larger: what fits into it passes a
+    link that was idle in no time, as on no real link. So packets are small on a slow link. Queues hold 200 ms, as a
+    switch with ample buffers does; beyond that packets are dropped.
     """
-    burst = _PACKET + round(rate / 8 * _LATE_S)
+    packet = min(_LARGEST, max(_SMALLEST, round(rate / 8 * _PACKET_S)))
+    if interface != "lo":
+        call("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(packet))
+    burst = (_LARGEST if interface == "lo" else packet) + 2 * _FRAME + round(rate / 8 * _LATE_S)
     limit = burst + round(rate / 8 * _QUEUE_S)
     shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
     call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
