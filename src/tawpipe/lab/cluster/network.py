@@ -42,7 +42,7 @@ _SMALLEST, _LARGEST = 8 * 1024, 64 * 1024
 """Packets of the kernel, which it cuts into frames as they leave: what counts bytes sees the headers of packets."""
 _FRAME = 1514
 _PACKET_S, _LATE_S = 1e-3, 0.5e-3
-"""Time that a packet takes of a link, within these sizes; and by which a timer may be late."""
+"""Time that a packet takes of the slowest link, within these sizes; and by which a timer may be late."""
 _QUEUE_S = 0.2
 _NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
 _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
@@ -141,6 +141,8 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) 
         loopback_rate: of all traffic inside a node together, in bits per second.
     """
     switch = switch_of(name)
+    slowest = min((rate for rate in rates if rate is not None), default=0)
+    packet = min(_LARGEST, max(_SMALLEST, round(slowest / 8 * _PACKET_S)))
     call("ip", "netns", "add", switch)
     # Without generated IPv6 addresses and multicast snooping an idle link carries no byte.
     call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
@@ -150,11 +152,13 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) 
         call("ip", "netns", "add", inside)
         call("ip", "-n", inside, "link", "set", "lo", "up")
         if loopback_rate is not None:
-            _shape(inside, "lo", loopback_rate)
+            _shape(inside, "lo", loopback_rate, _LARGEST)
         call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
+        if slowest:
+            call("ip", "-n", inside, "link", "set", INTERFACE, "gso_max_size", str(packet))
         if rate is not None:
-            _shape(inside, INTERFACE, rate)
-            _shape(switch, port, rate)
+            _shape(inside, INTERFACE, rate, packet)
+            _shape(switch, port, rate, packet)
         call("ip", "-n", inside, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
         call("ip", "-n", inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
         call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
@@ -162,17 +166,17 @@ def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) 
     call("ip", "-n", switch, "link", "set", "bridge", "up")
 
 
-def _shape(namespace: str, interface: str, rate: int) -> None:
+def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
     """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
 
     The burst lets a packet pass whole and outlasts the delay of a timer, and is no larger: what fits into it passes a
-    link that was idle in no time, as on no real link. So packets are small on a slow link. Queues hold 200 ms, as a
-    switch with ample buffers does; beyond that packets are dropped.
+    link that was idle in no time, as on no real link. So packets are small where links are slow. Queues hold 200 ms, as
+    a switch with ample buffers does; beyond that packets are dropped.
+
+    Args:
+        packet: bytes of the largest one that comes.
     """
-    packet = min(_LARGEST, max(_SMALLEST, round(rate / 8 * _PACKET_S)))
-    if interface != "lo":
-        call("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(packet))
-    burst = (_LARGEST if interface == "lo" else packet) + 2 * _FRAME + round(rate / 8 * _LATE_S)
+    burst = packet + 2 * _FRAME + round(rate / 8 * _LATE_S)
     limit = burst + round(rate / 8 * _QUEUE_S)
     shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
     call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
