@@ -3,8 +3,8 @@
 Two things keep it fast for thousands of devices and many rounds. Where nodes, links and shares of the work are alike,
 all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and so
 do pipelines side by side; one is played for all (``build_folded``): its collectives begin when it is there, and of the
-links it sees what its whole node sends. Where a step has many rounds, a step with few is played twice, with one round more the second time,
-and what the round took is added for all that are left (``Strategy.extended``).
+links it sees what its whole node sends. Where a step has many rounds, a step with few is played twice, with one round
+more the second time, and what the round took is added for all that are left (``Strategy.extended``).
 """
 
 from __future__ import annotations

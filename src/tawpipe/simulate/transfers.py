@@ -148,8 +148,8 @@ class Transfers:
         return self._collectives[key]
 
     def _seen(self, load: Load, group: str) -> Load:
-        """The part of a load that the played nodes see; of rails, of sets and of messages between two ranks they see all
-        that pass their links at one time.
+        """The part of a load that the played nodes see; of rails, sets and messages between two ranks they see all that
+        pass their links at one time.
         """
         times = self._alike if group in ("rail", PAIR) else 1
         if group.startswith(SET):

@@ -396,7 +396,8 @@ def with_output_named(config: TrainConfig, *, now: time.struct_time | None = Non
     Only one process may do this, or they would disagree.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
-    names = (config.output.replace("{time}", end) for end in (stamp, *(f"{stamp}-{number}" for number in range(2, 100))))
+    ends = (stamp, *(f"{stamp}-{number}" for number in range(2, 100)))
+    names = (config.output.replace("{time}", end) for end in ends)
     free = (name for name in names if name == config.output or not Path(name).exists())
     return replace(config, output=next(free))
 
