@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tawpipe.data.settings import DataSettings
 from tawpipe.errors import UserError
+from tawpipe.garbage import rarely_collected
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import CommandParser, Leaf, first_sentence, tree
 from tawpipe.train.config import TAKES
@@ -50,6 +51,7 @@ GRID_S = 10.0
 """Seconds for the answers for other machines on a page, unless --grid says another number."""
 
 
+@rarely_collected()
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
     arguments = _parse(argv)

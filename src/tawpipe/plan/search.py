@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.garbage import rarely_collected
 from tawpipe.plan import pipelines
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
@@ -86,6 +87,7 @@ class Candidate:
         return settings_of(self.step) if self.step is not None else {}
 
 
+@rarely_collected()
 def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
     """The best settings of every strategy, the fastest that fits first.
 

@@ -56,7 +56,7 @@ def generate(
 
     Args:
         split: whether a backward pass may be parted into that for inputs and that for weights.
-        budget: works that are put into lists; it ends soon after. With 0 the layout is one of those it begins with.
+        budget: works that are put into lists; it ends soon after. With 0 the layout is one of a published order.
 
     Raises:
         UserError: fewer blocks than positions, or memory for no layout that was tried.
@@ -71,7 +71,8 @@ def generate(
         raise UserError("layers of the model", len(costs.blocks) - 2, expected)
     search = _Search(costs, positions, micro_batches, split)
     fixed = list(fixed_layouts(search.moves, positions))
-    for plan in (*search.moves.starts(), *(Plan(layout.cuts, layout.places) for layout in fixed)):
+    begun = [Plan(layout.cuts, layout.places) for layout in fixed]
+    for plan in (*search.moves.starts(), *begun) if budget else begun:
         search.score(plan)
     if not budget and (found := search.best(1)):
         return Layout(len(costs.blocks), *found[0])
