@@ -103,7 +103,11 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                candidates.append(_best(asked, strategy, _best_pipeline(candidates)))
+                found = _best_pipeline(candidates)
+                made = _best(asked, strategy, found)
+                if not found[1] and _best_pipeline([*candidates, made])[1]:  # with balanced stages it is not far behind
+                    made = _best(asked, strategy, (found[0], True))
+                candidates.append(made)
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     for i, one in enumerate(candidates):
