@@ -23,6 +23,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import LoraSettings
+from tawpipe.plan import pipelines
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
@@ -241,6 +242,15 @@ def test_pipelines_are_left_out_where_a_model_or_its_layers_do_not_allow_them():
     assert step_of(compiled, "1f1b").strategy.weights_stay
     with pytest.raises(UserError, match="compiled layers cannot be taken apart"):
         step_of(compiled, "generated", stages="world:0,3,5,6@0,1,2,3")
+
+
+@pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {pipelines.QUICK, pipelines.BUDGET})])
+def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
+    used, generate = set(), pipelines.generate
+    monkeypatch.setattr(pipelines, "generate", lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
+    monkeypatch.setattr("tawpipe.plan.search.HOPELESS", hopeless)
+    found = {one.strategy: one for one in search(plan_request())}
+    assert used == budgets and found["generated"].step is not None
 
 
 def test_slow_links_ask_for_fewer_bytes():
