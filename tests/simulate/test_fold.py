@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import llama, step_for
-from tawpipe.plan.predict import build_folded, foldable
+from tawpipe.plan.predict import foldable, stand_ins
 from tawpipe.schedule.pipelines.orders import makes_groups
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.strategies import build
@@ -53,7 +53,7 @@ def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, 
         gradients_scope=scope,
     )
     assert foldable(step, prices)
-    whole, folded = play(build(step), prices), play(build_folded(step), prices)
+    whole, folded = play(build(step), prices), play(build(step, ranks=stand_ins(step)), prices)
     assert folded.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
     assert folded.exposed_communication_s == pytest.approx(whole.exposed_communication_s, rel=1e-6, abs=1e-9)
     assert folded.idle_s == pytest.approx(whole.idle_s, rel=1e-6, abs=1e-9)
@@ -76,7 +76,7 @@ def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, s
     each = each if makes_groups(each, positions.size) else positions.size
     step = step_for(llama(6), topology, each * positions.replicas, strategy=kind, stages=axis)
     assert foldable(step, prices)
-    whole, folded = play(build(step), prices), play(build_folded(step), prices)
+    whole, folded = play(build(step), prices), play(build(step, ranks=stand_ins(step)), prices)
     assert len(folded.schedule.played) == positions.size
     assert folded.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
     assert folded.exposed_communication_s == pytest.approx(whole.exposed_communication_s, rel=1e-6, abs=1e-9)
@@ -101,6 +101,6 @@ def test_thousands_of_devices_take_seconds():
     layers = 126
     step = step_for(llama(layers), Topology.grid(512, 8), 16 * 4096, strategy="tawpipe-spread")
     begin = time.monotonic()
-    timeline = play(build_folded(step), costs(layers), steps=3)
+    timeline = play(build(step, ranks=stand_ins(step)), costs(layers), steps=3)
     assert time.monotonic() - begin < 60
     assert timeline.step_seconds >= 16 * layers * 4e-3

@@ -2,7 +2,7 @@
 
 Two things keep it fast for thousands of devices and many rounds. Where nodes, links and shares of the work are alike,
 all ranks of many strategies run the same program at the same time, but for the names of micro-batches and peers, and so
-do pipelines side by side; one is played for all (``build_folded``): its collectives begin when it is there, and of the
+do pipelines side by side; one is played for all (``foldable``): its collectives begin when it is there, and of the
 links it sees what its whole node sends. Where a step has many rounds, a step with few is played twice, with one round
 more the second time, and what the round took is added for all that are left (``Strategy.extended``).
 """
@@ -217,8 +217,3 @@ def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
     one_size = set(cost_model.sizes.values()) <= {cost_model.size}
     return one_size and not cost_model.between_of and not cost_model.compute_factor
 
-
-def build_folded(step: StepSpec) -> Schedule:
-    """The schedule of a step with the programs of those ranks alone that stand for all; for the clock."""
-    assert foldable(step)
-    return build(step, ranks=stand_ins(step))
