@@ -216,4 +216,3 @@ def foldable(step: StepSpec, cost_model: CostModel | None = None) -> bool:
         return True
     one_size = set(cost_model.sizes.values()) <= {cost_model.size}
     return one_size and not cost_model.between_of and not cost_model.compute_factor
-
