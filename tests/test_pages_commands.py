@@ -29,7 +29,7 @@ NOT_RUN = {
     r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
     r"tawpipe train (?=.*\.\.\.).*": "leaves options out",
     r"tawpipe open .*": "serves until ctrl-C: tests/commands/test_open.py",
-    r"tawpipe train .*--inject rank=2.*": "a fault in step 7 of four processes: tests/launch/test_restarts.py has such faults",
+    r"tawpipe train .*--inject rank=2.*": "a fault in step 7: tests/launch/test_restarts.py has such faults",
     r"tawpipe train --import examples/.*": "tests/schedule/test_add_a_strategy.py runs it",
     r"tawpipe plan .* --topology cluster\.yaml .*": "needs a file that a cluster writes",
 }
