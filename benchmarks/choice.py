@@ -21,6 +21,7 @@ import json
 import math
 import random
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -45,11 +46,13 @@ from tawpipe.plan.search import fits, search
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
+from tawpipe.schedule.strategies import strategies
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 
 NEVER = 10**15
 """Bytes: recomputing less is left out, which a timed layer cannot do in all ways."""
 GOOD = 0.03
+FAR = 0.07
 NEAR = 0.3
 KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "step_cache", "gradients_scope")
 
@@ -192,6 +195,21 @@ def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, sample
     }
 
 
+def predictions(results: Sequence[dict[str, Any]]) -> list[str]:
+    """How far off the seconds were that were predicted, in a line for pipelines and one for weights that travel."""
+    stay = {OWN_NAMES.get(name, name) for name, one in strategies().items() if one.weights_stay}
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in (row for one in results for row in one["rows"]):
+        errors[row["label"].split(" (")[0] in stay].append(abs(row["predicted_s"] / row["measured_s"] - 1))
+    named = ("all", errors[True] + errors[False]), ("pipelines", errors[True]), ("weights that travel", errors[False])
+    return [
+        f"* Seconds predicted, {name}: {len(some)} rows, {sum(one <= FAR for one in some)} within {FAR:.0%}; "
+        f"median {statistics.median(some):.1%}, largest {max(some):.1%} off."
+        for name, some in named
+        if some
+    ]
+
+
 def table(environment: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown."""
     good = sum(one["behind"] <= GOOD for one in results)
@@ -199,6 +217,8 @@ def table(environment: dict[str, Any], results: Sequence[dict[str, Any]]) -> lis
         f"{environment['date']}, `{environment['command']}`",
         "",
         f"{good} of {len(results)} choices are the fastest or within {GOOD:.0%} of it.",
+        "",
+        *predictions(results),
         "",
         "| setting | nodes | link | layers | MB | micro-batches | s forward | limit MB | chosen | s "
         "| behind | fastest |",

@@ -187,6 +187,19 @@ def test_links_are_as_fast_as_asked_and_counted_and_nodes_are_faster(cluster: Cl
 
 
 @needs_network
+def test_no_message_passes_an_idle_link_in_no_time(cluster: Cluster) -> None:
+    """What the bucket of a link holds takes a few milliseconds of it, and the packets that come are no larger."""
+    sizes = []
+    for node, rate in enumerate([25 * MB, 12.5 * MB, 25 * MB]):
+        own = f"{PREFIX}a{node}"
+        shaper = json.loads(network.call("tc", "-j", "-n", own, "qdisc", "show", "dev", "lab0"))[0]
+        link = json.loads(network.call("ip", "-j", "-d", "-n", own, "link", "show", "lab0"))[0]
+        sizes.append(link["gso_max_size"])
+        assert sizes[-1] < shaper["options"]["burst"] < 2e-3 * rate
+    assert len(set(sizes)) == 1
+
+
+@needs_network
 def test_the_loopback_can_be_shaped_and_two_clusters_stand_side_by_side(cluster: Cluster, tmp_path: Path) -> None:
     size = 8 << 20
     with Cluster.create(1, rate=None, loopback_rate="160mbit", name=f"{PREFIX}b") as other:

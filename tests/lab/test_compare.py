@@ -21,11 +21,13 @@ from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
+from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies import find, strategies
 from tawpipe.schedule.traffic import link_elements
+from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
 WORKLOAD = {
@@ -164,6 +166,16 @@ def test_an_order_is_found_before_ranks_run_it():
     with pytest.raises(UserError, match="room"):
         ours.found_for("zero-bubble-fitted", replace(limited, room=2.0, linear_bytes=40_000), topology, {})
     assert ours.found_for("1f1b-ours", limited, topology, {}) == {}
+
+
+def test_orders_are_made_for_the_links_of_a_cell():
+    slow = LinkModel(TIMED.activation_bytes / 0.5)
+    found = parse_times(ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {}, slow)["block_times"])
+    assert found.hop == 500_000 and found.near_hop < 1000 and found.nodes == (0, 0, 1, 1)
+    over_nodes = ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "nodes"}, slow)["block_times"]
+    assert parse_times(over_nodes).hop == 1_000_000  # two pipelines share the link
+    inside = ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "locals"}, slow)["block_times"]
+    assert parse_times(inside).hop < 1000
 
 
 def test_every_strategy_has_a_row_and_a_row_is_settings():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, first_list, joined, justified, peak
+from tawpipe.schedule.pipelines.arrange import arrange, began, joined, justified, peak
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak as worst_peak
 from tawpipe.schedule.pipelines.orders import interleaved, nearest_groups, one_f_one_b, zero_bubble
@@ -80,7 +80,7 @@ def test_passes_agree_with_the_clock(problem, group, flying):
     ticks = Ticks.of(costs)
     stages = ticks.stages(layout)
     passes = Passes(stages, count, whole_stages(stages, split))
-    timed = passes.forward(first_list(passes, group), flying)
+    timed = began(passes, flying, group)
     found = play(layout, passes.order(timed), costs)
     ends = {passes.named(work): timed.ends[work] / ticks.scale for work in passes.works}
     assert ends.keys() == found.keys()
@@ -92,7 +92,7 @@ def test_passes_agree_with_the_clock(problem, group, flying):
     assert all(
         found[passes.named(work)][1] <= late.ends[work] / ticks.scale * (1 + 1e-9) + 1e-9 for work in passes.works
     )
-    best = justified(passes, passes.forward(first_list(passes, group), flying), flying)
+    best = justified(passes, began(passes, flying, group), flying)
     order = joined(passes, best)
     assert makespan(play(layout, order, costs)) <= best.makespan / ticks.scale * (1 + 1e-9) + 1e-9
     assert peak(stages, order) / ticks.memory_scale == pytest.approx(max(worst_peak(layout, order, costs)))
@@ -113,6 +113,16 @@ def test_an_order_is_never_behind_the_published_ones():
         for count in (3, 8):
             ours = makespan(play(layout, arrange(layout, costs, count), costs))
             assert ours <= 1.001 * makespan(play(layout, make(layout, count), costs))
+
+
+def test_an_order_from_few_beginnings_is_hardly_longer(monkeypatch):
+    costs, layout, spans = equal_blocks(16, hop=0.1), Layout.even(18, 4, 2, folded=True), []
+    for many in (10**9, 0):
+        monkeypatch.setattr("tawpipe.schedule.pipelines.arrange.MANY", many)
+        order = arrange(layout, costs, 12)
+        assert Counter(work.kind for lane in order.compute for work in lane)["F"] == 12 * layout.stages
+        spans.append(makespan(play(layout, order, costs)))
+    assert spans[0] <= spans[1] <= 1.02 * spans[0]
 
 
 def test_less_memory_means_more_time_until_one_micro_batch_does_not_fit():

@@ -107,7 +107,21 @@ def test_times_as_text_are_exact(blocks, hop, pace, memory):
     assert parse_times(spell_times(costs)) == costs
 
 
-@pytest.mark.parametrize("text", ["", "1/2", "1/2/x", "1/2/-3", "1/2/3;hops=3", "1/2/3;hop=1/2", "ax1/2/3", "1/2/nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1/2",
+        "1/2/x",
+        "1/2/-3",
+        "1/2/3;hops=3",
+        "1/2/3;hop=1/2",
+        "1/2/3;nodes=0/0.5",
+        "1/2/3;nodes=inf",
+        "ax1/2/3",
+        "1/2/nan",
+    ],
+)
 def test_times_that_are_none(text):
     with pytest.raises(UserError, match="times of all blocks"):
         parse_times(text)

@@ -15,10 +15,13 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, needs
+from tawpipe.schedule.pipelines.times import spell_times
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, needs
+from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.strategies import build
@@ -143,6 +146,27 @@ def test_what_waits_in_the_host_s_memory_is_proved():
     bad = Order(order.compute, (swapped, ()), {})
     with pytest.raises((ScheduleError, KeyError, ValueError)):
         verify(build_pipeline(replace(shape, order_of=lambda _: bad), step, training=True))
+
+
+def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():
+    """Links as slow as half a forward pass; the other order is made as if they took no time."""
+    size, count = 6, 24
+    layout = Layout.even(2 * size + 2, size, 2, folded=True)
+    end, layer = BlockTimes(0, 0, 0, kept=0), BlockTimes(10, 20, 10)
+    costs_ = PipelineCosts((end, *[layer] * 2 * size, end), hop=5, nodes=(0, 0, 1, 1, 2, 2))
+    strategy = ActivationPipeline("zero-bubble", "world", spell_times(costs_))
+    topology, model = Topology.grid(3, 2), llama(2 * size)
+    shape = strategy.shape(model, topology)
+    assert shape.layout == layout
+    order = shape.order_of(count)
+    assert max(peak(layout, order, costs_)) <= 2 * size + 1
+    without = replace(strategy, block_times=spell_times(replace(costs_, hop=0.0)))
+    other = without.shape(model, topology).order_of(count)
+    assert makespan(play_stages(layout, order, costs_)) < 0.97 * makespan(play_stages(layout, other, costs_))
+    for name, numbers in (("nodes", (0, 1)), ("pace", (1.0, 2.0))):
+        wrong = replace(strategy, block_times=spell_times(replace(costs_, **{name: numbers})))
+        with pytest.raises(UserError, match=f"schedule.block_times: got '{name}=.*6 numbers, one for every position"):
+            wrong.shape(model, topology)
 
 
 def test_the_bubble_of_1f1b():

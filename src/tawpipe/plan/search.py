@@ -103,10 +103,10 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                found = _best_pipeline(candidates)
-                made = _best(asked, strategy, found)
-                if not found[1] and _best_pipeline([*candidates, made])[1]:  # with balanced stages it is not far behind
-                    made = _best(asked, strategy, (found[0], True))
+                axis, hopeful = _best_pipeline(candidates)
+                made = _best(asked, strategy, axis, hopeful=hopeful)
+                if not hopeful and _best_pipeline([*candidates, made])[1]:  # with balanced stages it is not far behind
+                    made = _best(asked, strategy, axis, hopeful=True)
                 candidates.append(made)
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
@@ -180,17 +180,17 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy, found: tuple[str, bool] = ("", True)) -> Candidate:
+def _best(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
-        found: what pipelines that are made for costs are laid over, and whether a search for them is worth its time.
+        axis, hopeful: see ``pipelines.laid_out``.
     """
-    best = _best_of(request, strategy, found)
+    best = _best_of(request, strategy, axis, hopeful=hopeful)
     if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
         return best
     for ranks in request.sets:
-        other = _best_of(request.with_ranks(ranks), strategy, found)
+        other = _best_of(request.with_ranks(ranks), strategy, axis, hopeful=hopeful)
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -212,9 +212,8 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy, found: tuple[str, bool]) -> Candidate:
+def _best_of(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool) -> Candidate:
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
-    axis, hopeful = found
     try:
         ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis, hopeful=hopeful)]
     except UserError as error:

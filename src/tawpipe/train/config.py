@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain, count
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -396,10 +397,9 @@ def with_output_named(config: TrainConfig, *, now: time.struct_time | None = Non
     Only one process may do this, or they would disagree.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", now or time.localtime())
-    ends = (stamp, *(f"{stamp}-{number}" for number in range(2, 100)))
+    ends = chain([stamp], (f"{stamp}-{number}" for number in count(2)))
     names = (config.output.replace("{time}", end) for end in ends)
-    free = (name for name in names if name == config.output or not Path(name).exists())
-    return replace(config, output=next(free))
+    return replace(config, output=next(name for name in names if name == config.output or not Path(name).exists()))
 
 
 def config_text(config: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
@@ -15,8 +16,9 @@ from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan
 ROUNDS = 6
 """Of a pass backward in time and one forward, at most."""
 MANY = 4096
-"""Works of a pipeline beyond which the passes go on with the most hopeful beginnings alone."""
-HOPEFUL = 3
+"""Works of a pipeline beyond which few beginnings are tried: those that are best with few micro-batches."""
+HOPEFUL, FEW = 3, 2
+"""So many beginnings, and for each position micro-batches."""
 SLACK = 1
 """Thousandths by which an order may be longer than the shortest, if it takes less memory."""
 
@@ -41,14 +43,12 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     stages = Ticks.of(costs).stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
     found: list[tuple[int, int, Order]] = []
-    begun = [
-        (passes.forward(first_list(passes, group), flying), flying)
-        for flying, group in policies(layout.size, micro_batches)
-    ]
+    tried = policies(layout.size, micro_batches)
     if len(passes.works) > MANY:
-        begun = sorted(begun, key=lambda one: one[0].makespan)[:HOPEFUL]
-    for first, flying in begun:
-        timed = justified(passes, first, flying)
+        few = replace(passes, micro_batches=min(micro_batches, FEW * layout.size))
+        tried = sorted(tried, key=lambda one: began(few, *one).makespan)[:HOPEFUL]
+    for flying, group in tried:
+        timed = justified(passes, began(passes, flying, group), flying)
         order = joined(passes, timed)
         found.append((timed.makespan, peak(stages, order), order))
     for order in published(layout, costs, micro_batches, split):
@@ -64,6 +64,24 @@ def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:
     flying = sorted({min(times * positions, 2 * micro_batches) // 2 for times in (2, 3, 4, 6, 8)} | {micro_batches})
     groups = sorted({1, min(positions, micro_batches), micro_batches})
     return [(most, group) for most in flying for group in groups if group <= most]
+
+
+def began(passes: Passes, flying: int, group: int) -> Timed:
+    """A pass in which positions prefer backward passes, the oldest first; then forward passes, in groups of so many
+    micro-batches; then W.
+
+    Args:
+        flying: at most so many micro-batches under way; 0 for any number.
+    """
+    stages, count = passes.stages.layout.stages, passes.micro_batches
+
+    def key(work: int) -> tuple[int, ...]:
+        step, m = divmod(work, count)
+        if step < stages:
+            return (1, m // group, step if group > 1 else -step, m)
+        return (0, m, step) if step < 2 * stages else (2, m, step)
+
+    return passes.forward(sorted(passes.works, key=key), flying)
 
 
 def justified(passes: Passes, first: Timed, flying: int = 0, rounds: int = ROUNDS) -> Timed:
@@ -88,21 +106,6 @@ def justified(passes: Passes, first: Timed, flying: int = 0, rounds: int = ROUND
         if best.makespan == before:
             break
     return best
-
-
-def first_list(passes: Passes, group: int) -> list[int]:
-    """Works in the order in which a position prefers them at first: backward passes, the oldest first; then forward
-    passes, in groups of so many micro-batches; then W.
-    """
-    stages, count = passes.stages.layout.stages, passes.micro_batches
-
-    def key(work: int) -> tuple[int, ...]:
-        step, m = divmod(work, count)
-        if step < stages:
-            return (1, m // group, step if group > 1 else -step, m)
-        return (0, m, step) if step < 2 * stages else (2, m, step)
-
-    return sorted(passes.works, key=key)
 
 
 def joined(passes: Passes, timed: Timed) -> Order:

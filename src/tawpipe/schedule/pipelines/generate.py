@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, first_list, justified, published
+from tawpipe.schedule.pipelines.arrange import arrange, began, justified, published
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.moves import Moves, Plan
 from tawpipe.schedule.pipelines.passes import Passes, Timed
@@ -140,7 +140,7 @@ class _Search:
             except UserError:
                 self.scores[plan] = None
                 return None
-            timed = justified(passes, passes.forward(first_list(passes, self.micro_batches)), rounds=1)
+            timed = justified(passes, began(passes, 0, self.micro_batches), rounds=1)
             self.spent += (3 if self.ticks.memory is None else 6) * len(passes.works)
             self.scores[plan] = timed.makespan + self.penalty * layout.stages
             self._idle[plan] = self._diagnosis(passes, timed)

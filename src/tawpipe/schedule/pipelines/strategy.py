@@ -14,7 +14,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.orders import forward_only, interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
-from tawpipe.schedule.pipelines.times import parse_times, times_from_sizes
+from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
@@ -131,7 +131,12 @@ class ActivationPipeline(Strategy):
     def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
         """All that the ranks of a pipeline agree on."""
         positions = self.positions(topology)
-        layout, costs = self.layout_of(model, positions.size), self.costs(model)
+        costs = self.costs(model)
+        for name in BY_POSITION:
+            if len(found := getattr(costs, name)) not in (0, positions.size):
+                expected = f"{positions.size} numbers, one for every position"
+                raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, found))}", expected)
+        layout = self.layout_of(model, positions.size)
         return PipelineShape(model, layout, positions, costs, lambda count: _order(self.kind, layout, costs, count))
 
     def share(self, count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:

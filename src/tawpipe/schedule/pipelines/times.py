@@ -62,8 +62,9 @@ gradient), as in 1/2/0,32x10/20/10,5/30/5;hop=3
             values = tuple(_positive(word) for word in words.split("/"))
             if name not in OTHERS or name in others or (name not in BY_POSITION and len(values) != 1):
                 raise ValueError(part)
-            whole = tuple(int(value) for value in values) if name == "nodes" else values
-            others[name] = whole if name in BY_POSITION else values[0]
+            if name == "nodes":
+                values = tuple(map(int, words.split("/")))
+            others[name] = values if name in BY_POSITION else values[0]
     except (TypeError, ValueError) as error:
         raise UserError("schedule.block_times", text, EXPECTED) from error
     return PipelineCosts(tuple(blocks), **others)  # type: ignore[arg-type]
