@@ -180,7 +180,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool) -> Candidate:
+def _best(request: PlanRequest, strategy: Strategy, axis: str = "", *, hopeful: bool = True) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
