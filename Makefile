@@ -18,7 +18,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ train: $(READY)  ## train with the defaults, or with ARGS
 
 test: $(COMPILED)  ## run the tests
 	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src/tawpipe/topology.py
+	@$(BIN)/python tests/support/tests_of.py $(FILE) $(ARGS)
 
 test-slow: $(COMPILED)  ## run the whole grid, which the tests cover in part
 	@$(BIN)/python -m pytest -m slow $(ARGS)
