@@ -30,10 +30,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prediction import Emulation
+from prediction import FAR, Emulation, link
 from tawpipe.errors import UserError
 from tawpipe.lab.bounds import workload_model
-from tawpipe.lab.compare import FRAMES, compare
+from tawpipe.lab.cluster.links import Links
+from tawpipe.lab.compare import compare, link_of, links_of
 from tawpipe.lab.ours import OWN_NAMES
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.workload import TimedWorkload
@@ -52,7 +53,6 @@ from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Se
 NEVER = 10**15
 """Bytes: recomputing less is left out, which a timed layer cannot do in all ways."""
 GOOD = 0.03
-FAR = 0.07
 NEAR = 0.3
 KNOBS = ("micro_batches_per_visit", "look_ahead", "gradient_buffers", "step_cache", "gradients_scope")
 
@@ -93,15 +93,19 @@ def draw_cell(random_: random.Random, number: int) -> Cell:
     return Cell(f"setting {number}", nodes, local, f"{megabits}mbit", workload)
 
 
-def request_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabRequest:
-    """What the planner is asked about a cell."""
+def request_of(cell: Cell, machine: Emulation, links: Links | None = None, memory_bytes: int = 0) -> LabRequest:
+    """What the planner is asked about a cell.
+
+    Args:
+        links: what they carry, as a probe of a real cluster would say it; None for what their names say.
+    """
     workload = cell.workload
     assert isinstance(workload, TimedWorkload)
     forward = workload.forward_s + machine.sleep_s
     backward = workload.backward_input_s + workload.backward_weight_s + 2 * machine.sleep_s
     layer = BlockCost(Seconds(forward), Seconds(backward))
     blocks = (BlockCost(), *[layer] * workload.layers, BlockCost())
-    rate = float(cell.rate.removesuffix("mbit")) * 1e6 / 8 * FRAMES
+    between = link_of(cell, links)
     return LabRequest(
         model=workload_model(workload),
         profile=Profile(
@@ -113,7 +117,7 @@ def request_of(cell: Cell, machine: Emulation, memory_bytes: int = 0) -> LabRequ
         machine=uniform(
             cell.nodes,
             cell.local,
-            between=LinkModel(rate, machine.latency_s),
+            between=link(between.bytes_per_s, between.latency_s, machine),
             inside=LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10),
         ),
         global_batch=workload.micro_batches,
@@ -161,7 +165,7 @@ def entry_of(step: StepSpec) -> Entry:
 
 def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, samples: int) -> dict[str, Any]:
     """Choose, then measure."""
-    request = request_of(cell, machine, memory_bytes)
+    request = request_of(cell, machine, links_of(cell), memory_bytes)
     begin = time.perf_counter()
     plan = Plan.of(request, search(request))
     took = time.perf_counter() - begin

@@ -14,7 +14,7 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import PIPELINES
-from tawpipe.lab.compare import bounds_of, compare
+from tawpipe.lab.compare import bounds_of, compare, link_of
 from tawpipe.lab.suite import Entry, load_suite, read_suite, shipped_suites
 from tawpipe.lab.worker import make
 from tawpipe.lab.workload import TimedWorkload
@@ -106,7 +106,7 @@ def test_every_suite_can_be_read_and_bounded(name):
     for cell in cells:
         for entry in suite.strategies:
             try:
-                bounds = bounds_of(cell, entry)
+                bounds = bounds_of(cell, entry, link_of(cell))
             except UserError as error:  # a row of the table says so
                 pipeline = entry.strategy in PIPELINES or find(ours.rows()[entry.strategy]).weights_stay
                 assert error.setting in REFUSED and pipeline, entry

@@ -11,7 +11,7 @@ import pytest
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds import Bounds
-from tawpipe.lab.compare import bounds_of
+from tawpipe.lab.compare import bounds_of, link_of
 from tawpipe.lab.lengths import PACKINGS, DealtWorkload, dealt
 from tawpipe.lab.suite import Cell, Entry, read_suite
 from tawpipe.lab.table import write_table
@@ -92,7 +92,7 @@ def test_what_balance_promises(nodes: int, local: int, gain: float) -> None:
 def test_schedules_hold_and_bounds_are_of_the_mean(row: str) -> None:
     topology, (name, knobs) = Topology.grid(2, 2), ROWS[row]
     cell = Cell("c", 2, 2, "100mbit", TINY)
-    bounds, whole = bounds_of(cell, Entry(name, knobs)), PASSES * sum(map(TINY.work.of, TINY.lengths))
+    bounds, whole = bounds_of(cell, Entry(name, knobs), link_of(cell)), PASSES * sum(map(TINY.work.of, TINY.lengths))
     assert isinstance(bounds, Bounds)
     passes = 0.75 if knobs.get("recompute") == "none" else 1
     if row != "rows" and "keep_mib" not in knobs:

@@ -13,6 +13,9 @@ from tawpipe.lab.cluster.cluster import DEFAULT_NAME, Cluster
 from tawpipe.lab.cluster.rates import format_rate, parse_rates
 from tawpipe.options import CommandParser
 
+MESSAGES = (100_000, 1_000_000)
+"""Bytes of messages with which the links of a new cluster are measured."""
+
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe lab`` with the words ``argv`` and returns the exit code."""
@@ -34,11 +37,19 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _up(arguments: argparse.Namespace) -> int:
     cluster = Cluster.up(
-        arguments.nodes, rate=arguments.rate, loopback_rate=arguments.loopback_rate, name=arguments.name
+        arguments.nodes,
+        rate=arguments.rate,
+        loopback_rate=arguments.loopback_rate,
+        latency=arguments.latency,
+        name=arguments.name,
     )
     rates = parse_rates(arguments.rate, nodes=arguments.nodes)
     for node, (namespace, address, rate) in enumerate(zip(cluster.nodes, cluster.addresses, rates, strict=True)):
         print(f"node {node}: namespace {namespace}, address {address}, link {format_rate(rate)}")
+    if (links := cluster.links(MESSAGES)) is not None:
+        print(f"the links carry {links}")
+        if links.trouble:
+            print(f"this machine cannot make them as asked: {links.trouble}")
     named = "" if cluster.name == DEFAULT_NAME else f" --name {cluster.name}"
     print(
         f"`tawpipe lab exec{named} 0 -- COMMAND` runs a command in node 0; `tawpipe lab down{named}` removes them all"
@@ -99,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         "(default: 400mbit)",
     )
     up.add_argument("--loopback-rate", metavar="RATE", help="of the traffic inside a node (default: unshaped)")
+    up.add_argument(
+        "--latency", metavar="TIME", help="of a message between nodes: 5ms (default: what the machine takes)"
+    )
     up.set_defaults(run=_up)
 
     down = commands.add_parser("down", help="remove a cluster, or what is left of it, and end what runs in it")

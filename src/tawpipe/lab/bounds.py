@@ -10,8 +10,8 @@ and ends with nothing under way:
   ``simulate.critical`` follows the schedule's own order; for the rivals the few waits that none of their orders avoids
   are counted, which the docstrings name.
 
-Documents of uneven lengths count with the mean over all devices, whatever dealing a strategy has. Latencies are left
-out of both.
+Documents of uneven lengths count with the mean over all devices, whatever dealing a strategy has. The latency of a link
+counts in the second one, once wherever something waits for a message.
 """
 
 from __future__ import annotations
@@ -290,6 +290,7 @@ def _sharded_bounds(
     before = max(weights_in * share_of_first, weights_in - first * sum(part.forward_s for part in parts[:-1]))
     last_s = last * sum(part.backward_s for part in parts[:-1])
     after = max(4 * parts[0].elements * kind.gradients / rate, gradients_out - last_s)
+    before, after = (wait + between.latency_s * (wait > 0) for wait in (before, after))
     link = between.busy_s(topology.local_size, moved, moved)
     each = (moved,) * topology.num_nodes
     return Bounds(compute, link, max(link, before + compute + after), each, each)
@@ -321,7 +322,7 @@ def _pipeline_bounds(
         own, before = layout.stages_of(rank), stages[: layout.stages_of(rank)[0]]
         busy = workload.micro_batches * sum(part.seconds for stage in own for part in stages[stage])
         borders = sum(a != b for a, b in pairwise(node[: own[0] + 1]))
-        crossing = borders * workload.activation_bytes / between.bytes_per_s
+        crossing = borders * (workload.activation_bytes / between.bytes_per_s + between.latency_s)
         waits = sum(part.forward_s for stage in before for part in stage) + crossing
         if name != "zbv":
             waits += sum(part.backward_s for stage in before for part in stage) + crossing

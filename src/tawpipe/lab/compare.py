@@ -24,11 +24,20 @@ from typing import Any
 
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab import ours
-from tawpipe.lab.bounds import Bounds, activation_sizes, schedule_bounds, shipped_bounds, workload_costs
+from tawpipe.lab.bounds import (
+    Bounds,
+    activation_sizes,
+    schedule_bounds,
+    shipped_bounds,
+    workload_costs,
+    workload_model,
+)
 from tawpipe.lab.bounds_real import LinkBounds, real_bounds
 from tawpipe.lab.cluster.cluster import Cluster
-from tawpipe.lab.cluster.rates import parse_rates
+from tawpipe.lab.cluster.links import Links
+from tawpipe.lab.cluster.rates import parse_latency, parse_rates
 from tawpipe.lab.lengths import DealtWorkload, dealt
+from tawpipe.lab.real_modules import real_model_spec
 from tawpipe.lab.suite import Cell, Entry, Suite
 from tawpipe.lab.table import write_chart, write_table
 from tawpipe.lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
@@ -43,10 +52,8 @@ BUSIEST = 0.6
 """Share of the machine's processors above which a cell measures the machine and not the network."""
 LARGEST_DIFFERENCE = 1e-4
 """Relative difference of two strategies' losses, beyond which they have not trained the same thing."""
-FRAMES = 1448 / 1514
-"""Share of an Ethernet link's bytes that is payload: TCP with timestamps in full frames, as the interfaces count
-them.
-"""
+PAYLOAD = 0.99
+"""Share of a link's bytes that is payload, where it was not measured: headers take the rest."""
 
 
 def compare(
@@ -72,7 +79,8 @@ def compare(
         if cell.name in measured:
             tell(f"cell {cell.name}: measured before")
             continue
-        tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}")
+        late = f" and {cell.latency} of latency" if cell.latency else ""
+        tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}{late}")
         for row in _measure_cell(suite, cell, tell, out / "traces" if traces else None):
             row |= disturbance(row, rows)
             rows.append(row)
@@ -124,18 +132,24 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
     readings: dict[int, dict[str, Any]] = {}
-    entries = list(suite.strategies)
-    for i, entry in enumerate(entries):
-        try:
-            found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between_of(cell))
-            entries[i] = replace(entry, found={**entry.found, **found})
-        except UserError as error:
-            failed[i] = str(error)
-    suite = replace(suite, strategies=tuple(entries))
     with (
-        Cluster.create(cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, name=CLUSTER) as cluster,
+        Cluster.create(
+            cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, latency=cell.latency, name=CLUSTER
+        ) as cluster,
         tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
     ):
+        links = cluster.links(message_sizes(cell))
+        if links is not None:
+            tell(f"  links: {links}" + (f"; {links.trouble}" if links.trouble else ""))
+        between = link_of(cell, links)
+        entries = list(suite.strategies)
+        for i, entry in enumerate(entries):
+            try:
+                found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
+                entries[i] = replace(entry, found={**entry.found, **found})
+            except UserError as error:
+                failed[i] = str(error)
+        suite = replace(suite, strategies=tuple(entries))
         done: set[int] = set()
         while len(failed) + len(done) < len(suite.strategies):
             tried = [i for i in range(len(suite.strategies)) if i not in failed and i not in done]
@@ -158,7 +172,10 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], picture
     rows = []
     for i, entry in enumerate(suite.strategies):
         reading = readings.get(i, {"failed": failed.get(i, "not run")})
-        rows.append(_row(suite, cell, topology, entry, reading))
+        row = _row(suite, cell, topology, entry, reading, between)
+        if links is not None:
+            row |= {"links": links.spelled_out(), "reason": row["reason"] or links.trouble}
+        rows.append(row)
     check_losses(rows)
     return rows
 
@@ -242,20 +259,41 @@ def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
     draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
 
 
-def between_of(cell: Cell) -> LinkModel:
-    """The slowest link of a node."""
+def message_sizes(cell: Cell) -> tuple[int, ...]:
+    """Bytes of messages of a cell's strategies: the largest unit, a rank's share of it, and an activation."""
+    workload = cell.workload
+    if isinstance(workload, RealWorkload):
+        model = real_model_spec(workload)
+    else:
+        whole = workload if isinstance(workload, TimedWorkload) else dealt(workload, "in turn", Topology.grid(1, 1))
+        model = workload_model(whole)
+    unit = 4 * max(unit.numel for unit in model.units)
+    activation = getattr(workload, "activation_bytes", 0)
+    return tuple(sorted({size for size in (unit // (cell.nodes * cell.local), unit, activation) if size}))
+
+
+def links_of(cell: Cell) -> Links | None:
+    """What the links of a cell carry, measured in a cluster that is removed again; None if there is one node."""
+    wanted = {"rate": cell.rate, "loopback_rate": cell.loopback_rate, "latency": cell.latency}
+    with Cluster.create(cell.nodes, **wanted, name=CLUSTER) as cluster:
+        return cluster.links(message_sizes(cell))
+
+
+def link_of(cell: Cell, links: Links | None = None) -> LinkModel:
+    """The slowest link of a node: what was measured, or else what follows from its name."""
+    if links is not None:
+        return LinkModel(links.bytes_per_s, links.latency_s)
     rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
-    return LinkModel(min(rates) / 8 * FRAMES if rates else 1e10)
+    return LinkModel(min(rates) / 8 * PAYLOAD if rates else 1e10, parse_latency(cell.latency))
 
 
-def bounds_of(cell: Cell, entry: Entry) -> Bounds | LinkBounds:
-    """The bounds of a strategy in a cell, from the setting alone.
+def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBounds:
+    """The bounds of a strategy in a cell with these links between its nodes.
 
     Raises:
         UserError: a strategy that is not known, or cannot run there.
     """
     topology = Topology.grid(cell.nodes, cell.local)
-    between = between_of(cell)
     if isinstance(cell.workload, RealWorkload):
         return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
     if entry.strategy in ours.rows():
@@ -282,7 +320,9 @@ def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
     return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
 
 
-def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any], between: LinkModel
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "suite": suite.name,
         "cell": cell.spelled_out(),
@@ -295,7 +335,7 @@ def _row(suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: di
         "loss": None,
     }
     try:
-        bounds = bounds_of(cell, entry)
+        bounds = bounds_of(cell, entry, between)
         row["physical_bound_s"], row["dependency_bound_s"] = bounds.physical_s, bounds.dependency_s
         row["link_bytes_predicted"] = [round(number) for number in bounds.sent_bytes]
         row["peak_gib_predicted"] = _predicted_memory(cell, entry) if suite.memory else None
@@ -391,7 +431,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"  {row['label']}: {row['status']}, {row['reason']}"
     median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
     note = f", last loss {row['loss'][-1]}" if row["loss"] else ""
-    note += f", {row['status']}: {row['reason']}" if row["status"] != "ok" else ""
+    note += f", {row['status']}: {row['reason']}" if row["reason"] else ""
     if cost := row.get("disturbance"):
         largest, total = cost["largest_node_delay_s"], cost["sum_of_node_delays_s"]
         note += f", slow nodes added {cost['added_s']:.2f} s (largest delay {largest:.2f} s, sum {total:.2f} s)"

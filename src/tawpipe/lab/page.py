@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab.table import cells_of, describe, order_of
+from tawpipe.lab.table import cells_of, describe, order_of, title
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
 from tawpipe.report.page import Section, Table, page_text, timeline_section
@@ -31,8 +31,8 @@ def compare_page(
         recordings: a folder with one folder of a recorded step for every strategy, or None.
     """
     sections = [*_overview(rows)]
-    for cell, some in cells_of(rows).items():
-        sections += _cell(cell, sorted(some, key=order_of))
+    for some in cells_of(rows).values():
+        sections += _cell(sorted(some, key=order_of))
     if recordings is not None:
         for folder in sorted(one for one in recordings.iterdir() if one.is_dir()):
             sections.append(timeline_section(f"A step: {folder.name}", executed_bars(folder)))
@@ -57,13 +57,12 @@ def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     yield Section("All cells", "1 is what computing and links allow.", figures=[figure])
 
 
-def _cell(cell: str, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    first = rows[0]["cell"]
+def _cell(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     good = [row for row in rows if "seconds_per_step" in row]
     table = Table(HEAD, [_row(row) for row in rows], marked=[0] if good and good[0] is rows[0] else [])
-    title = f"{cell}: {first['nodes']} nodes x {first['local']}, {first['rate']}"
+    heading = title(rows[0]["cell"])
     if not good:
-        yield Section(title, describe(rows[0]), table)
+        yield Section(heading, describe(rows[0]), table)
         return
     names = [row["label"] for row in good]
     medians = [row["seconds_per_step"]["median"] for row in good]
@@ -78,7 +77,7 @@ def _cell(cell: str, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     if held:
         memory = {"peak": [row["peak_gib"] for row in held]}
         figures.append(stacked_bars([row["label"] for row in held], memory, unit="GiB per process"))
-    yield Section(title, describe(rows[0]), table, figures=figures)
+    yield Section(heading, describe(rows[0]), table, figures=figures)
 
 
 def _row(row: dict[str, Any]) -> list[str]:

@@ -44,6 +44,7 @@ class Cell:
     Args:
         rate: of the links between nodes, as ``tawpipe lab up`` takes it.
         loopback_rate: inside a node; None for as fast as it is.
+        latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
         slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
     """
 
@@ -53,6 +54,7 @@ class Cell:
     rate: str
     workload: Workload
     loopback_rate: str | None = None
+    latency: str | None = None
     slow: Slowdown | None = None
 
     def spelled_out(self) -> dict[str, Any]:

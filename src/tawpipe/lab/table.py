@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tawpipe.lab.cluster.links import Links
+
 COLORS = {"ours": "#2a6fdb", "shipped": "#b0b4bb"}
 COLUMNS = (
     "strategy",
@@ -43,11 +45,11 @@ def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
     """A table per cell, the fastest strategy first."""
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
-    for cell, some in cells_of(rows).items():
+    for some in cells_of(rows).values():
         columns = [*COLUMNS, *([LOSS] if _is_real(some[0]) else DOCUMENTS if _is_of_documents(some[0]) else [])]
         balanced = next((row for row in some if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
         lines += [
-            f"## {cell}: {some[0]['cell']['nodes']} nodes x {some[0]['cell']['local']}, {some[0]['cell']['rate']}",
+            f"## {title(some[0]['cell'])}",
             "",
             describe(some[0]),
             "",
@@ -59,6 +61,20 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
+def title(cell: dict[str, Any]) -> str:
+    """A cell's name and its cluster."""
+    latency = f", {late} of latency" if (late := cell.get("latency")) else ""
+    return f"{cell['name']}: {cell['nodes']} nodes x {cell['local']}, {cell['rate']}{latency}"
+
+
+def describe(row: dict[str, Any]) -> str:
+    """The workload of a row, and what its links carried, in words."""
+    if "links" not in row:
+        return _workload(row)
+    links = Links.from_spelled_out(row["links"])
+    return f"{_workload(row)} Links carry {links}." + (f" Note: {links.trouble}." if links.trouble else "")
+
+
 def _is_real(row: dict[str, Any]) -> bool:
     return row["cell"]["workload"].get("kind") == "real"
 
@@ -67,8 +83,7 @@ def _is_of_documents(row: dict[str, Any]) -> bool:
     return row["cell"]["workload"].get("kind") == "lengths"
 
 
-def describe(row: dict[str, Any]) -> str:
-    """The workload of a row, in words."""
+def _workload(row: dict[str, Any]) -> str:
     workload = row["cell"]["workload"]
     if _is_of_documents(row):
         floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
@@ -165,7 +180,7 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
     sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
     physical, dependency = row["physical_bound_s"], row["dependency_bound_s"]
     columns = [
-        row["label"] + ("" if row["status"] == "ok" else f" ({row['status']})"),
+        row["label"] + (f" ({row['reason'] if row['status'] == 'ok' else row['status']})" if row["reason"] else ""),
         row["origin"],
         f"{median:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
         f"{physical:.2f}",

@@ -237,11 +237,11 @@ def _forget_peak() -> None:
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """(busy, total) clock ticks of all processors since boot. Processes that give way (``nice``) count as idle."""
+    """(busy, total) clock ticks of all processors since boot, busy with whatever it is, at any priority."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    _, nice, _, idle, waiting = fields[:5]
+    idle, waiting = fields[3:5]
     total = sum(fields[:8])
-    return total - nice - idle - waiting, total
+    return total - idle - waiting, total
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from what is needed now, and a play without limits can come out slower than one 
 * tail of an event: the same for what must follow it.
 * bound: the largest head + tail of any event.
 
-Latencies, overheads and buffers are left out (``unlimited_buffers``), the order of every lane is kept. Which bytes must
-come before an event follows from one number for every lane, because a lane's actions are in order (a vector clock).
+Overheads and buffers are left out (``unlimited_buffers``), the order of every lane is kept. What waits for a message
+between nodes waits for its latency as well; the lane that carried it may go on before. Which bytes must come before an
+event follows from one number for every lane, because a lane's actions are in order (a vector clock).
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ def dependency_bound(
         physical: the nodes that the ranks really are on, as for ``play``.
     """
     relaxed, free = unlimited_buffers(schedule), cost_model.without_overheads()
+    latency_s = cost_model.between.latency_s
     if not steady:
-        return _Events(relaxed, free, physical, steps=1).longest()
-    events = _Events(relaxed, free, physical, steps=2)
+        return _Events(relaxed, free, physical, steps=1, latency_s=latency_s).longest()
+    events = _Events(relaxed, free, physical, steps=2, latency_s=latency_s)
     return events.longest(after=events.norms(0), before=events.norms(1))
 
 
 class _Events:
     """The starts and ends of a play's instances and the transits between, in an order that keeps all dependencies."""
 
-    def __init__(self, schedule: Schedule, cost_model: CostModel, physical: Topology | None, *, steps: int) -> None:
-        self.schedule, self.steps = schedule, steps
+    def __init__(
+        self, schedule: Schedule, cost_model: CostModel, physical: Topology | None, *, steps: int, latency_s: float
+    ) -> None:
+        self.schedule, self.steps, self.latency_s = schedule, steps, latency_s
         self.player = Player(schedule, cost_model, steps, physical)
         self.player.run()
         self.record, self.log = self.player.record, self.player.log
@@ -85,7 +89,8 @@ class _Events:
                     self.lengths[lane] += 1
 
     def _connect(self) -> None:
-        transits: dict[int, list[int]] = {}
+        latencies: dict[int, float] = {}
+        """Instance with a transit -> seconds before its end at which its lane is free."""
         capacity = self.player.transfers.capacity
         self.ports: dict[Port, int] = {}
         self.work: list[tuple[int, int, float]] = []
@@ -96,23 +101,25 @@ class _Events:
             busy = {port: amount / capacity(port) for port, amount in event.load.ports}
             self.work += [(i, self.ports.setdefault(port, len(self.ports)), s) for port, s in busy.items()]
             for number in event.members:
-                transits.setdefault(number, []).append(i)
                 self._edge(self.starts[number], i, 0.0)
-                self._edge(i, self.ends[number], max(busy.values(), default=0.0))
+                latency_s = self.latency_s if event.load.sent else 0.0
+                self._edge(i, self.ends[number], max(busy.values(), default=0.0) + latency_s)
+                latencies[number] = max(latency_s, latencies.get(number, 0.0))
         for rank, program in enumerate(self.schedule.programs):
             same, before = dependencies(program)
             free: dict[Lane, int] = {}
             for step in range(self.steps):
                 for index, action in enumerate(program):
                     number = self.record.number(rank, step, index)
-                    if number not in transits:
+                    if number not in latencies:
                         self._edge(self.starts[number], self.ends[number], self.player.seconds(rank, action))
                     needed = [self.record.number(rank, step, i) for i in same[index]]
                     needed += [self.record.number(rank, step - 1, i) for i in before[index] if step]
-                    if action.lane in free:
-                        needed.append(free[action.lane])
                     for other in needed:
                         self._edge(self.ends[other], self.starts[number], 0.0)
+                    if action.lane in free:
+                        last = free[action.lane]
+                        self._edge(self.ends[last], self.starts[number], -latencies.get(last, 0.0))
                     free[action.lane] = number
 
     def _edge(self, source: int, target: int, seconds: float) -> None:

@@ -20,8 +20,9 @@ from tawpipe.environment import ERROR_PREFIX, LOCAL_LAUNCHER
 from tawpipe.errors import RunError, UserError
 from tawpipe.lab.cluster import enter, network
 from tawpipe.lab.cluster.guard import claimed, signals_held, signals_raise
+from tawpipe.lab.cluster.links import Links, measure_links
 from tawpipe.lab.cluster.network import INTERFACE, MAX_NODES, Traffic, own_traffic
-from tawpipe.lab.cluster.rates import parse_rate, parse_rates
+from tawpipe.lab.cluster.rates import parse_latency, parse_rate, parse_rates
 from tawpipe.launch.launcher import Shape, launch
 
 __all__ = ["DEFAULT_NAME", "Cluster", "Traffic", "own_traffic"]
@@ -41,15 +42,25 @@ class Cluster:
 
     Args:
         name: the prefix of its namespaces.
+        rate: of the slowest link, in bits per second; None if no link is shaped, or that is not known.
+        latency_s: of a message between two nodes, besides what the machine takes.
     """
 
     name: str
     num_nodes: int
+    rate: int | None = None
+    latency_s: float = 0.0
 
     @classmethod
     @contextlib.contextmanager
     def create(
-        cls, nodes: int, *, rate: str | None, loopback_rate: str | None = None, name: str = DEFAULT_NAME
+        cls,
+        nodes: int,
+        *,
+        rate: str | None,
+        loopback_rate: str | None = None,
+        latency: str | None = None,
+        name: str = DEFAULT_NAME,
     ) -> Iterator[Cluster]:
         """A cluster for as long as the ``with`` block lasts: removed at its end, after an error and after signals.
 
@@ -61,27 +72,37 @@ class Cluster:
             rate: of the link of every node in each direction (``400mbit``), or of each (``400mbit,200mbit``); None or
                 ``none`` leaves a link unshaped.
             loopback_rate: of all traffic inside a node together; None leaves it at the speed of memory.
+            latency: of a message from one node to another (``5ms``); None or ``none`` leaves it at what the machine
+                takes.
             name: clusters of different names exist side by side.
 
         Raises:
             UserError: a setting that cannot work, no root, no iproute2, a kernel without tbf, or a name in use.
         """
-        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, name=name)
+        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, latency=latency, name=name)
         with claimed(name), signals_raise():
             try:
                 wanted.build()
-                yield cls(name, nodes)
+                yield wanted.cluster
             finally:
                 with signals_held():
                     network.remove(name)
 
     @classmethod
-    def up(cls, nodes: int, *, rate: str | None, loopback_rate: str | None = None, name: str = DEFAULT_NAME) -> Cluster:
+    def up(
+        cls,
+        nodes: int,
+        *,
+        rate: str | None,
+        loopback_rate: str | None = None,
+        latency: str | None = None,
+        name: str = DEFAULT_NAME,
+    ) -> Cluster:
         """A cluster that stays until :meth:`remove`; a cluster of this name that is there already is replaced.
 
         Arguments and errors are those of :meth:`create`.
         """
-        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, name=name)
+        wanted = _Wanted.check(nodes, rate=rate, loopback_rate=loopback_rate, latency=latency, name=name)
         with claimed(name), signals_raise():
             try:
                 wanted.build()
@@ -89,7 +110,7 @@ class Cluster:
                 with signals_held():
                     network.remove(name)
                 raise
-        return cls(name, nodes)
+        return wanted.cluster
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Cluster:
@@ -137,6 +158,14 @@ class Cluster:
     def environment(self, node: int) -> dict[str, str]:
         """Variables by which a program in a node finds its link, and node 0."""
         return {"GLOO_SOCKET_IFNAME": self.interface(node), "MASTER_ADDR": self.addresses[0]}
+
+    def links(self, sizes: Sequence[int]) -> Links | None:
+        """What its links carry while nothing else runs, in messages of ``sizes`` bytes; None if there is one node.
+
+        Raises:
+            RunError: a node does not reach another one.
+        """
+        return measure_links(self.nodes, self.rate, sizes, latency_s=self.latency_s)
 
     def counters(self, node: int) -> Traffic:
         """Bytes that a node's link has carried so far, from the counters of its namespace.
@@ -217,20 +246,29 @@ class _Wanted:
     name: str
     rates: tuple[int | None, ...]
     loopback_rate: int | None
+    latency_s: float
 
     @classmethod
-    def check(cls, nodes: int, *, rate: str | None, loopback_rate: str | None, name: str) -> _Wanted:
+    def check(
+        cls, nodes: int, *, rate: str | None, loopback_rate: str | None, latency: str | None, name: str
+    ) -> _Wanted:
         _check_name(name)
         if not 1 <= nodes <= MAX_NODES:
             raise UserError("--nodes", nodes, f"from 1 to {MAX_NODES}")
         rates = parse_rates(rate, nodes=nodes)
         loopback = parse_rate(loopback_rate, setting="--loopback-rate")
+        latency_s = parse_latency(latency)
         network.require()
-        return cls(name, rates, loopback)
+        return cls(name, rates, loopback, latency_s)
+
+    @property
+    def cluster(self) -> Cluster:
+        slowest = min((rate for rate in self.rates if rate is not None), default=None)
+        return Cluster(self.name, len(self.rates), slowest, self.latency_s)
 
     def build(self) -> None:
         network.remove(self.name)
-        network.build(self.name, self.rates, loopback_rate=self.loopback_rate)
+        network.build(self.name, self.rates, loopback_rate=self.loopback_rate, latency_s=self.latency_s)
 
 
 class _Heard(io.StringIO):

@@ -8,8 +8,9 @@ A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1``
 
 The bridge has a namespace of its own, so the machine's own interfaces, routes and packet filters are neither touched
 nor met: addresses cannot collide, interface names need no prefix, and a firewall made for containers drops nothing.
-Each end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Traffic to an
-address of the own node never reaches the link: the kernel routes it over the node's loopback.
+Each end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Links with a
+latency are pairs of other devices, see ``delay``. Traffic to an address of the own node never reaches the link: the
+kernel routes it over the node's loopback.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tawpipe.errors import RunError, UserError
+from tawpipe.lab.cluster import delay
+from tawpipe.lab.cluster.delay import ends_of
 
 INTERFACE = "lab0"
 """A node's link, inside its namespace."""
@@ -37,11 +40,16 @@ INTERFACE = "lab0"
 MAX_NODES = 250
 """Nodes for which the cluster's network has addresses, with some to spare."""
 
+_NETWORK = "10.77.0"
 _NAMESPACES = Path("/var/run/netns")
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SMALLEST, _LARGEST = 8 * 1024, 64 * 1024
 """Packets of the kernel, which it cuts into frames as they leave: what counts bytes sees the headers of packets."""
-_FRAME = 1514
-_PACKET_S, _LATE_S = 1e-3, 0.5e-3
+_FRAME, _HEADERS = 9000, 80
+"""Bytes of a large Ethernet frame, as fast networks have them, and of its headers: these take a hundredth of it, and a
+twentieth of a frame of 1,500.
+"""
+_PACKET_S, _LATE_S = 3e-4, 1e-4
 """Time that a packet takes of the slowest link, within these sizes; and by which a timer may be late."""
 _QUEUE_S = 0.2
 _NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
@@ -64,7 +72,7 @@ class Traffic:
 
 def address(node: int) -> str:
     """The address of a node's link. It means something inside the cluster only."""
-    return f"10.77.0.{node + 1}"
+    return f"{_NETWORK}.{node + 1}"
 
 
 def switch_of(name: str) -> str:
@@ -133,37 +141,76 @@ def _listed() -> list[str]:
         return []
 
 
-def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None) -> None:
+def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None, latency_s: float = 0.0) -> None:
     """Makes the cluster ``name``, of which nothing may exist. What was made before an error stays for :func:`remove`.
 
     Args:
         rates: of each node's link, in bits per second for each direction; None is unshaped.
         loopback_rate: of all traffic inside a node together, in bits per second.
+        latency_s: of a message between two nodes, besides what the machine takes; 0 makes links without a delay.
     """
     switch = switch_of(name)
     slowest = min((rate for rate in rates if rate is not None), default=0)
-    packet = min(_LARGEST, max(_SMALLEST, round(slowest / 8 * _PACKET_S)))
+    packet = min(_LARGEST, max(_SMALLEST, round(slowest / 8 * _PACKET_S))) if slowest else _LARGEST
+    frame = str(min(packet, _FRAME))
     call("ip", "netns", "add", switch)
     # Without generated IPv6 addresses and multicast snooping an idle link carries no byte.
     call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
     call("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none")
+    for node in range(len(rates)):
+        call("ip", "netns", "add", f"{name}{node}")
+    if latency_s:
+        _delayed_links(name, len(rates), latency_s)
     for node, rate in enumerate(rates):
-        inside, port = f"{name}{node}", f"port{node}"
-        call("ip", "netns", "add", inside)
+        inside, (_, port) = f"{name}{node}", ends_of(node)
         call("ip", "-n", inside, "link", "set", "lo", "up")
         if loopback_rate is not None:
             _shape(inside, "lo", loopback_rate, _LARGEST)
-        call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
-        if slowest:
-            call("ip", "-n", inside, "link", "set", INTERFACE, "gso_max_size", str(packet))
+        if not latency_s:
+            call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
+        call("ip", "-n", switch, "link", "set", port, "mtu", frame)
+        call("ip", "-n", inside, "link", "set", INTERFACE, "mtu", frame, "gso_max_size", str(packet))
         if rate is not None:
             _shape(inside, INTERFACE, rate, packet)
             _shape(switch, port, rate, packet)
         call("ip", "-n", inside, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
         call("ip", "-n", inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
         call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+        if "cubic" in _CONGESTION_CONTROLS.read_text().split():
+            # Most clusters have it. Others estimate the rate of a link, and leave some of a shaped one unused.
+            call("ip", "-n", inside, "route", "change", f"{_NETWORK}.0/24", "dev", INTERFACE, "congctl", "cubic")
     # Last, because a bridge that is up says that the cluster is whole.
     call("ip", "-n", switch, "link", "set", "bridge", "up")
+
+
+def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
+    """The links of all nodes as pairs of devices between which a process carries packets, see ``delay``.
+
+    The process stays, in the switch's namespace: whoever removes the cluster ends it.
+    """
+    if not os.access(delay.TUN, os.R_OK | os.W_OK):
+        raise UserError(
+            "--latency", f"{1e3 * latency_s:g}ms", f"none, or a machine with {delay.TUN}, which makes links"
+        )
+    switch = switch_of(name)
+    words = [program("ip"), "netns", "exec", switch, sys.executable, "-I", "-S", delay.__file__]
+    # A session of its own: the links of `tawpipe lab up` outlive the command and its terminal.
+    process = subprocess.Popen(
+        [*words, str(num_nodes), repr(latency_s)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        if process.stdout.readline() != delay.READY:
+            process.kill()
+            said = process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise RunError(f"links with a latency cannot be made: {said[-1] if said else 'no reason was given'}")
+    for node in range(num_nodes):
+        end, _ = ends_of(node)
+        call("ip", "-n", switch, "link", "set", end, "netns", f"{name}{node}", "name", INTERFACE)
 
 
 def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
@@ -176,7 +223,7 @@ def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
     Args:
         packet: bytes of the largest one that comes.
     """
-    burst = packet + 2 * _FRAME + round(rate / 8 * _LATE_S)
+    burst = packet + (packet // _FRAME + 1) * _HEADERS + round(rate / 8 * _LATE_S)
     limit = burst + round(rate / 8 * _QUEUE_S)
     shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
     call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)

@@ -1,4 +1,4 @@
-"""Link rates as users write them: ``400mbit`` for all nodes, ``400mbit,200mbit,none`` for each."""
+"""Rates and latencies of links as users write them: ``400mbit`` for all nodes, ``400mbit,none`` for each; ``5ms``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 10**6, 10**11
 """Bits per second. Below, one packet of the kernel's largest size takes half a second; above, a queue overflows tc."""
 
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SHORTEST_S, LONGEST_S = 0.5e-3, 1.0
+"""A shorter latency would be the machine's own: a tenth of a millisecond, and what carrying packets adds."""
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", re.IGNORECASE)
 _EXPECTED = (
     "a number with kbit, mbit or gbit (per second), from 1mbit to 100gbit, or none for an unshaped link, "
@@ -44,6 +49,25 @@ def parse_rates(text: str | None, *, nodes: int, setting: str = "--rate") -> tup
     if len(rates) not in (1, nodes):
         raise UserError(setting, text, f"one rate for all nodes, or {nodes} with commas between, one for each node")
     return rates * nodes if len(rates) == 1 else rates
+
+
+def parse_latency(text: str | None, *, setting: str = "--latency") -> float:
+    """Seconds that a message takes from one node to another; 0 for what the machine takes.
+
+    Raises:
+        UserError: no time, or one that cannot be made.
+
+    >>> parse_latency("5ms"), parse_latency("none")
+    (0.005, 0.0)
+    """
+    words = "none" if text is None else text.strip().lower()
+    if words == "none":
+        return 0.0
+    match = _TIME.fullmatch(words)
+    seconds = float(match[1]) * TIMES[match[2]] if match else 0.0
+    if not SHORTEST_S <= seconds <= LONGEST_S:
+        raise UserError(setting, text, "a number with us, ms or s, from 0.5ms to 1s, or none, for example 5ms")
+    return seconds
 
 
 def format_rate(rate: int | None) -> str:

@@ -1,0 +1,125 @@
+"""Run as a file inside a node: one side of a measurement of links, with plain sockets and the standard library alone.
+
+Every node sends to the next one and receives from the one before, as rings and pairwise exchanges do.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+PORT = 29_400
+ROUND_TRIPS, PAUSE_S = 20, 0.01
+SECONDS, MESSAGES = 0.8, 4
+"""Messages of one size are sent for so long, and at least so many."""
+_BLOCK = 1 << 18
+_PATIENCE_S = 60.0
+
+
+def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) -> dict[str, Any]:
+    """One node's side: its seconds and rates, as ``Links.of`` takes them. All nodes run it at the same time."""
+    ahead, behind = _ring(node, addresses)
+    found: dict[str, Any] = {}
+    for name, size in (("latency_s", 1), ("short_s", short)):
+        if node == 0:
+            found[name] = statistics.median(_there_and_back(ahead, size) for _ in range(ROUND_TRIPS))
+        elif node == 1:
+            for _ in range(ROUND_TRIPS):
+                _receive(behind, size)
+                behind.sendall(b"!")
+    if node == 0:
+        found["latency_s"] /= 2
+        found["short_s"] -= found["latency_s"]
+    _together(node, ahead, behind)
+    if node == 0:
+        _send(ahead, max(sizes))
+    elif node == 1:
+        found["one_way"] = _rate(behind, max(sizes))
+    found["both"] = []
+    for size in sizes:
+        _together(node, ahead, behind)
+        sender = threading.Thread(target=_send, args=(ahead, size))
+        sender.start()
+        found["both"].append(_rate(behind, size))
+        sender.join()
+    _together(node, ahead, behind)
+    return found
+
+
+def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.socket]:
+    """Connections to the next node and from the one before."""
+    server = socket.create_server((addresses[node], PORT))
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            ahead = socket.create_connection((addresses[(node + 1) % len(addresses)], PORT), timeout=_PATIENCE_S)
+            break
+        except OSError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
+    server.settimeout(_PATIENCE_S)
+    behind, _ = server.accept()
+    for one in (ahead, behind):
+        one.settimeout(_PATIENCE_S)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ahead, behind
+
+
+def _together(node: int, ahead: socket.socket, behind: socket.socket) -> None:
+    """A barrier: a byte goes round twice."""
+    for _ in range(2):
+        if node == 0:
+            ahead.sendall(b"?")
+        _receive(behind, 1)
+        if node:
+            ahead.sendall(b"?")
+
+
+def _there_and_back(connection: socket.socket, size: int) -> float:
+    """Seconds of a message over an idle link, and of the byte that answers it."""
+    time.sleep(PAUSE_S)
+    begin = time.perf_counter()
+    connection.sendall(bytes(size))
+    _receive(connection, 1)
+    return time.perf_counter() - begin
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    """Messages of ``size`` bytes, each with a byte before it that says so, then one that says that it was the last."""
+    message, until, sent = b"+" + bytes(size), time.monotonic() + SECONDS, 0
+    while sent < MESSAGES or time.monotonic() < until:
+        connection.sendall(message)
+        sent += 1
+    connection.sendall(b".")
+
+
+def _rate(connection: socket.socket, size: int) -> float:
+    """Bytes per second of what ``_send`` sends, from the end of the first message to that of the last."""
+    ends = []
+    while _receive(connection, 1) == b"+":
+        _receive(connection, size)
+        ends.append(time.perf_counter())
+    return size * (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """The next ``count`` bytes; of many only the last block."""
+    left, last = count, b""
+    while left:
+        last = connection.recv(min(left, _BLOCK))
+        if not last:
+            raise ConnectionError("the node before has gone")
+        left -= len(last)
+    return last
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps(read(int(sys.argv[2]), **asked)))
