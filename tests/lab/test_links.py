@@ -64,7 +64,7 @@ def test_a_delayed_link_carries_no_more_than_its_name_and_no_byte_comes_early(cl
     for rate in (links.one_way, links.bytes_per_s):
         assert 0 < rate <= 10 * MB
     assert links.latency_s >= 0.02
-    assert links.idle[1] >= links.latency_s
+    assert links.idle[1] + links.latency_s >= 0.04, "a message and the byte that answers it"
     assert links.named == 10 * MB and links.named_latency_s == 0.02
 
 

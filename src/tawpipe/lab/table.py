@@ -179,8 +179,9 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
     median = seconds["median"]
     sent, predicted = max(row["link_bytes_sent"]) / 1e6, max(row["link_bytes_predicted"]) / 1e6
     physical, dependency = row["physical_bound_s"], row["dependency_bound_s"]
+    note = row.get("reason") if row["status"] == "ok" else row["status"]
     columns = [
-        row["label"] + (f" ({row['reason'] if row['status'] == 'ok' else row['status']})" if row["reason"] else ""),
+        f"{row['label']} ({note})" if note else row["label"],
         row["origin"],
         f"{median:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
         f"{physical:.2f}",

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tawpipe.environment import ERROR_PREFIX, LOCAL_LAUNCHER
@@ -48,8 +48,8 @@ class Cluster:
 
     name: str
     num_nodes: int
-    rate: int | None = None
-    latency_s: float = 0.0
+    rate: int | None = field(default=None, compare=False)
+    latency_s: float = field(default=0.0, compare=False)
 
     @classmethod
     @contextlib.contextmanager

@@ -30,9 +30,9 @@ class Links:
     Args:
         one_way: of one node to the next, while nothing else is under way.
         both_ways: of all nodes at once, each sending and receiving: (bytes of a message, rate), ascending.
-        latency_s: half of a round trip of one byte over an idle link.
-        idle: (bytes, seconds) of a short message over an idle link. Seconds below those of its bytes at the rate of the
-            link say that short messages pass for nothing, as on no real link.
+        latency_s: half of the shortest round trip of one byte over an idle link.
+        idle: (bytes, least seconds) of a short message over an idle link. Seconds below those of its bytes at the rate
+            of the link say that short messages pass for nothing, as on no real link.
         named: the rate that the slowest link was asked to have; None for an unshaped one.
         named_latency_s: the latency that was asked for, 0 for none.
     """
