@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +12,7 @@ from states import BATCHES, make, stepped
 from tawpipe.runtime import watchdog
 from tawpipe.runtime.limits import FACTOR, StepLimit, estimate_s
 from tawpipe.runtime.watchdog import Watchdog
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.loop import Training
+from tawpipe.train.step_limit import FollowedLimit
 
 DEVICE = {"device_name": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}
 ROW_FLOPS = 2.9e16
@@ -127,18 +125,13 @@ def test_a_run_says_once_that_steps_may_take_longer_than_the_setting():
     said: list[str] = []
     told: list[timedelta] = []
     limit = StepLimit(600)
-    training = Training.__new__(Training)
-    training.pipeline = SimpleNamespace(limit=limit)  # type: ignore[assignment]
-    training.config = TrainConfig()
-    training.world = SimpleNamespace(set_timeout=told.append)  # type: ignore[assignment]
-    training.console = SimpleNamespace(notice=said.append)  # type: ignore[assignment]
-    training._limit_s, training._limit_said = 0.0, False
+    followed = FollowedLimit(limit, 300, set_timeout=told.append, notice=said.append)
     limit.took(100)  # what the first step takes is no measure
-    training._follow_limit()
+    followed.follow()
     assert not said and told[-1].total_seconds() == 1000
     limit.predicted_s = 90
-    training._follow_limit()
+    followed.follow()
     limit.took(120)
-    training._follow_limit()
+    followed.follow()
     assert len(said) == 1 and "a step may take 15 min 00 s" in said[0] and "300 s" in said[0]
     assert told[-1].total_seconds() == 1200

@@ -18,7 +18,7 @@ import torch
 
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.store import Disk, Memory
-from tawpipe.console import Console, duration
+from tawpipe.console import Console
 from tawpipe.data.prefetch import Prefetcher
 from tawpipe.data.prepare import PreparedData
 from tawpipe.errors import RunError
@@ -30,7 +30,6 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Machine
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
-from tawpipe.runtime.limits import FACTOR
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers, paces
@@ -45,6 +44,7 @@ from tawpipe.train.recipe import settled
 from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.sample import Sample, Samples
 from tawpipe.train.saves import Saves
+from tawpipe.train.step_limit import FollowedLimit
 from tawpipe.train.stopping import StopRequest
 from tawpipe.train.tracking import Tracking
 
@@ -115,7 +115,10 @@ class Training:
         self._computed_s = self._own_work = 0.0
         self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
-        self._limit_s, self._limit_said, self._evaluated = 0.0, False, False
+        self._evaluated = False
+        self._limit = FollowedLimit(
+            pipeline.limit, config.timeouts.step_s, set_timeout=world.set_timeout, notice=console.notice
+        )
         self._writer: MetricsWriter | None = None
         self._machine, self._link_s = machine, dict[tuple[int, ...], float]()
         dtype = str(pipeline.dtype).removeprefix("torch.")
@@ -128,7 +131,7 @@ class Training:
         begin = self._last = time.perf_counter()
         if self.world.rank == 0:
             self._writer = MetricsWriter(config.output_path, resumed_step=self.first)
-        self._follow_limit()
+        self._limit.follow()
         try:
             with StopRequest(
                 self.world, (lambda: how_this_process_goes_on(config)) if launched_here() else None
@@ -151,7 +154,7 @@ class Training:
                         self.saves.save(self.last)
                 self.saves.finish()
             # What follows, an export above all, is no step.
-            self._limit(config.timeouts.first_step_s)
+            self._allow(config.timeouts.first_step_s)
             if self.last > self.first:
                 pipeline.drain()
             elif self.evaluation.due and not self.evaluation.measured:
@@ -187,10 +190,10 @@ class Training:
         # One step stays unread, so that the next one is issued before this one has ended.
         soon = evaluate or save or write or last or step == self.first
         self._report(keep=0 if soon else 1, evaluate=evaluate)
-        self._follow_limit()
+        self._limit.follow()
         if step == self.first:
             pipeline.drain()
-            self._limit(config.timeouts.step_s)
+            self._allow(config.timeouts.step_s)
         if config.check_copies_every and (step + 1) % config.check_copies_every == 0:
             pipeline.check_copies()
         if write:
@@ -200,24 +203,10 @@ class Training:
         best = config.checkpoint.best and self.evaluation.best.step == step + 1
         self._last += self.saves.after(step + 1, save=save or best)
 
-    def _limit(self, least_s: float) -> None:
+    def _allow(self, least_s: float) -> None:
         """Give everything up to a step this time from now on, or more if steps are known to take longer."""
         self.pipeline.set_timeout(timedelta(seconds=least_s))
-        self._follow_limit()
-
-    def _follow_limit(self) -> None:
-        """Let control messages wait as long as steps may take. Say once if that is longer than the setting."""
-        limit, setting = self.pipeline.limit, self.config.timeouts.step_s
-        if limit.seconds != self._limit_s:
-            self._limit_s = limit.seconds
-            self.world.set_timeout(timedelta(seconds=self._limit_s))
-        if not self._limit_said and FACTOR * limit.lasting_s > setting:
-            self._limit_said = True
-            may = duration(FACTOR * limit.lasting_s)
-            self.console.notice(
-                f"a step may take {may} before the run is given up, {FACTOR:.0f} times what steps take, as far as is "
-                f"known; --timeouts.step-s, which is {setting:g} s, is the least"
-            )
+        self._limit.follow()
 
     def _report(self, *, keep: int, evaluate: bool) -> None:
         """Read the numbers of finished steps; the newest gets the validation loss if it is to be measured."""
@@ -304,11 +293,11 @@ class Training:
         """Do what is no step: the first time it may take long, and its time is not that of the next step."""
         usual_s = self.pipeline.limit.least_s
         if not self._evaluated:  # layers are compiled once more, and every block runs twice
-            self._limit(self.config.timeouts.first_step_s)
+            self._allow(self.config.timeouts.first_step_s)
         yield
         if not self._evaluated:
             self._evaluated = True
-            self._limit(usual_s)
+            self._allow(usual_s)
         self._last = time.perf_counter()
 
     def _evaluate(self, step: int) -> dict[str, Value]:
