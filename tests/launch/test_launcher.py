@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -145,11 +144,9 @@ def test_only_rank_0_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "out 0\n"
 
 
-def test_a_failed_worker_ends_the_run_and_is_named() -> None:
-    began = time.monotonic()
-    code, said = run_workers("if rank == 3: raise ValueError('no such luck')\ntime.sleep(60)")
-    assert time.monotonic() - began < 5
-    assert code == 1
+def test_a_failed_worker_ends_the_run_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = run_workers("if rank == 3: raise ValueError('no such luck')\ntime.sleep(60)\nprint('late', rank)")
+    assert code == 1 and "late" not in capfd.readouterr().out
     assert said.splitlines()[0] == (
         "tawpipe: error: rank 3 (node 1, local rank 1) ended with exit code 1: ValueError: no such luck"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,10 +95,9 @@ def test_what_cannot_be_folded():
     assert not foldable(even, costs(4, between_of={0: LinkModel(1e6)}))
 
 
-def test_thousands_of_devices_take_seconds():
+def test_thousands_of_devices_are_played_by_one():
     layers = 126
     step = step_for(llama(layers), Topology.grid(512, 8), 16 * 4096, strategy="tawpipe-spread")
-    begin = time.monotonic()
+    assert len(stand_ins(step)) == 1
     timeline = play(build(step, ranks=stand_ins(step)), costs(layers), steps=3)
-    assert time.monotonic() - begin < 60
     assert timeline.step_seconds >= 16 * layers * 4e-3
