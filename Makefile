@@ -9,8 +9,9 @@ READY := .venv/.ready
 COMPILED := .venv/.compiled
 # What every process of a run imports.
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search, transformers.models.llama.modeling_llama
-# Many tests are several processes that wait for each other: two at a time keep two cores busy.
-TEST_PROCESSES ?= 2
+# Many tests are several processes that wait for each other: three at a time keep two cores busy.
+TEST_PROCESSES ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
 # A torch that is installed already, new enough and made for this GPU, is used as it is.
@@ -28,13 +29,13 @@ train: $(READY)  ## train with the defaults, or with ARGS
 	@$(BIN)/tawpipe train $(ARGS)
 
 test: $(COMPILED)  ## run the tests
-	@$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src/tawpipe/topology.py
 	@$(BIN)/python tests/support/tests_of.py $(FILE) $(ARGS)
 
-test-slow: $(COMPILED)  ## run the whole grid, which the tests cover in part
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
+	@$(PYTEST) -m slow $(ARGS)
 
 lint: $(READY)  ## check style, imports and types
 	@$(BIN)/ruff check

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Several test processes share the processors, and threads that wait for each other spin. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline

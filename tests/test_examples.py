@@ -43,6 +43,7 @@ def test_the_librarys_example_in_the_readme_runs(alone: None, capsys: pytest.Cap
     AutoModelForCausalLM.from_pretrained("runs/first/model")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for its tawpipe command
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -59,6 +60,7 @@ def test_the_notebook_has_no_outputs() -> None:
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
+@pytest.mark.slow
 def test_the_script_for_people_from_the_trainer_runs_alone_and_under_torchrun(
     alone: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ def test_a_load_that_breaks_off_leaves_no_pipeline_that_goes_on(saved, tmp_path,
     expected.close()
 
 
-@pytest.mark.parametrize("fault", ["refused", "broken"])
+@pytest.mark.parametrize("fault", ["refused", pytest.param("broken", marks=pytest.mark.slow)])
 def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault):
     for copied in (False, True):
         found = pool.run(

@@ -75,7 +75,9 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize(("nodes", "local", "lost"), [(2, 2, 1), (3, 1, 0), (1, 2, None), (2, 1, None)])
+@pytest.mark.parametrize(
+    ("nodes", "local", "lost"), [(2, 2, 1), pytest.param(3, 1, 0, marks=pytest.mark.slow), (1, 2, None), (2, 1, None)]
+)
 def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
     found = pool.run(
         "test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, strategy="tawpipe-spread"

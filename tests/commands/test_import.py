@@ -44,9 +44,8 @@ def tawpipe(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param(("--import", "own.py", "plan"), marks=pytest.mark.slow), ("plan", "--import=own")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--import", "own.py", "plan"), ("plan", "--import=own")])
 def test_a_plan_has_a_strategy_of_ones_own(tmp_path: Path, words: tuple[str, ...]) -> None:
     """A file, or a module in the folder; before or behind the command."""
     (tmp_path / "own.py").write_text(OWN)

@@ -204,6 +204,7 @@ def test_of_two_processes_one_makes_the_cache_and_both_see_the_same(corpus, sett
     assert (first_reused, second_reused) == (False, True)
 
 
+@pytest.mark.slow
 def test_if_the_leader_fails_all_fail_with_its_words(corpus, settings_for):
     for file in corpus.iterdir():
         file.write_bytes(b"\xff\xfe\xfa")
@@ -399,6 +400,7 @@ def test_the_environment_names_the_cache_folder(corpus, settings_for, tmp_path, 
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"corpora", "tokenizers"}
 
 
+@pytest.mark.slow
 def test_the_default_corpus_and_its_copy_in_the_cache(tmp_path):
     settings = DataSettings(cache_dir=str(tmp_path))
     first, second = (prepare_data(settings, sequence_length=512, seed=0) for _ in range(2))
@@ -531,6 +533,7 @@ def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
         prepare_data(settings_for(tmp_path / "a.jsonl", streaming=True), sequence_length=64, seed=0)
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_tokenise_and_nothing_warns(corpus, tmp_path):
     program = (
         "import os, signal, sys\n"

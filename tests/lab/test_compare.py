@@ -57,6 +57,7 @@ needs_tc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_tc
 def test_the_smoke_suite(tmp_path, capsys):
     assert main(["lab", "compare", "--suite", "smoke", "--samples", "2", "--out", str(tmp_path)]) == 0

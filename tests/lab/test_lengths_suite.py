@@ -115,6 +115,7 @@ def compute(world: World, *, workload: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_every_rank_computes_its_bins(pool: Any) -> None:
     settings = {name: value for name, value in spell_out(TINY).items() if name != "kind"}
     topology = Topology.grid(2, 2)

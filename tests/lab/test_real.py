@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
+from selected import asked_for, quick_ones
 from tawpipe.errors import UserError
 from tawpipe.lab import ours
 from tawpipe.lab.bounds_real import real_bounds
@@ -50,12 +51,14 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 if torch.__version__ < pipelining.ZBV_NEEDS:
     del CONTENDERS["zbv"]
+QUICK = ("fsdp2", "1f1b", "tawpipe-spread", "zero-bubble")
 
 
-def train_all(world: World) -> dict[str, dict[str, Any]]:
-    """Losses and gradient norms of every contender, in turn; whether ours ran the schedule that bounds are made of."""
+def train_all(world: World, titles: list[str]) -> dict[str, dict[str, Any]]:
+    """Losses and gradient norms of contenders, in turn; whether ours ran the schedule that bounds are made of."""
     found = {}
-    for title, (name, knobs) in CONTENDERS.items():
+    for title in titles:
+        name, knobs = CONTENDERS[title]
         contender: Any = make(name, WORKLOAD, world.topology, world.rank, **knobs)
         shares, norms = [], []
         for _ in range(STEPS):
@@ -72,8 +75,8 @@ def train_all(world: World) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def trained(pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
-    return pool.run(f"{__name__}:train_all", 2, 2)
+def trained(pool: WorkerPool, request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return pool.run(f"{__name__}:train_all", 2, 2, titles=asked_for(request))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def plain() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("title", CONTENDERS)
+@pytest.mark.parametrize("title", quick_ones(CONTENDERS, QUICK))
 def test_every_strategy_trains_what_one_process_does(trained, plain, title):
     losses, norms = plain
     shares = [rank[title]["shares"] for rank in trained]
@@ -114,7 +117,9 @@ def test_losses_depend_on_the_steps_before(plain):
     assert max(norms) > 1.0
 
 
-@pytest.mark.parametrize("title", [title for title, (name, _) in CONTENDERS.items() if name in ours.rows()])
+@pytest.mark.parametrize(
+    "title", quick_ones([title for title, (name, _) in CONTENDERS.items() if name in ours.rows()], QUICK)
+)
 def test_ours_run_the_schedule_that_their_bytes_are_counted_of(trained, title):
     assert all(rank[title]["expected schedule"] for rank in trained)
 

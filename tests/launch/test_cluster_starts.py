@@ -73,6 +73,7 @@ def test_it_is_bash_with_one_line_to_change(name: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", script(name, tmp_path)], check=True)
 
 
+@pytest.mark.slow
 def test_machines_without_a_scheduler_train_together(local_ssh: Path) -> None:
     (local_ssh / "text.txt").write_text("A sentence of a small text. " * 80)
     words = ["bash", script("ssh.sh", local_ssh), "127.0.0.1", "somebody@127.0.0.1"]

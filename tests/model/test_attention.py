@@ -173,7 +173,7 @@ print(peak_mib() - base)
     [
         pytest.param("(65536,)", 1, "None", "None", marks=pytest.mark.slow),
         ("(65536,)", 2, "512", "None"),
-        ("(100, 40000, 25436)", 2, "512", "30.0"),
+        pytest.param("(100, 40000, 25436)", 2, "512", "30.0", marks=pytest.mark.slow),
     ],
     ids=["whole", "window", "window and soft cap"],
 )

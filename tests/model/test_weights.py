@@ -323,6 +323,7 @@ def test_what_a_trainer_leaves_beside_a_config_is_no_model(tmp_path: Path):
     assert build_model(str(tmp_path), max_positions=16).origin(seed=3) == "random (seed 3)"
 
 
+@pytest.mark.slow
 def test_the_command_that_is_recommended_converts(tmp_path: Path):
     config = family_config("llama")
     model = real_model(config, torch.float32)

@@ -14,9 +14,19 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
 LIMIT = 1e-10
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("nodes", "local", "ranks"), [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "local", "ranks"),
+    [
+        (1, 1, 1),
+        pytest.param(1, 2, 1, marks=SLOW),
+        pytest.param(1, 2, 2, marks=SLOW),
+        (2, 2, 2),
+        pytest.param(1, 4, 2, marks=SLOW),
+    ],
+)
 def test_the_numbers_of_one_process(pool, nodes, local, ranks):
     """Caps below the longest document, which is then shared; layers that keep what memory holds; chunks; offloaded
     inputs; rounds of which some ranks have nothing.

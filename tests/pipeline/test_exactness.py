@@ -215,8 +215,13 @@ def test_evaluation_between_steps_changes_nothing(pool):
     [
         {"strategy": "tawpipe-striped"},
         *(pytest.param({"strategy": name}, marks=pytest.mark.slow) for name in STRATEGIES if name != "tawpipe-striped"),
-        {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1},
-        {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
+        pytest.param(
+            {"strategy": "tawpipe-spread", "offloaded_layers": 5, "micro_batches_per_visit": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"strategy": "tawpipe-striped", "offloaded_layers": 3, "recompute": "none:1,selective:1,full"},
+            marks=pytest.mark.slow,
+        ),
         {"strategy": "tawpipe-spread", "clip_norm": None, "early_updates": True},
         pytest.param({"strategy": "tawpipe-spread", "sequence_ranks": 2}, marks=pytest.mark.slow),
         pytest.param(

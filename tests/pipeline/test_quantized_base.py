@@ -19,7 +19,7 @@ SETTINGS = [
     {"strategy": "tawpipe-spread", "quantize": "int8", "step_cache": 2},
     {"strategy": "tawpipe-whole", "offloaded_layers": 3, "sequence_chunk": 7},
     {"strategy": "hsdp", "dtype": "float32"},
-    {"strategy": "tawpipe-spread", "sequence_ranks": 2},
+    pytest.param({"strategy": "tawpipe-spread", "sequence_ranks": 2}, marks=pytest.mark.slow),
     {"strategy": "weipipe"},
 ]
 

@@ -14,9 +14,11 @@ ROWS = ((5, 9, 3), (17,), (1, 2, 14), (3,), (8, 9))
 """Documents in rows, whose tokens no number of pieces divides; a rank may have none of a row."""
 
 
-@pytest.mark.parametrize(("nodes", "local", "ranks"), [(1, 2, 2), (2, 2, 2), (1, 4, 4), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("nodes", "local", "ranks"), [(1, 2, 2), (2, 2, 2), pytest.param(1, 4, 4, marks=pytest.mark.slow), (1, 4, 2)]
+)
 def test_the_numbers_of_one_process(pool, nodes, local, ranks):
-    """In chunks and not, with sets that have fewer micro-batches than others, clipped, for five steps of AdamW."""
+    """In chunks and not, with sets that have fewer micro-batches than others, clipped, for several steps of AdamW."""
     fixed = {"dtype": "float64", "sequence_ranks": ranks}
     settings = [
         {"strategy": "tawpipe-spread", "rows": 5, "micro_batches_per_visit": 2, "tied": True},
@@ -30,7 +32,12 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
 
 
 @pytest.mark.parametrize(
-    ("local", "chunk", "tied"), [pytest.param(2, 0, True, marks=pytest.mark.slow), (2, 3, False), (4, 0, False)]
+    ("local", "chunk", "tied"),
+    [
+        pytest.param(2, 0, True, marks=pytest.mark.slow),
+        (2, 3, False),
+        pytest.param(4, 0, False, marks=pytest.mark.slow),
+    ],
 )
 def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
     """Windows, soft caps, sinks, biases, experts, latent attention, one product for queries, keys and values; rows of

@@ -199,6 +199,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "nu
 SMALL |= {"num_key_value_heads": 4, "vocab_size": 500, "max_position_embeddings": MOST_TOKENS}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"

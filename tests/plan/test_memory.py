@@ -157,6 +157,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
     assert [block.unpack_s > 0 for block in timed.profile.blocks] == [False, True, True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""

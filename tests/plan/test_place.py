@@ -131,6 +131,7 @@ def test_homes_stay_in_memory():
         assert roomy.limit > task.limit
 
 
+@pytest.mark.slow
 def test_groups_of_one_machine_send_nothing_over_its_link():
     machine = Machine((2, 4), FAST, LinkModel(1e8))
     asked = plan_request(machine, global_batch=12)

@@ -57,6 +57,7 @@ def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch
     assert "two and two are five: four" in said and "no kernel image" in said and "needs a GPU and several" in said
 
 
+@pytest.mark.slow
 def test_memory_of_a_row_is_as_predicted():
     config = llama(hidden=128, layers=2, heads=2, vocabulary=500)
     row = memory.by_itself(config, [512], "none", torch.float32, torch.device("cpu"))

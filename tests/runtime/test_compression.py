@@ -88,12 +88,15 @@ def test_bytes_and_room():
             {"strategy": "tawpipe-spread", "weights_compression": "int8", "gradients_compression": "int8"},
             marks=pytest.mark.slow,
         ),
-        {
-            "strategy": "tawpipe-spread",
-            "weights_compression": "fp8",
-            "gradients_compression": "fp8",
-            "gradients_scope": "step",
-        },
+        pytest.param(
+            {
+                "strategy": "tawpipe-spread",
+                "weights_compression": "fp8",
+                "gradients_compression": "fp8",
+                "gradients_scope": "step",
+            },
+            marks=pytest.mark.slow,
+        ),
         {"strategy": "tawpipe-striped", "weights_compression": "int8", "gradients_compression": "fp8"},
         pytest.param({"strategy": "tawpipe-whole", "gradients_compression": "int8"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "tawpipe-spread", "gradients_compression": "fp8"}, marks=pytest.mark.slow),

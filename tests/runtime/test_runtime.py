@@ -98,6 +98,7 @@ def test_a_lane_holds_nothing_of_an_action_that_has_ended():
     lane.close()
 
 
+@pytest.mark.slow
 def test_memory_is_constant_from_the_third_step_on(pool):
     sizes = pool.run("cases:memory_of_steps", 2, 2, steps=8)[0]
     # A leak grows with every step, while a single reading may catch an object that a lane is about to let go.

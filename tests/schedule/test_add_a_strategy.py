@@ -85,6 +85,7 @@ def test_it_is_timed_and_drawn(tmp_path):
     assert (tmp_path / "step.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_it_is_a_row_of_a_plan(capsys):
     words = "--model tiny --vocab-size 300 --topology 2x2@1gbit --device-name A100 --sequence-length 64 --json"
     assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--global-batch", "4"]) == 0

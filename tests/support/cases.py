@@ -36,7 +36,7 @@ from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.traffic import scratch_bytes
 
 LAYERS, VOCABULARY, LENGTH = 5, 61, 20
-STEPS = 5
+STEPS = 3
 EPS = 1e-6
 """Of AdamW, above the rounding noise of an fp32 gradient: below it the sign of an element that should be 0 decides its
 update.

@@ -1,8 +1,10 @@
-"""A plugin for pytest that says where the seconds of the tests go: `PYTHONPATH=tests/support pytest -p seconds --seconds DIR`.
+"""A plugin for pytest that says where the seconds of the tests go.
 
-A thread looks fifty times a second at what the main thread does. The innermost call that a rule knows names the kind. What
-other processes do is one kind, waiting for them, as a stack says no more about it. DIR gets `README.md`, with the slowest tests
-and files, and `seconds.json`.
+    PYTHONPATH=tests/support .venv/bin/python -m pytest -p seconds --seconds DIR
+
+A thread looks fifty times a second at what the main thread does. The innermost call that a rule knows names the kind.
+What other processes do is one kind, waiting for them, as a stack says no more about it. DIR gets `README.md`, with the
+slowest tests and files, and `seconds.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import pytest
 
 INTERVAL_S = 0.02
 TESTS = 50
-# The first rule that fits the innermost frame that any rule fits: a part of the file's path, names of functions (all, if empty).
+# The first rule that fits the innermost frame that any rule fits: a part of the file's path, names of functions (all,
+# if empty).
 RULES: list[tuple[str, str, tuple[str, ...]]] = [
     ("imports", "importlib._bootstrap", ()),
     ("building models", "transformers/modeling_utils.py", ("__init__", "from_pretrained", "_from_config", "post_init")),
@@ -42,7 +45,7 @@ RULES: list[tuple[str, str, tuple[str, ...]]] = [
     ("the tests' own code", "/tests/", ()),
 ]
 OTHER = "other"
-KINDS = list(dict.fromkeys(kind for kind, _, _ in RULES)) + [OTHER]
+KINDS = [*dict.fromkeys(kind for kind, _, _ in RULES), OTHER]
 
 
 def kind_of(frame: FrameType | None) -> str:

@@ -1,4 +1,4 @@
-"""The tests of a source file, by what they import: `python tests/support/tests_of.py src/tawpipe/topology.py` names and runs them.
+"""The tests of a source file, by what they import: `tests_of.py src/tawpipe/topology.py` names and runs them.
 
 A test file tests a module if it imports it, itself or through a module of tests/support. A name that a package hands on
 counts for the module that defines it. So these are the tests that look at a module, not the many that merely run it.

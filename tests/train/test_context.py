@@ -86,6 +86,7 @@ LONG = ("--sequence-length", "256", "--rope.scaling", "yarn", "--rope.factor", "
 ASKED = ("--evaluation.retrieval-lengths", "256", "224", "--evaluation.retrieval-depths", "3")
 
 
+@pytest.mark.slow
 def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, capsys):
     """The plain model that the run exports says the same on the same rows."""
     words = (*LONG, *ASKED, "--evaluation.retrieval-samples", "2", "--checkpoint.every", "0", "--dtype", "float64")

@@ -32,7 +32,7 @@ def test_a_signal_is_agreed_on_and_said_once(capfd):
     assert capfd.readouterr().err == f"tawpipe: {STOPPING}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_at_once(number):
     child = "import os, time; from tawpipe.train.stopping import StopRequest\n"
     child += "from states import ALONE\n"

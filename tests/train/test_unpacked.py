@@ -31,6 +31,7 @@ def alone(home: Path, output: str, *words: str) -> int:
     return main([*command(home, output, *OWN_ROWS, "--nproc", "1", *words)[2:]])
 
 
+@pytest.mark.slow
 def test_a_run_chooses_rows_of_one_document_and_goes_on_the_same_on_other_processes(home, capsys):
     assert alone(home, "one") == 0
     said = capsys.readouterr().out
