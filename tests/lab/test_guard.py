@@ -1,4 +1,4 @@
-"""Guards of a cluster: its name is free again whatever happens, and no signal cuts a clean-up short; how ranks enter."""
+"""Guards of a cluster: its name is free again whatever happens, no signal cuts a clean-up short; how ranks enter."""
 
 from __future__ import annotations
 
@@ -56,10 +56,9 @@ def test_handlers_of_others_stay() -> None:
 
 def test_a_signal_in_a_clean_up_takes_effect_after_it() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt):
-        with signals_held():
-            signal.raise_signal(signal.SIGINT)
-            done.append("all of it")
+    with pytest.raises(KeyboardInterrupt), signals_held():
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
     assert done == ["all of it"]
     with signals_held():
         pass
