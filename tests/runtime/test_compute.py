@@ -96,9 +96,8 @@ def test_an_input_that_waits_in_the_hosts_memory_comes_back_as_it_was() -> None:
     made.forward(forward(1, frees=False), WEIGHTS, GIVEN)
     made.offload(offload(1, 4, 0))
     made.reload(reload(1, 4, 0))
-    again = Action(
-        Op.FORWARD, Lane.COMPUTE, (home_weight(1), reloaded(0, 1), context(4)), (block_input(4, 3),), block=1, micro_batch=4
-    )  # fmt: skip
+    reads, writes = (home_weight(1), reloaded(0, 1), context(4)), (block_input(4, 3),)
+    again = Action(Op.FORWARD, Lane.COMPUTE, reads, writes, block=1, micro_batch=4)
     seen: list[Tensor] = []
     chain._layer = lambda hidden, weight: seen.append(hidden.clone()) or hidden
     with pytest.raises(KeyError):

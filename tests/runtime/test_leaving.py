@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,11 @@ class Pipeline:
     """Something that its script lets go of."""
 
 
+def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
+    world: Any = SimpleNamespace()
+    return leave_at_exit(pipeline, executor, savings, world)
+
+
 @pytest.fixture
 def looked_after(monkeypatch):
     """Those that are looked after; none of what other tests have left."""
@@ -127,7 +133,7 @@ def looked_after(monkeypatch):
 @pytest.mark.parametrize(("idle", "saved"), [(True, True), (False, True), (True, False)])
 def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(looked_after, idle, saved):
     executor, pipeline = Busy(idle=idle), Pipeline()
-    leave_at_exit(pipeline, executor, [SimpleNamespace(done=saved)], SimpleNamespace())
+    look_after(pipeline, executor, SimpleNamespace(done=saved))
     assert len(looked_after) == 1
     del pipeline
     gone = idle and saved
@@ -136,7 +142,7 @@ def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(lo
 
 def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
     executor, pipeline = Busy(idle=True), Pipeline()
-    closed = leave_at_exit(pipeline, executor, [], SimpleNamespace())
+    closed = look_after(pipeline, executor)
     closed()
     closed()
     assert not looked_after
@@ -147,7 +153,7 @@ def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
 def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_after):
     executor, pipeline = Busy(), Pipeline()
     saving = SimpleNamespace(done=False)
-    leave_at_exit(pipeline, executor, [saving], SimpleNamespace())
+    look_after(pipeline, executor, saving)
     (one,) = looked_after.values()
     assert not one.end(failing=True) and not executor.closed  # given up: the script has failed, peers may be gone
     executor.failure = RuntimeError("in a lane")

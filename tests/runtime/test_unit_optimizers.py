@@ -123,7 +123,7 @@ def test_all_ranks_try_a_factory_on_all_units_and_whole_matrices_are_not_cut() -
     factory = whole_matrices(partial(AdamW, lr=0.1))
     cut = [Home.over((0, 1), unit.numel) for unit in units]
     with pytest.raises(
-        UserError, match="schedule.strategy: got 'flat'; tawpipe-whole .*AdamW.*layer is in pieces on 2"
+        UserError, match=r"schedule.strategy: got 'flat'; tawpipe-whole .*AdamW.*layer is in pieces on 2"
     ):
         refuse_cut_matrices(factory, units, cut, "flat")
     frozen_alone = [cut[0], *(Home.over((0,), unit.numel) for unit in units[1:])]

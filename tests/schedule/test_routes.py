@@ -70,6 +70,7 @@ def test_collectives_bring_every_device_all_stripes_in_order(strategy: str, reus
     assert all(isinstance(route, CollectiveRoute) for route in routes)
     for visit in routes[0].with_weights:
         collectives_in_step(routes, [list(route.pull(visit)) for route in routes], held)
+        assert visit.weight_index is not None
         for unit in tour.step.model.blocks[visit.block].units:
             whole = tuple(range(len(homes[unit].ranks)))
             for rank, route in enumerate(routes):

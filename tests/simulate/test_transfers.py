@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -35,7 +35,7 @@ def test_every_member_receives_its_share_and_as_much_is_sent(collective: str, re
     members = (3, 5, 6, 9)
     for how in ("pairwise", "ring"):
         moved = list(messages(collective, members, 800, root=5, reduce_scatter=how))
-        arrived, left = Counter(), Counter()
+        arrived, left = defaultdict(float), defaultdict(float)
         for sender, receiver, elements in moved:
             left[sender] += elements
             arrived[receiver] += elements
@@ -45,7 +45,7 @@ def test_every_member_receives_its_share_and_as_much_is_sent(collective: str, re
 
 
 def test_a_reduction_gathers_its_pieces_on_the_root() -> None:
-    arrived = Counter()
+    arrived = defaultdict(float)
     for _, receiver, elements in messages("reduce", (0, 1, 2), 300, root=2):
         arrived[receiver] += elements
     assert arrived == {0: 200, 1: 200, 2: 400}
