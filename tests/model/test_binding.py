@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ CPU = torch.device("cpu")
 
 class Two(nn.Module):
     """Two layers of two units; the second is frozen."""
+
+    first: Any
+    second: Any
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,14 +62,14 @@ def test_layers_are_of_one_kind_unless_one_was_changed_by_hand() -> None:
 
 
 def test_uses_are_noted_in_their_phase_and_reads_of_a_shape_are_none() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     watch, x = Watch(model), torch.ones(1, 2)
     with watch:
         model["a"](x)  # in no phase
         watch.begin("embedding", {"position_ids": torch.zeros(1, 1)})
         model["a"](x.to(model["b"].weight.dtype))
         watch.phase = "head"
-        x @ model["b"].weight
+        torch.mm(x, model["b"].weight)
     assert watch.used == {"embedding": {"a.weight", "a.bias"}, "head": {"b.weight"}}
 
 
@@ -80,9 +80,9 @@ def test_what_the_head_reads_from_before_the_layers_is_named() -> None:
         watch.begin("before", inputs)
         doubled = inputs["input_ids"] * 2
         watch.phase = "head"
-        torch.ones(2) + torch.zeros(2)
+        torch.add(torch.ones(2), torch.zeros(2))
         assert not watch.read_by_head
-        doubled + inputs["input_ids"]
+        torch.add(doubled, inputs["input_ids"])
     assert watch.read_by_head == {"input_ids", "a result of mul"}
 
 
@@ -93,7 +93,7 @@ def test_tables_of_positions_are_found_and_counting_by_oneself_too() -> None:
         watch.begin("embedding", {"position_ids": positions})
         table(positions + 2)
         assert watch.tables == [(20, 1)] and not watch.counts_by_itself
-        torch.arange(7).float() * 0.5
+        torch.arange(7).float().mul(0.5)
     assert watch.counts_by_itself
 
 

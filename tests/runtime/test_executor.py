@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class KnownGradients:
 class Alone:
     """A rank of one, and what it plays: four micro-batches of two labels each."""
 
-    def __init__(self, compute: KnownGradients, *, rate: float = 0.5, **settings) -> None:
+    def __init__(self, compute: Any, *, rate: float = 0.5, **settings) -> None:
         self.schedule: Schedule = make(llama(2), 1, 1, 4, **settings)
         units = []
         for number, spec in enumerate(self.schedule.model.units):
