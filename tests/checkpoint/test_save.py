@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from states import ALONE
 from tawpipe import Pipeline
-from tawpipe.checkpoint.format import damage, read_manifest
+from tawpipe.checkpoint.format import StatePiece, damage, read_manifest
 from tawpipe.checkpoint.names import MARKER
+from tawpipe.checkpoint.save import Saving, stage
+from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import RunError
 from tawpipe.runtime.faults import Fault, Injector
 
@@ -97,3 +100,31 @@ def test_a_disk_that_keeps_other_bytes_is_found_out(pipeline, tmp_path, monkeypa
         pipeline.save(tmp_path / "bad")
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     assert "checksum" in damage(tmp_path / "good", read_manifest(tmp_path / "good"), [0])
+
+
+def pieces() -> list[StatePiece]:
+    return [StatePiece("weight", 6, 0, torch.arange(6.0)), StatePiece("step", 1, 0, torch.tensor([3]))]
+
+
+def test_what_is_staged_is_a_copy_of_sound_numbers() -> None:
+    given = [*pieces(), StatePiece("empty", 4, 4, torch.zeros(0))]
+    copies = stage(given)
+    given[0].value.fill_(9)
+    assert torch.equal(copies[0].value, torch.arange(6.0)) and copies[1].value.tolist() == [3]
+    assert [(one.name, one.numel, one.start) for one in copies] == [(one.name, one.numel, one.start) for one in given]
+    for wrong in (float("nan"), float("-inf")):
+        given[0].value[4] = wrong
+        with pytest.raises(RunError, match="weight holds numbers that are not finite"):
+            stage(given)
+
+
+def test_a_save_by_itself_is_a_folder_whose_files_have_their_checksums(tmp_path: Path) -> None:
+    saving = Saving(
+        Disk(tmp_path, ALONE), "step-00000003", stage(pieces()), content={"step": 3, "parameters": {}}, world=ALONE
+    )
+    saved = saving.wait(60.0)
+    saving.join()
+    assert saving.done and not saved.problem and not saved.left and saved.folder == tmp_path / "step-00000003"
+    manifest = read_manifest(saved.folder)
+    assert manifest["step"] == 3 and damage(saved.folder, manifest, range(len(manifest["files"]))) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

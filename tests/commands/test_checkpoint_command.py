@@ -9,6 +9,8 @@ import pytest
 from states import save_history, stepped
 from tawpipe.checkpoint.names import file_name
 from tawpipe.cli import main
+from tawpipe.commands.checkpoint import problem_of, run
+from tawpipe.errors import UserError
 from tawpipe.runtime.faults import flip_a_bit
 
 
@@ -27,8 +29,12 @@ def test_the_command_says_what_is_sound(history, capsys):
     flip_a_bit(history / "checkpoints" / "step-00000020" / file_name(0))
     assert main(["checkpoint", "verify", str(history)]) == 1
     assert "step-00000020  damaged: the checksum" in capsys.readouterr().out
-    assert main(["checkpoint", "list", str(history)]) == 0
+    damaged = history / "checkpoints" / "step-00000020"
+    assert problem_of(damaged).startswith("the checksum") and problem_of(damaged.with_name("step-00000030")) == ""
+    assert run(["list", str(history)]) == 0
     assert "step 30, 30 samples" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--keep: got 0; at least 1"):
+        run(["prune", str(history), "--keep", "0"])
     assert main(["checkpoint", "prune", str(history), "--keep", "1", "--keep-every", "10"]) == 0
     assert len(list((history / "checkpoints").iterdir())) == 3
     assert main(["checkpoint", "prune", str(history), "--keep", "1"]) == 0

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from processes import is_alive, wait_for
+from tawpipe.launch import forked
+from tawpipe.launch.forked import import_once
 
 WORKER = """
 import atexit, json, os, signal, sys, time
@@ -109,3 +111,24 @@ def test_a_process_that_may_have_computed_starts_workers_anew(tmp_path: Path) ->
     launcher.communicate(timeout=60)
     assert launcher.returncode == 0
     assert [one["counted"] for one in seen(tmp_path)] == [0, 0]
+
+
+def test_where_workers_cannot_be_forked_nothing_is_done(monkeypatch) -> None:
+    """torch may have computed here, in threads that do not come along."""
+    before = dict(os.environ)
+    monkeypatch.setitem(sys.modules, forked.NEVER_BEFORE, sys)
+    assert not import_once(["json"], {"NEW": "1"}) and dict(os.environ) == before
+    monkeypatch.delitem(sys.modules, forked.NEVER_BEFORE)
+    assert not import_once([], {"NEW": "1"}) and dict(os.environ) == before
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not import_once(["json"], {"NEW": "1"}) and dict(os.environ) == before
+
+
+def test_what_cannot_be_imported_is_left_to_the_workers_to_say(monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(forked.gc, "freeze", lambda: None)
+    monkeypatch.delitem(sys.modules, forked.NEVER_BEFORE, raising=False)
+    assert not import_once(["json", "no_such_module_here"], {})
+    assert import_once(["json"], {"NEW": "1"}) and os.environ["NEW"] == "1"

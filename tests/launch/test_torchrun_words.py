@@ -12,6 +12,7 @@ import pytest
 from runs import environment
 from tawpipe.cli import main
 from tawpipe.errors import RunError
+from tawpipe.launch.torchrun import leave_words
 
 MESSAGE = "tawpipe: error: --steps: got 'many'; a whole number at least 0 or null"
 
@@ -100,3 +101,12 @@ def test_without_torchrun_messages_go_to_the_terminal(
 def test_torchrun_has_been_told_how_many_processes_there_are(as_worker: Path, command: str) -> None:
     assert main([command, "--nproc", "2"]) == 2
     assert "--nproc: got 2; unset under torchrun, which was told by --nproc-per-node" in words_in(as_worker)
+
+
+def test_words_are_left_where_torchrun_looks_for_them_and_nowhere_else(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    assert leave_words("steps: got ü", {"TORCHELASTIC_ERROR_FILE": str(file)}) and words_in(file) == "steps: got ü"
+    assert not leave_words("x", {}) and not leave_words("x", {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b")})
+    file.unlink()
+    assert not leave_words("x", {"TORCHELASTIC_ERROR_FILE": str(file), "TAWPIPE_LOCAL_LAUNCHER": "1"})
+    assert not file.exists()

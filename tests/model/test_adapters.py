@@ -18,6 +18,7 @@ from borders import rows_of
 from model_families import family_config, keep_fp64, real_model
 from pipelines import make_pipeline
 from tawpipe.errors import UserError
+from tawpipe.model.adapters import adapter_facts, adapter_words, check_adapter, freeze, with_adapter
 from tawpipe.model.build import NO_ADAPTER, BuiltModel, build_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.merged import refuse_unmergeable
@@ -282,3 +283,62 @@ def test_settings_that_need_an_adapter_are_refused_without_one():
             given.check()
     with pytest.raises(UserError, match="all-linear alone"):
         LoraSettings(rank=2, targets=["all-linear", "q_proj"]).check()
+
+
+class Towers(torch.nn.Module):
+    """Two towers that share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)) for _ in range(2))
+        self.right[0].weight = self.left[0].weight
+
+
+LEFT = ["left.0.weight", "left.0.bias", "left.1.weight", "left.1.bias"]
+RIGHT = ["right.0.bias", "right.1.weight", "right.1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        ([], [*LEFT, *RIGHT]),
+        (["left"], RIGHT),
+        (["*.bias", "right.1"], ["left.0.weight", "left.1.weight"]),
+        (["right.0.weight"], [*LEFT[1:], *RIGHT]),
+        (["*.[01].weight"], ["left.0.bias", "left.1.bias", "right.0.bias", "right.1.bias"]),
+    ],
+)
+def test_patterns_freeze_parameters_and_what_holds_them(patterns: list[str], left: list[str]):
+    model = Towers()
+    freeze(model, patterns)
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == left
+
+
+def test_patterns_that_name_nothing_or_leave_nothing_are_refused():
+    cases = (["lefd"], "--freeze: got 'lefd'.*left"), (["left", "right"], "leave a parameter to train")
+    for patterns, words in cases:
+        with pytest.raises(UserError, match=words):
+            freeze(Towers(), patterns)
+
+
+def test_an_adapter_says_what_it_is_and_its_targets_are_all_there():
+    model = real_model(family_config("llama"), torch.float32)
+    assert adapter_facts(model) == {} and adapter_words(model) == ""
+    made = with_adapter("small", model, LoraSettings(rank=3, targets=["q_proj", "up_proj"], dora=True), "where/it/is")
+    facts = adapter_facts(made)
+    assert facts["rank"] == 3 and facts["alpha"] == 6 and facts["dora"] and facts["targets"] == ["q_proj", "up_proj"]
+    words = adapter_words(made)
+    assert words.startswith("DoRA of rank 3, alpha 6, on 6 modules (q_proj, up_proj): ")
+    trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
+    assert f"{trained:,} parameters" in words
+    wrong = LoraSettings(rank=3, targets=["up_proj", "q_prj"])
+    with pytest.raises(UserError, match=r"--lora.targets: got 'q_prj'.*did you mean q_proj"):
+        with_adapter("small", real_model(family_config("llama")), wrong, "")
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=r"--lora.adapter: got .*adapter_config.json"):
+        check_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--lora.adapter: got .*adapter_model.safetensors in it"):
+        check_adapter(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tawpipe.cli import main
-from tawpipe.prove import checks, exactness, memory, run
+from tawpipe.prove import checks, endings, exactness, memory, run, speed
 from tawpipe.prove.checks import Check
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS, HOLDS, UNPROVEN, Outcome
@@ -77,3 +78,47 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(listed, "CHECKS", (Check("sums", "there are two", sums),))
     assert main(["prove", "--out", out, "--device", "cpu"]) == 1
     assert json.loads(Path(out).read_text())["checks"]["sums"]["status"] == FAILS
+
+
+def test_a_script_that_ends_badly_or_not_at_all_fails(monkeypatch):
+    given: list[dict[str, Any]] = []
+    ends: list[Any] = [
+        subprocess.CompletedProcess([], 0, "1.0", "a warning"),
+        subprocess.CompletedProcess([], -6, "", "first\nterminate called"),
+        subprocess.TimeoutExpired("python", 120),
+    ]
+
+    def ended(words: list[str], **how: Any) -> Any:
+        given.append(how)
+        end = ends[len(given) - 1]
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TAWPIPE_LOCAL_LAUNCHER", "1")
+    monkeypatch.setenv("KEPT", "1")
+    found = [endings.without_close(alone(torch.device("cpu"))) for _ in ends]
+    assert [one.holds for one in found] == [True, False, False]
+    assert found[1].numbers == {"said": "terminate called"} and "not ended after" in found[2].note
+    for how in given:  # it is a process of its own, of no launcher's
+        assert "RANK" not in how["env"] and "TAWPIPE_LOCAL_LAUNCHER" not in how["env"] and how["env"]["KEPT"] == "1"
+
+
+def test_a_kernel_that_is_not_the_best_fails_and_offloading_may_change_no_loss(monkeypatch):
+    here = alone(torch.device("cpu"))
+    for name, ok in (("flash attention 3", True), ("flash attention 2; 3 would be faster", False)):
+        monkeypatch.setattr(speed, "kernel_of_model", lambda *_, name=name: name)
+        assert speed.kernel(here) == Outcome(ok, name, {"kernel": name})
+    settings: list[int] = []
+
+    def seconds(world: World, config: Any, dtype: Any, given: Any, tokens: int) -> Any:
+        settings.append(given.offloaded_layers)
+        return [9.0, 9.0, 1.0 + len(settings) % 2, 2.0, 3.0], losses[len(settings) - 1]
+
+    monkeypatch.setattr(speed, "_seconds", seconds)
+    losses = [[1.0], [1.0], [1.0], [1.5]]
+    equal, other = speed.offload(here), speed.offload(here)
+    assert equal.holds and not other.holds and settings[0] == 0 < settings[1] and "differ" in other.note
+    assert equal.numbers["seconds"] == [2.0, 2.0]  # of the steps after the first two

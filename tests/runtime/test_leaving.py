@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
+from tawpipe.runtime import leaving
+from tawpipe.runtime.leaving import leave_at_exit
 
 SCRIPT = """
 import sys, time
@@ -92,3 +98,66 @@ def test_a_rank_whose_peers_are_gone_ends_with_its_own_code():
 @pytest.mark.slow
 def test_groups_that_cannot_be_left_do_not_keep_a_process():
     assert [one.returncode for one in run("hang", 2)] == [1, 1]
+
+
+class Busy:
+    """As much of an executor as its end needs: lanes that end when they are told so and nothing is under way."""
+
+    def __init__(self, *, idle: bool = False, failure: BaseException | None = None) -> None:
+        self.idle, self.failure, self.closed, self.asked = idle, failure, False, 0
+        self.watchdog = SimpleNamespace(close=lambda: setattr(self, "closed", True))
+
+    def end_lanes(self, limit_s: float) -> list[bool]:
+        self.asked += 1
+        return [self.idle]
+
+
+class Pipeline:
+    """Something that its script lets go of."""
+
+
+def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
+    world: Any = SimpleNamespace()
+    return leave_at_exit(pipeline, executor, savings, world)
+
+
+@pytest.fixture
+def looked_after(monkeypatch):
+    """Those that are looked after; none of what other tests have left."""
+    running: dict = {}
+    monkeypatch.setattr(leaving, "_running", running)
+    monkeypatch.setattr(leaving, "PATIENCE_S", 0.05)
+    return running
+
+
+@pytest.mark.parametrize(("idle", "saved"), [(True, True), (False, True), (True, False)])
+def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(looked_after, idle, saved):
+    executor, pipeline = Busy(idle=idle), Pipeline()
+    look_after(pipeline, executor, SimpleNamespace(done=saved))
+    assert len(looked_after) == 1
+    del pipeline
+    gone = idle and saved
+    assert bool(looked_after) is not gone and executor.asked == gone
+
+
+def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
+    executor, pipeline = Busy(idle=True), Pipeline()
+    closed = look_after(pipeline, executor)
+    closed()
+    closed()
+    assert not looked_after
+    del pipeline
+    assert executor.asked == 0
+
+
+def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_after):
+    executor, pipeline = Busy(), Pipeline()
+    saving = SimpleNamespace(done=False)
+    look_after(pipeline, executor, saving)
+    (one,) = looked_after.values()
+    assert not one.end(failing=True) and not executor.closed  # given up: the script has failed, peers may be gone
+    executor.failure = RuntimeError("in a lane")
+    assert not one.end(failing=False)
+    executor.failure = None
+    threading.Timer(0.1, lambda: (setattr(saving, "done", True), setattr(executor, "idle", True))).start()
+    assert one.end(failing=False) and executor.closed  # more than the patience: nothing has failed

@@ -16,11 +16,13 @@ from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.strategies import build, step_of
 from tawpipe.schedule.transform import for_one_thread
+from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, play
 from tawpipe.topology import Topology
 
@@ -52,6 +54,27 @@ def test_what_travels_of_weights_stays_and_nothing_that_computes_waits_inside():
             (Op.COLLECTIVE, "all_gather"): 2 * layers * own,
             (Op.COLLECTIVE, "reduce_scatter"): layers * own,
         }
+
+
+def test_only_layers_change_and_all_that_they_read_is_gathered_before() -> None:
+    whole = make(llama(3), 2, 2, 4, micro_batches_per_visit=2, sequence_ranks=2)
+    step = whole.step
+    assert isinstance(step.strategy, WeightStrategy)
+    before = step.strategy.build(step)
+    after = in_sets(before)
+    assert after == whole and in_sets(replace(before, step=replace(step, shared=0))).programs == before.programs
+    for old, new in zip(before.programs, after.programs, strict=True):
+        layers = [one for one in old if one.lane is Lane.COMPUTE and 0 < one.block < 4]
+        assert [one for one in old if one not in layers] == [one for one in new if not 0 < one.block < 4]
+        gathered = set()
+        for one in new:
+            if one.collective == "all_gather" and one.lane is Lane.SEQ:
+                gathered |= set(one.writes)
+            if one.op in (Op.FORWARD, Op.BACKWARD) and 0 < one.block < 4:
+                used = [buffer for buffer in one.reads if buffer.kind is Kind.KEYS]
+                assert len(used) == 1 and used[0] in gathered and used[0] in one.frees
+                gathered -= set(used)
+        assert not gathered
 
 
 def test_keys_travel_while_another_micro_batch_computes():

@@ -1,0 +1,188 @@
+"""What is measured in the lab: knobs and shapes that cannot be are refused, a contender does all of its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tawpipe.errors import UserError
+from tawpipe.lab.contender import check_clipping, check_grid, check_sharding, read_settings
+from tawpipe.lab.ours_run import OurContender
+from tawpipe.lab.rivals.context_parallel import KeysOfAll
+from tawpipe.lab.rivals.task import task_of
+from tawpipe.lab.rivals.traffic import (
+    nodes_of_stages,
+    pipeline_bytes,
+    ranks_of_stages,
+    sharded_traffic,
+    stages_per_rank,
+)
+from tawpipe.lab.sleeper import BusyTime
+from tawpipe.lab.workload import RealWorkload, TimedWorkload
+from tawpipe.schedule.actions import Lane
+from tawpipe.topology import Topology
+from timed import LAYERS, WORKLOAD
+
+
+@dataclass(frozen=True)
+class Knobs:
+    depth: int = 1
+    kind: str = "a"
+
+
+def test_knobs_are_read_and_unknown_ones_refused_with_those_that_there_are() -> None:
+    assert read_settings(Knobs, "some", {"depth": 3}) == Knobs(3)
+    with pytest.raises(UserError, match="knob of some: got 'dept'; one of depth, kind"):
+        read_settings(Knobs, "some", {"dept": 3})
+
+
+def test_a_rival_gets_shapes_that_it_can_share_out() -> None:
+    work = TimedWorkload(**WORKLOAD)
+    check_sharding("fsdp2", work, Topology.grid(2, 2), 2)
+    with pytest.raises(UserError, match="micro_batches: got 8; fsdp2 needs a multiple of 12"):
+        check_sharding("fsdp2", work, Topology.grid(2, 2), 3)
+    with pytest.raises(UserError, match="the ranks of a node to be consecutive"):
+        check_sharding("fsdp2", work, Topology(((0, 2), (1, 3))), 1)
+    check_grid("hsdp", Topology.grid(2, 2))
+    for topology in (Topology.grid(4, 1), Topology.grid(1, 4)):
+        with pytest.raises(UserError, match="hsdp needs several nodes of several processes"):
+            check_grid("hsdp", topology)
+
+
+def test_a_timed_workload_may_clip_and_a_real_one_says_so_itself() -> None:
+    check_clipping("fsdp2", TimedWorkload(**WORKLOAD), {"clip": 1.0})
+    real = RealWorkload(1, 16, 16, 2, 11, 8, 4)
+    check_clipping("fsdp2", real, {"other": 1.0})
+    for knob in ("clip", "clip_norm"):
+        with pytest.raises(UserError, match=f"knob of fsdp2: got '{knob}'"):
+            check_clipping("fsdp2", real, {knob: 1.0})
+
+
+# traffic
+
+
+def shares(name: str, topology: Topology, count: int = 16, **knobs: Any) -> Any:
+    return sharded_traffic(name, count, topology, knobs, first=0.25, last=0.125)
+
+
+def test_what_rivals_that_shard_pass_between_nodes() -> None:
+    grid = Topology.grid(2, 4)
+    plain, tree = shares("fsdp2", grid), shares("fsdp2-hierarchical", grid)
+    assert (plain.rounds, plain.forward, tree.forward) == (2, 7 / 8, 1 / 2)
+    # Two rounds forward and backward, less what is kept in between, and two reductions.
+    assert plain.total == pytest.approx(2 * (7 / 8 + 7 / 8 * 7 / 8) - 7 / 8 / 4 + 2 * 7 / 8)
+    once = shares("fsdp2", grid, reduce_every_round=False)
+    assert plain.total - once.total == pytest.approx(7 / 8)
+    kept = shares("fsdp2", grid, keep_weights=True)
+    assert kept.gathers == 1 and kept.backward == 0 and kept.total == pytest.approx(7 / 8 + 2 * 7 / 8)
+    assert shares("fsdp2", grid, reshard_after_forward=False).backward == 0
+    assert shares("fsdp2", grid, micro_batches_per_gather=2).rounds == 1
+    assert shares("fsdp2", Topology.grid(1, 4)).total == 0  # nothing leaves a node
+    assert replace(plain, trained=0.5).total < plain.total
+
+
+@pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)])
+def test_activations_cross_the_borders_between_nodes_and_no_others(name: str, each: int) -> None:
+    grid = Topology.grid(2, 2)
+    assert stages_per_rank(name, {}) == each and stages_per_rank(name, {"stages_per_rank": 3}) == 3
+    ranks, nodes = ranks_of_stages(name, 4, each), nodes_of_stages(name, grid, each)
+    assert sorted(ranks) == sorted([*range(4)] * each) and nodes == [grid.node_of(rank) for rank in ranks]
+    borders = sum(here != there for here, there in pairwise(nodes))
+    assert pipeline_bytes(name, 100.0, grid, each) == (100.0 * borders,) * 2
+    assert pipeline_bytes(name, 100.0, Topology.grid(1, 4), each) == (0.0,)
+
+
+# what they train
+
+
+def test_a_task_is_the_same_model_and_the_same_batches_in_whatever_parts() -> None:
+    work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0, "backward_input_s": 0.0, "backward_weight_s": 0.0})
+    task, other = task_of(work, BusyTime()), task_of(work, BusyTime())
+    parts = list(task.parts())
+    assert len(parts) == task.num_parts and task.sleeper is not None and task.sleeper is not other.sleeper
+    inputs, targets = task.batch(3, [0, 1, 2, 3])
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.batch(3, [1, 3]), (inputs[[1, 3]], targets[[1, 3]]), strict=True)
+    )
+    model = task.whole(parts)
+    whole = task.loss(model(inputs), targets)
+    halves = [task.loss(model(inputs[one]), targets[one]) for one in ([0, 1], [2, 3])]
+    assert torch.allclose(whole, sum(halves, torch.zeros(())))
+    assert task.optimizer(model.parameters()) is not None
+    assert sum(p.numel() for p in model.parameters()) == LAYERS * work.layer_bytes // 4
+
+
+def test_a_contender_sleeps_for_all_of_its_workload_and_leaves_no_activation_behind() -> None:
+    work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0002, "backward_input_s": 0.0004, "backward_weight_s": 0.0002})
+    for name in ("tawpipe-spread", "hsdp-ours"):
+        made = OurContender(name, work, Topology.grid(1, 1), 0)
+        try:
+            for steps in (1, 2):
+                made.step()
+                assert made.sleeper.asked_s == pytest.approx(steps * work.compute_s)
+            assert not made._executor.compute._held  # type: ignore[attr-defined]
+            busy = made.busy()
+            assert busy["COMPUTE"] >= 2 * work.compute_s and made.busy() == {}
+            recorded = made.record()
+            assert recorded is not None and made.sleeper.asked_s == pytest.approx(3 * work.compute_s)
+            assert made.origin == "ours" and made.loss_share is None and made.knobs
+        finally:
+            made.close()
+
+
+# keys and values
+
+
+class Noted:
+    """In the place of lanes and groups: what is submitted is noted, and an event that says when it was waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def add(self, lane: str, every: Any) -> None:
+        assert lane == Lane.SEQ.value and every == [(0, 1)]
+
+    def submit(self, lane: str, run: Any) -> Any:
+        self.log.append("begin")
+        outer = self
+
+        class Event:
+            def wait(self) -> None:
+                outer.log.append("wait")
+
+        return Event()
+
+
+class Layer(nn.Module):
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log, self.weight = log, nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append("layer")
+        x.register_hook(lambda _: self.log.append("backward"))
+        return x * self.weight
+
+
+def test_keys_travel_while_a_layer_computes_and_once_more_for_its_backward_pass(monkeypatch) -> None:
+    lanes: Any = Noted()
+    keys, layer = KeysOfAll(lanes, Topology.grid(2, 1), 400), Layer(lanes.log)
+    asked: list[str] = []
+    for name in ("gather", "reduce"):
+        own = getattr(keys, name)
+        monkeypatch.setattr(keys, name, lambda documents, name=name, own=own: (asked.append(name), own(documents)))
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
+    keys.attach(layer)
+    x = torch.ones(5, 2, requires_grad=True)
+    out = layer(x)
+    assert lanes.log == ["begin", "layer", "wait"] and asked == ["gather"]
+    lanes.log.clear()
+    out.sum().backward()
+    # Keys set out again before the backward pass of the layer, and their gradients once it is done.
+    assert lanes.log == ["begin", "backward", "wait", "begin"] and asked == ["gather", "gather", "reduce"]
+    assert torch.equal(x.grad, torch.full((5, 2), 3.0)) and layer.weight.grad == 10  # type: ignore[arg-type]

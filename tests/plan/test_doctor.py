@@ -1,0 +1,63 @@
+"""The doctor's words on a machine and its links, and a machine that is measured by processes of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tawpipe.errors import RunError
+from tawpipe.plan import doctor
+from tawpipe.plan.doctor import probe_machine, software
+from tawpipe.plan.machine import Device, Machine, save_machine, uniform
+from tawpipe.plan.probe import Probe, Rates
+from tawpipe.simulate import LinkModel
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def machine(nodes: int, local: int) -> Machine:
+    return uniform(nodes, local, between=LinkModel(1.25e9, 2e-5, False), inside=LinkModel(1e10, shared=False))
+
+
+def test_versions_are_said_and_what_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict(software())
+    assert found["torch"].startswith("2.") and "not installed" not in found.values() and "python" in found
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-here"))
+    assert dict(software())["no-such-package-here"] == "not installed"
+
+
+def test_links_that_are_there_are_said_with_their_rates() -> None:
+    rates = (Rates(1e9, 5e8, 0.0), Rates(1.25e9, 1.25e9, 0.0))
+    rows = dict(doctor._links(Probe(machine(2, 2), rates, ())))
+    said = "1.25 GB/s (10 Gbit/s), 20 us, one for all devices of a node, both directions together"
+    assert rows["between nodes"] == said
+    assert rows["inside a node"] == "10 GB/s (80 Gbit/s), 0 us, one per device"
+    assert rows["node 0"] == "sends 8, receives 4 Gbit/s" and "to the host" not in rows
+    assert set(dict(doctor._links(Probe(machine(1, 2), (), ())))) == {"inside a node"}
+    assert dict(doctor._links(Probe(machine(1, 1), (), ()))) == {"links": "none: a single process"}
+
+
+def test_a_process_alone_has_others_measure_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = uniform(2, 1, between=LinkModel(1e9, 1e-4), inside=LinkModel(1e10), device=Device())
+    started: list[list[str]] = []
+
+    def measured(command: list[str], **how: Any) -> Any:
+        started.append(command)
+        assert how["stdout"] is not None  # what it says must not be taken for this process's results
+        save_machine(wanted, Path(command[command.index("--out") + 1]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", measured)
+    found = probe_machine("cpu")
+    assert found is not None and found.nodes == (1, 1) and found.between == wanted.between
+    assert started[0][1:4] == ["-m", "tawpipe", "doctor"] and started[0][-2:] == ["--device", "cpu"]
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3))
+    with pytest.raises(RunError, match="tawpipe doctor ended with 3"):
+        probe_machine("cpu")

@@ -1,0 +1,140 @@
+"""Blocks as actions run them, on a chain of two small layers: what is held, what is refused, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedules import llama
+from tawpipe.errors import UserError
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.blocks import offload, reload
+from tawpipe.schedule.buffers import Buffer, block_input, context, home_weight, loss, reloaded
+
+
+class SmallChain:
+    """As much of a chain as forward passes need: an embedding, a layer that multiplies, and a loss that sums."""
+
+    device, alone, name, along_tokens = torch.device("cpu"), "", "Small", ()
+    model = SimpleNamespace(training=True)
+
+    def __init__(self, layer: Callable[[Tensor, Tensor], Tensor] = lambda hidden, weight: hidden * weight[0]) -> None:
+        self._layer, self.bound = layer, dict[int, Tensor]()
+
+    def bind(self, unit: int, flat: Tensor) -> Tensor:
+        self.bound[unit] = flat
+        return flat
+
+    def release(self, unit: int) -> None:
+        del self.bound[unit]
+
+    def embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[Any, ...]]:
+        return batch.input_ids[..., None].float() * self.bound[0][0], ()
+
+    def layer(self, block: int, hidden: Tensor, calls: tuple[Any, ...]) -> Tensor:
+        return self._layer(hidden, self.bound[block])
+
+    def head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return (hidden[..., 0] * (labels != IGNORE)).sum()
+
+    def check_head(self, hidden: Tensor) -> None:
+        pass
+
+    def block_name(self, block: int) -> str:
+        return f"layer {block - 1}"
+
+
+def row(*labels: int) -> MicroBatch:
+    ids = torch.tensor([[1, 2, 3]])
+    return MicroBatch(ids, torch.tensor([labels]), torch.arange(3)[None], (3,))
+
+
+GIVEN = StepInput({4: row(2, 3, IGNORE)}, scale=1.0, seed=None, step=0)
+WEIGHTS = {home_weight(unit): torch.full((8,), 2.0) for unit in range(5)}
+
+
+def forward(block: int, *, frees: bool = True) -> Action:
+    """FORWARD of an evaluation, as schedules have it."""
+    weights = tuple(home_weight(unit) for unit in ([0], [1], [2], [3, 4])[block])
+    if block == 0:
+        return Action(Op.FORWARD, Lane.COMPUTE, weights, (block_input(4, 1), context(4)), block=0, micro_batch=4)
+    source = block_input(4, block)
+    reads = (*weights, source, context(4))
+    writes = (loss(4),) if block == 3 else (block_input(4, block + 1),)
+    gone: tuple[Buffer, ...] = ((source, context(4)) if block == 3 else (source,)) if frees else ()
+    return Action(Op.FORWARD, Lane.COMPUTE, reads, writes, gone, block=block, micro_batch=4)
+
+
+def compute(chain: SmallChain, **settings: Any) -> Compute:
+    made: Any = chain
+    return Compute(made, llama(2), chunk_tokens=2, **settings)
+
+
+def test_a_row_goes_through_all_blocks_and_no_weight_stays() -> None:
+    chain = SmallChain()
+    made = compute(chain)
+    for block in range(4):
+        made.forward(forward(block), WEIGHTS, GIVEN)
+        assert not chain.bound  # a visit has ended
+    norm = Action(Op.NORM, Lane.COMPUTE, (loss(4),), (), (loss(4),), group="world")
+    (value,) = made.losses(norm)
+    assert value == (1 + 2) * 2 * 2 * 2  # of the two tokens that count
+    assert made.losses(Action(Op.NORM, Lane.COMPUTE, group="world")) == []
+
+
+def test_an_input_that_waits_in_the_hosts_memory_comes_back_as_it_was() -> None:
+    chain = SmallChain()
+    made = compute(chain)
+    made.forward(forward(0), WEIGHTS, GIVEN)
+    made.forward(forward(1, frees=False), WEIGHTS, GIVEN)
+    made.offload(offload(1, 4, 0))
+    made.reload(reload(1, 4, 0))
+    reads, writes = (home_weight(1), reloaded(0, 1), context(4)), (block_input(4, 3),)
+    again = Action(Op.FORWARD, Lane.COMPUTE, reads, writes, block=1, micro_batch=4)
+    seen: list[Tensor] = []
+    chain._layer = lambda hidden, weight: seen.append(hidden.clone()) or hidden
+    with pytest.raises(KeyError):
+        made.reload(reload(1, 4, 0))  # its place in the host's memory is free again
+    made.forward(again, WEIGHTS, GIVEN)
+    assert torch.equal(seen[0], torch.tensor([[[2.0], [4.0], [6.0]]]))
+
+
+def counted() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = [0]
+
+    def layer(hidden: Tensor, weight: Tensor) -> Tensor:
+        calls[0] += 1
+        return hidden + calls[0]
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (counted(), "run twice on the same input it gives two results"),
+        (lambda hidden, weight: hidden * weight.add_(1)[:1] * 0, "changes weights in place"),
+    ],
+)
+def test_a_layer_that_is_more_than_what_it_is_given_is_refused_by_name(layer, reason) -> None:
+    made = compute(SmallChain(layer))
+    weights = {buffer: flat.clone() for buffer, flat in WEIGHTS.items()}
+    made.forward(forward(0), weights, GIVEN)
+    with pytest.raises(UserError, match=f"layer 0 of Small.*{reason}"):
+        made.forward(forward(1), weights, GIVEN)
+
+
+def test_every_token_is_counted_by_one_rank() -> None:
+    rows = {0: row(1, 2, 3), 1: row(1, IGNORE, IGNORE), 2: row(1, 1, IGNORE)}
+    alone = StepInput(rows, scale=1.0, seed=0, step=0)
+    assert alone.tokens == 6 and alone.is_shared(2)
+    of_set = [StepInput(rows, scale=1.0, seed=0, step=0, place=place, shared=2).tokens for place in range(2)]
+    assert of_set == [6, 2]  # the second rank counts what it computes alone
+    assert StepInput(rows, scale=1.0, seed=0, step=0, counted={1}).tokens == 1

@@ -1,0 +1,116 @@
+"""Homes: the stripes of all ranks hold every parameter once, and what travels is what they hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tawpipe.errors import UserError
+from tawpipe.model.units import Unit, build_units
+from tawpipe.runtime.storage import Storage, piece_of
+from tawpipe.schedule.placement import Home
+
+CPU = torch.device("cpu")
+
+
+class Numbered:
+    """A source whose values are numbers that tell every element of the model from the others."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def unit(self, unit: Unit, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.arange(unit.numel, dtype=dtype) / 7 + 1000 * unit.index
+
+
+def units() -> tuple[Unit, ...]:
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 5), nn.Linear(5, 7))
+    model[0].requires_grad_(False)
+    return build_units(model, {name: (int(name[0]),) for name, _ in model.named_parameters()}, ("a", "b", "c"))
+
+
+def stored(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> Storage:
+    made = units()
+    homes = [Home.over(tuple(range(ranks)), unit.numel) for unit in made]
+    return Storage(made, homes, rank, device=CPU, compute_dtype=dtype, master_dtype=torch.float32)
+
+
+def collected(store: Storage, unit: Unit, **what: bool) -> torch.Tensor:
+    found = store.collect(unit, None, **what)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_pieces_of_all_ranks_are_every_parameter_once(ranks: int) -> None:
+    stores = [stored(rank, ranks) for rank in range(ranks)]
+    for unit in stores[0].units:
+        for slot in unit.slots:
+            pieces = [p for one in stores for p in one.pieces[unit.index] if p.name == slot.name]
+            covered = sorted((piece.start, piece.start + piece.value.numel()) for piece in pieces)
+            assert covered[0][0] == 0 and covered[-1][1] == slot.numel
+            assert all(end == begin for (_, end), (begin, _) in pairwise(covered))
+            assert all(piece.shape == slot.shape and piece.value.requires_grad == unit.trainable for piece in pieces)
+
+
+def test_a_piece_is_a_view_of_its_home_and_knows_its_parameter() -> None:
+    store = stored(0, 1)
+    piece = next(one for one in store.pieces[1] if one.name == "1.weight")
+    with torch.no_grad():
+        piece.value.fill_(3.0)
+    piece.gradient.fill_(4.0)
+    slot = next(one for one in store.units[1].slots if one.name == "1.weight")
+    assert torch.equal(slot.view(store.master[1]), torch.full((5, 3), 3.0))
+    assert torch.equal(slot.view(store.gradient[1]), torch.full((5, 3), 4.0))
+    known = piece_of(piece.value)
+    assert (known.name, known.shape, known.in_layer) == ("1.weight", (5, 3), True)
+    assert not store.pieces[2][0].in_layer and 0 not in store.gradient
+    (matrix,) = piece.matrices()
+    assert matrix.value.shape == (5, 3) and matrix.value.data_ptr() == piece.value.data_ptr()
+    with pytest.raises(UserError, match=r"piece_of: got 'a Parameter of shape \(2,\)'"):
+        piece_of(nn.Parameter(torch.zeros(2)))
+
+
+def test_what_is_filled_in_comes_back_without_the_padding() -> None:
+    store, source = stored(0, 1), Numbered()
+    store.fill(source, None, 1)
+    for unit in store.units:
+        assert torch.equal(collected(store, unit), source.unit(unit))
+        assert not store.master[unit.index][unit.numel :].any()
+    assert not collected(store, store.units[1], gradient=True).any()
+
+
+def test_frozen_values_that_what_travels_would_round_are_kept_exactly_and_no_others() -> None:
+    store, source = stored(0, 1, torch.bfloat16), Numbered()
+    store.fill(source, None, 1)
+    frozen = store.units[0]
+    assert store.exact == {0} and store.exact_bytes == store.homes[0].stripe * 4
+    assert torch.equal(collected(store, frozen), source.unit(frozen))
+    assert torch.equal(store.compute_copy[0], store.master[0].bfloat16())
+    rounded = stored(0, 1, torch.bfloat16)
+    rounded.settle(None)  # zeros: nothing to round
+    assert not rounded.exact and rounded.compute_copy[0] is rounded.master[0] and rounded.exact_bytes == 0
+
+
+def test_a_copy_that_is_behind_its_master_is_seen_until_it_is_refreshed() -> None:
+    store = stored(0, 1, torch.bfloat16)
+    before = dict(store.checksums())
+    with torch.no_grad():
+        store.master[1].add_(1)
+    assert dict(store.checksums())[1] == "stale"
+    store.refresh(1)
+    after = dict(store.checksums())
+    assert after[1] not in ("stale", before[1]) and after[2] == before[2]
+
+
+def test_of_several_copies_the_first_is_saved() -> None:
+    made = units()
+    homes = [Home.over((0,), unit.numel, replicas=((1,),)) for unit in made]
+    first, second = (
+        Storage(made, homes, rank, device=CPU, compute_dtype=torch.float32, master_dtype=torch.float32)
+        for rank in range(2)
+    )
+    assert first.is_first_copy(1) and not second.is_first_copy(1) and second.pieces.keys() == first.pieces.keys()

@@ -1,0 +1,79 @@
+"""What travels: the groups that schedules need, and operations that give what plain sums and concatenations give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from schedules import llama, make
+from tawpipe.runtime.transport import Transport, TransportError, needed_groups
+from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
+from tawpipe.schedule.buffers import Buffer
+from tawpipe.topology import Topology
+
+A, B, C = (Buffer.parse(f"W0.{number}") for number in range(3))
+
+
+def test_groups_are_those_of_all_schedules_in_an_order_that_ranks_agree_on() -> None:
+    schedules = [make(llama(3), 2, 2, 4), make(llama(3), 2, 2, 4, strategy="flat", training=False)]
+    needed = needed_groups(schedules)
+    assert needed == needed_groups(reversed(schedules)) == sorted(set(needed))
+    assert {(a.lane, a.group) for s in schedules for program in s.programs for a in program if a.group} == set(needed)
+
+
+def test_one_rank_has_no_groups_and_is_its_own_sum() -> None:
+    alone = Transport(Topology.grid(1, 1), 0, [make(llama(2), 1, 1, 2)], device=torch.device("cpu"))
+    values = torch.tensor([1.0, 2.0])
+    alone.all_reduce(Action(Op.NORM, Lane.COMPUTE, group="world"), values)
+    assert values.tolist() == [1.0, 2.0]
+    alone.close()
+
+
+def collective(which: str, lane: Lane, group: str, *, root: int = -1, source: Buffer = A, target: Buffer = B) -> Action:
+    reads, writes = (source,), (target,)
+    return Action(Op.COLLECTIVE, lane, reads, writes, unit=0, collective=which, group=group, root=root)
+
+
+def moved(world: World) -> dict[str, Any]:
+    """In a worker: what every operation has given on this rank, of 2 nodes with 2 ranks."""
+    schedule = make(llama(2), 2, 2, 4, strategy="tawpipe-striped")
+    transport = Transport(world.nodes, world.rank, [schedule], device=world.device, strict=True)
+    rank, node = world.rank, world.nodes.group("node", world.rank)
+    found: dict[str, Any] = {}
+    held = {A: torch.full((2,), float(rank)), B: torch.full((4,), -1.0), C: torch.arange(4.0) * 10 ** (rank % 2)}
+    transport.collective(collective("all_gather", Lane.GATHER, "node"), held)
+    found["gathered"] = held[B].tolist()
+    target = {C: held[C], A: torch.empty(2)}
+    transport.collective(collective("reduce_scatter", Lane.REDUCE, "node", source=C, target=A), target)
+    found["scattered"] = target[A].tolist()
+    whole = {A: torch.full((3,), float(rank))}
+    transport.collective(collective("broadcast", Lane.GATHER, "node", root=node[1], target=A), whole)
+    found["broadcast"] = whole[A].tolist()
+    peer = (rank + 2) % 4
+    parts = {A: torch.full((2,), float(rank)), B: torch.empty(2)}
+    transport.exchange(exchange(Lane.INTER_W, (Transfer(True, peer, 0, A), Transfer(False, peer, 0, B))), parts)
+    found["exchanged"] = parts[B].tolist()
+    values = torch.tensor([1.0, rank])
+    norm = next(action for action in schedule.programs[rank] if action.op is Op.NORM)
+    transport.all_reduce(norm, values)
+    found["summed"] = values.tolist()
+    try:
+        wrong = exchange(Lane.INTER_W, (Transfer(True, peer, rank, A), Transfer(False, peer, rank, B)))
+        transport.exchange(wrong, parts)
+    except TransportError as error:
+        found["refused"] = str(error)
+    transport.close()
+    return found
+
+
+def test_every_operation_gives_what_it_says(pool) -> None:
+    for rank, found in enumerate(pool.run(f"{__name__}:moved", 2, 2)):
+        node = (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert found["gathered"] == [float(one) for one in node for _ in range(2)]
+        assert found["scattered"] == [[0.0, 11.0], [22.0, 33.0]][rank % 2]
+        assert found["broadcast"] == [float(node[1])] * 3
+        assert found["exchanged"] == [float((rank + 2) % 4)] * 2
+        assert found["summed"] == [4.0, 6.0]
+        assert "this rank is at message" in found["refused"]  # both sides meant another unit

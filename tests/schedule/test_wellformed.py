@@ -1,0 +1,102 @@
+"""Every action by itself: one that says something else than its operation takes is refused, and the reason is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from schedules import llama, make
+from tawpipe.schedule.actions import Action, Lane, Op, exchange
+from tawpipe.schedule.buffers import COUNT, NORM, block_input, home_gradient, home_weight, pooled
+from tawpipe.schedule.placement import Home
+from tawpipe.schedule.proof.symbolic import ScheduleError
+from tawpipe.schedule.proof.wellformed import check_forms, check_programs
+from tawpipe.schedule.step import Schedule
+
+Change = Callable[[Action], Action]
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    made = make(llama(3), 2, 2, 4, strategy="tawpipe-striped")
+    check_forms(made)
+    check_programs(made)
+    return made
+
+
+def edited(schedule: Schedule, op: Op, change: Change, lane: Lane | None = None) -> Schedule:
+    """With the first such action of rank 0 changed."""
+    program = list(schedule.programs[0])
+    at = next(i for i, one in enumerate(program) if one.op is op and lane in (None, one.lane))
+    program[at] = change(program[at])
+    return replace(schedule, programs=(tuple(program), *schedule.programs[1:]))
+
+
+def _other_group(action: Action) -> Action:
+    return exchange(action.lane, action.transfers, "node")
+
+
+def _into_a_home(action: Action) -> Action:
+    return exchange(action.lane, (replace(action.transfers[0], send=False, buffer=home_gradient(2)),), action.group)
+
+
+CASES: list[tuple[str, Op, Change, str]] = [
+    ("lane", Op.FORWARD, lambda a: replace(a, lane=Lane.GATHER), "computes on a lane of transfers"),
+    ("micro-batch", Op.FORWARD, lambda a: replace(a, micro_batch=1), "a micro-batch of another rank"),
+    ("block", Op.BACKWARD, lambda a: replace(a, block=99), "a block that does not exist"),
+    ("twice", Op.FORWARD, lambda a: replace(a, reads=(*a.reads, a.reads[0])), "names a buffer twice"),
+    ("no pool", Op.ADD, lambda a: replace(a, reads=(pooled("R0", 77),)), "no pool and no home"),
+    ("input", Op.FORWARD, lambda a: replace(a, reads=(*a.reads, block_input(0, 2))), "other activations"),
+    ("weights", Op.FORWARD, lambda a: replace(a, reads=a.reads[1:]), "reads other weights"),
+    ("gradients", Op.BACKWARD, lambda a: replace(a, writes=a.writes[:-1]), "makes other gradients"),
+    ("frees", Op.BACKWARD, lambda a: replace(a, frees=(*a.frees, a.writes[0])), "frees something else"),
+    ("peer", Op.EXCHANGE, _other_group, "a peer is not in the group"),
+    ("home", Op.EXCHANGE, _into_a_home, "receives into a home"),
+    ("weights at home", Op.ADD, lambda a: replace(a, writes=(home_weight(a.unit),)), "only UPDATE changes weights"),
+    ("unit", Op.ADD, lambda a: replace(a, unit=99), "gradients of a unit"),
+    ("group", Op.COLLECTIVE, lambda a: replace(a, group=""), "has a group that its operation does not take"),
+    ("root", Op.COLLECTIVE, lambda a: replace(a, root=0), "the root is not in the group"),
+    ("direction", Op.COLLECTIVE, lambda a: replace(a, collective="reduce_scatter"), "weights are gathered"),
+    ("8 bits", Op.EXCHANGE, lambda a: replace(a, compression="fp8"), "travels as fp8"),
+    ("losses", Op.NORM, lambda a: replace(a, reads=a.reads[1:]), "must read .* write norm"),
+    ("update", Op.UPDATE, lambda a: replace(a, reads=(COUNT, *a.reads[1:])), f"must read {NORM}"),
+]
+
+
+@pytest.mark.parametrize(("op", "change", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_an_action_that_is_none_of_its_kind_is_refused_with_its_place(schedule, op, change, reason) -> None:
+    with pytest.raises(ScheduleError, match=rf"(?s){reason}.*: rank 0 #\d+: "):
+        check_forms(edited(schedule, op, change))
+
+
+def test_a_unit_that_its_home_cannot_hold_is_refused(schedule) -> None:
+    model = schedule.model
+    larger = replace(model, units=(replace(model.units[0], numel=10**6), *model.units[1:]))
+    step = replace(schedule.step, model=larger)
+    step.__dict__["homes"] = schedule.homes  # those of the smaller unit
+    with pytest.raises(ScheduleError, match="unit 0 does not fit its home"):
+        check_forms(replace(schedule, step=step))
+    step = replace(schedule.step)
+    step.__dict__["homes"] = (Home((0, 0), 1000), *schedule.homes[1:])
+    with pytest.raises(ScheduleError, match="a rank has it twice"):
+        check_forms(replace(schedule, step=step))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda program: [one for one in program if one.op is not Op.NORM], "rank 0 has 0 norm"),
+        (lambda program: [*program, next(one for one in program if one.op is Op.UPDATE)], "rank 0 updates the units"),
+        (lambda program: [one for one in program if one.op is not Op.UPDATE], r"rank 0 updates the units \[\]"),
+        (lambda program: [*program, Action(Op.COUNT, Lane.INTER_G, (), (COUNT,), group="world")], "rank 0 has 1 count"),
+        (lambda program: [one for one in program if one.lane is not Lane.GATHER], "buffers that nothing uses"),
+    ],
+)
+def test_a_program_with_too_little_or_too_much_is_refused(schedule, change, reason) -> None:
+    program = change(list(schedule.programs[0]))
+    if "nothing uses" in reason:
+        program = [one for one in program if not any(b.is_weight and not b.is_home for b in one.reads)]
+    with pytest.raises(ScheduleError, match=f"(?i){reason}"):
+        check_programs(replace(schedule, programs=(tuple(program), *schedule.programs[1:])))

@@ -1,0 +1,71 @@
+"""Files that a crash leaves whole, and how often Python collects: what was there before comes back after an error."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tawpipe.files import REPLACED, checksum, replace_folder, replace_text, sync
+from tawpipe.garbage import RARELY, rarely_collected
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "state.json"
+    replace_text(file, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("os.fsync", full)
+        replace_text(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    replace_text(file, "newer ü")
+    assert file.read_text(encoding="utf-8") == "newer ü" and list(tmp_path.iterdir()) == [file]
+
+
+def folder_with(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "content").write_text(text)
+    return path
+
+
+def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "best", "old")
+    replace_folder(folder_with(tmp_path / "new", "new"), folder)
+    assert (folder / "content").read_text() == "new" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "best", "old")
+    folder_with(tmp_path / f"best{REPLACED}", "left by a crash")
+    with pytest.raises(OSError):
+        replace_folder(tmp_path / "missing", folder)
+    assert (folder / "content").read_text() == "old" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_checksum_is_that_of_all_bytes_whether_cached_or_not(tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    content = bytes(range(256)) * 3000
+    file.write_bytes(content)
+    sync(file)
+    sync(tmp_path)
+    assert checksum(file) == checksum(file, uncached=True) == hashlib.sha256(content).hexdigest()
+    file.write_bytes(content[:-1] + b"!")
+    assert checksum(file) != hashlib.sha256(content).hexdigest()
+    with pytest.raises(FileNotFoundError):
+        sync(tmp_path / "missing")
+
+
+def test_collecting_is_as_it_was_after_an_error() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(RuntimeError), rarely_collected():
+        assert gc.get_threshold() == RARELY
+        with rarely_collected():
+            pass
+        assert gc.get_threshold() == RARELY  # of the outer one
+        raise RuntimeError
+    assert gc.get_threshold() == before

@@ -1,0 +1,305 @@
+"""What a run is made of, by itself: its batches, its optimizer, its samples, its saves and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedules import llama, make
+from tawpipe.checkpoint.save import Saved
+from tawpipe.data.lengths import in_like_lengths
+from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.runtime.storage import Piece
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+from tawpipe.train.batches import Batches
+from tawpipe.train.config import TAKES, TrainConfig, load_config
+from tawpipe.train.optimizers import factory_of
+from tawpipe.train.sample import LikelyTokens, generate, stops_of
+from tawpipe.train.saves import LOOK_EVERY, Saves
+from tawpipe.train.words import gib, plan_rows, without_effect
+
+ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+
+
+# batches
+
+
+class Rows:
+    """A source of rows that are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def length(self, number: int) -> int:
+        return 1 + 7 * number % 10
+
+    def sample(self, number: int) -> int:
+        return number
+
+
+class Parts:
+    """As much of a pipeline as batches need: it is given all rows."""
+
+    world = ALONE
+
+    def part_of(self, rows: int, length: int, sample: Any) -> list[int]:
+        return [sample(place) for place in range(rows)]
+
+
+def batches(*words: str, rows: int = 50) -> tuple[Any, Rows]:
+    config = load_config(["--global-batch", "4", "--micro-batch", "2", "--sequence-length", "16", *words])
+    source: Any = Rows(rows)
+    data: Any = SimpleNamespace(train=source, report=SimpleNamespace(streamed=False))
+    pipeline: Any = Parts()
+    return Batches(config, pipeline, data), source
+
+
+def test_steps_follow_each_other_in_the_data_from_wherever_they_begin() -> None:
+    made, _ = batches()
+    given = list(made.train(6, 3))
+    assert [row for one in given for row in one.batch] == list(range(6, 18))
+    assert [(one.samples, one.tokens) for one in given] == [(4, 64)] * 3
+    made.close()
+
+
+def test_rows_of_one_document_are_grouped_by_length_and_padding_is_counted() -> None:
+    made, source = batches("--packing", "none")
+    (given,) = made.train(0, 1)
+    lengths = [source.length(row) for row in range(4)]
+    assert given.batch == in_like_lengths(lengths, 2) and sorted(given.batch) == [0, 1, 2, 3]
+    groups = [given.batch[:2], given.batch[2:]]
+    assert given.tokens == sum(2 * max(lengths[row] for row in group) for group in groups) < 2 * 2 * max(lengths)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(3, [3]), (9, [4, 4]), (50, [4, 4, 4])])
+def test_no_held_out_row_is_evaluated_twice(rows: int, expected: list[int]) -> None:
+    made, _ = batches("--evaluation.batches", "3")
+    source: Any = Rows(rows)
+    found = list(made.validation(source))
+    assert [len(one) for one in found] == expected
+    assert [row for one in found for row in one] == list(range(sum(expected)))
+    assert list(made.validation(source)) == found
+
+
+# the optimizer
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_every_optimizer_has_the_options_of_the_settings(name: str) -> None:
+    words = ["--learning-rate", "0.003", "--optimizer.name", name, "--optimizer.weight-decay", "0.25"]
+    given = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-5, "momentum": 0.6}
+    for option in TAKES[name]:
+        if option in given:
+            words += [f"--optimizer.{option}", str(given[option])]
+    parameters = [Piece("layer.weight", (4, 6), 0).mark(torch.zeros(4, 6))]
+    made: Any = factory_of(load_config(words))(parameters)  # type: ignore[arg-type]
+    made = made if isinstance(made, list | tuple) else [made]
+    (group,) = [group for one in made for group in one.param_groups if group["params"]]
+    assert group["lr"] == 0.003 or name == "muon"
+    assert group["weight_decay"] == 0.25
+    if "betas" in group:
+        assert tuple(group["betas"]) == (0.7, 0.8)
+    if name in ("sgd", "rmsprop", "muon"):
+        assert group["momentum"] == 0.6
+    if "eps" in TAKES[name] and name != "muon":
+        assert group["eps"] == 1e-5
+
+
+# samples
+
+
+class Counting:
+    """As much of a pipeline as samples need, and a model that says the number after the last one it has seen."""
+
+    world = ALONE
+    vocabulary = 20
+
+    def __init__(self, spread: float = 0.0) -> None:
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=self.vocabulary))
+        self.chain: Any = SimpleNamespace(config=config, logits=self._logits)
+        self.spread, self.widths = spread, list[int]()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        wanted = nn.functional.one_hot((hidden[..., 0].long() + 1) % self.vocabulary, self.vocabulary)
+        return wanted.float() * (1.0 if self.spread else 50.0)
+
+    def part_of(self, rows: int, length: int, row: Any) -> list[MicroBatch]:
+        self.widths.append(length)
+        return [row(number) for number in range(rows)]
+
+    def evaluate(self, batch: list[MicroBatch], measure: Any) -> None:
+        for number, one in enumerate(batch):
+            head = measure.head(self.chain, one, number)
+            for begin in range(0, one.labels.shape[1], 5):  # in chunks
+                cut = slice(begin, begin + 5)
+                head(one.input_ids[:, cut, None].double(), one.labels[:, cut], cut)
+
+
+def texts(pipeline: Counting, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    made: Any = pipeline
+    return generate(made, prompts, **{"tokens": 4, "window": 32, "seed": 0, "temperature": 0.0, **settings})
+
+
+def test_every_text_goes_on_with_the_likeliest_token_until_it_ends() -> None:
+    assert texts(Counting(), [[3], [7, 9], [18]]) == [[3, 4, 5, 6, 7], [7, 9, 10, 11, 12, 13], [18, 19, 0, 1, 2]]
+    assert texts(Counting(), [[3], [7, 9]], stops=[5, 10]) == [[3, 4, 5], [7, 9, 10]]
+    assert texts(Counting(), [[3]], tokens=0) == [[3]]
+
+
+def test_a_model_sees_the_last_tokens_that_its_window_holds() -> None:
+    pipeline = Counting()
+    (text,) = texts(pipeline, [list(range(10))], window=4, tokens=3)
+    assert text[10:] == [10, 11, 12] and set(pipeline.widths) == {4}
+
+
+def test_draws_depend_on_the_seed_and_on_nothing_beside() -> None:
+    alone = texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=3)
+    assert texts(Counting(0.5), [[1], [2]], temperature=1.0, tokens=12, seed=3)[0] == alone[0]
+    assert texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=4) != alone
+
+
+def test_positions_that_do_not_count_are_not_looked_at() -> None:
+    pipeline: Any = Counting()
+    measure, labels = LikelyTokens(2, 3), torch.full((1, 4), IGNORE)
+    labels[0, 2] = 1
+    batch = MicroBatch(torch.tensor([[5, 6, 7, 8]]), labels, torch.arange(4)[None], (4,))
+    head = measure.head(pipeline.chain, batch, 0)
+    assert head(batch.input_ids[..., None].double(), labels, slice(0, 4)) == 0
+    ids, logits = measure.of(pipeline)
+    assert ids[1, 0] == 8 and logits[1, 0] == 50 and not ids[0].any() and not logits[0].any()
+
+
+def test_texts_end_with_the_tokens_of_tokenizer_and_model() -> None:
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    assert stops_of(SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 2])), tokenizer) == [2, 9]
+    assert stops_of(SimpleNamespace(), SimpleNamespace(eos_token_id=None)) == []
+
+
+# saves
+
+
+@dataclass
+class Save:
+    """A save that ends when it is told so."""
+
+    problem: str = ""
+    staged_s: float = 0.0
+    done: bool = False
+    waited: list[float | None] = field(default_factory=list)
+
+    def wait(self, limit_s: float | None = None) -> Saved:
+        self.waited.append(limit_s)
+        self.done = True
+        return Saved(Path("step"), self.staged_s, 0.0, self.problem)
+
+
+@dataclass
+class Saver:
+    """As much of a pipeline as saves need."""
+
+    saves: list[Save]
+    started: list[tuple[object, int]] = field(default_factory=list)
+    world: Any = field(default_factory=lambda: SimpleNamespace(gather_numbers=lambda value: [value, 1.0]))
+
+    def start_saving(self, store: object, *, run: dict[str, int]) -> Save:
+        self.started.append((store, run["step"]))
+        return self.saves[len(self.started) - 1]
+
+
+@dataclass
+class State:
+    step: int
+
+
+def saves(*under_way: Save, memory: object = None, **checkpoint: Any) -> tuple[Saves, Saver, list[str]]:
+    said: list[str] = []
+    config: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(**{"background": True, "memory_every": 5, **checkpoint}),
+        timeouts=SimpleNamespace(save_s=60.0),
+    )
+    pipeline: Any = Saver(list(under_way))
+    console: Any = SimpleNamespace(notice=said.append)
+    state: Any = State
+    return Saves(config, console, pipeline, "disk", memory, state), pipeline, said  # type: ignore[arg-type]
+
+
+def test_a_save_waits_for_the_one_before_and_a_failure_is_said_and_kept() -> None:
+    first, second = Save("No space left", staged_s=0.5), Save(staged_s=0.25)
+    made, pipeline, said = saves(first, second)
+    made.after(3, save=True)
+    assert not first.waited and made.step == 3
+    made.after(4, save=False)
+    made.after(7, save=True)
+    assert first.waited == [60.0] and made.unsaved == "No space left" and "training goes on without it" in said[0]
+    made.finish()
+    assert pipeline.started == [("disk", 3), ("disk", 7)] and second.waited and made.unsaved == ""
+    assert made.stall_s == 0.25 and made.step == 7
+
+
+def test_a_save_that_has_ended_is_looked_at_now_and_then_and_not_waited_for() -> None:
+    made, _, _ = saves(one := Save(staged_s=0.1))
+    made.after(1, save=True)
+    made.after(LOOK_EVERY, save=False)
+    assert not one.waited and made.stall_s is None  # it still runs on this rank
+    one.done = True
+    made.after(LOOK_EVERY + 1, save=False)
+    assert not one.waited
+    made.after(2 * LOOK_EVERY, save=False)
+    assert one.waited and made.stall_s == 0.1
+
+
+def test_in_the_foreground_a_save_has_ended_before_the_next_step() -> None:
+    made, _, _ = saves(one := Save(), background=False)
+    made.after(1, save=True)
+    assert one.waited
+
+
+def test_copies_in_memory_are_made_at_their_own_steps() -> None:
+    copies = [Save("no room"), Save()]
+    made, pipeline, said = saves(*copies, memory="memory")
+    for step in range(1, 11):
+        made.after(step, save=False)
+    assert pipeline.started == [("memory", 5), ("memory", 10)] and "no copy in memory before step 10" in said[0]
+    made.finish()
+    assert copies[1].waited
+
+
+# words
+
+
+def test_bytes_in_the_unit_that_people_read() -> None:
+    assert [gib(2**30), gib(2**30 - 2**20), gib(0)] == ["1.00 GiB", "1023.0 MiB", "0.0 MiB"]
+
+
+def test_settings_for_links_between_nodes_do_nothing_without_any() -> None:
+    config = load_config(["--schedule.weights-compression", "int8", "--schedule.step-cache", "2"])
+    assert sorted(without_effect(config, ALONE)) == ["step_cache", "weights_compression"]
+    assert without_effect(config, World(Topology.grid(2, 1), 0, torch.device("cpu"), None)) == []
+    assert without_effect(TrainConfig(), ALONE) == []
+
+
+def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None:
+    config = load_config(["--global-batch", "8", "--micro-batch", "2", "--sequence-length", "128"])
+    for nodes in (1, 2):
+        schedule = make(llama(3), nodes, 2, 8)
+        said: Any = SimpleNamespace(
+            parameters=12_300_000, trainable=300_000, strategy="s", schedule="t", host_bytes=2**30 * (nodes - 1),
+            home_bytes=2**31, buffer_bytes=2**20, activation_bytes=2**22,
+            link_sent_bytes=[2**20 * 3, 2**20 * 5], link_received_bytes=[2**20 * 4, 0],
+        )  # fmt: skip
+        data: Any = SimpleNamespace()
+        rows = dict(plan_rows(config, said, None, data, schedule.topology, None, [("dtype", "fp32")]))
+        assert rows["batch"] == "8 sequences x 128 tokens, micro-batches of 2" and rows["dtype"] == "fp32"
+        assert rows["model"].endswith("12.3 M parameters, 0.3 M trained") and rows["homes"].startswith("2.00 GiB")
+        assert ("link of a node" in rows) == ("host memory" in rows) == (nodes == 2)
+    assert rows["link of a node"] == "5.0 MiB sent and 4.0 MiB received per step"
