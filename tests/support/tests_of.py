@@ -53,9 +53,10 @@ def defining(module: str, name: str) -> Path | None:
     if file is None or file.name != "__init__.py":
         return file
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        for handed in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            if name == (handed.asname or handed.name):
-                return defining(node.module, handed.name)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for handed in node.names:
+                if name == (handed.asname or handed.name):
+                    return defining(node.module, handed.name)
     return file
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,6 +16,7 @@ from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.cli import main
 from tawpipe.train.evaluation import Evaluation
+from tawpipe.train.loop import Training
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +37,19 @@ def losses(monkeypatch, *values: float) -> None:
     monkeypatch.setattr(Evaluation, "_validate", lambda *_: next(left))
 
 
+def _noted(method: Callable[..., Any], loops: list[Training]) -> Callable[..., Any]:
+    """The method, which notes whose it is."""
+    return lambda training, *given: loops.append(training) or method(training, *given)
+
+
 def steps(home: Path, output: str) -> list[int]:
     return [read_run(path).step for path in complete_states(home / output / "checkpoints")]
 
 
 def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypatch, capsys):
     losses(monkeypatch, 9.0, 3.0, 2.0, 1.95, 2.5)
+    loops: list[Training] = []
+    monkeypatch.setattr(Training, "write_samples", _noted(Training.write_samples, loops))
     words = (
         "--evaluation.patience",
         "2",
@@ -51,6 +61,9 @@ def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypat
     )
     asked = ("--sample.prompt", "def ", "class while with", "--checkpoint.best", "--checkpoint.every", "4")
     assert alone(home, "early", *words, *asked) == 0
+    # Nobody stopped it, and the numbers of all steps were read.
+    assert {(one.first, one.last, one.stopped, len(one._pending)) for one in loops[-1:]} == {(0, 4, None, 0)}
+    assert loops[-1].evaluation.exhausted and loops[-1].evaluation.best.step == 3
     said = capsys.readouterr().out
     assert "before the first step: validation loss 9.0000 (perplexity 8103)" in said
     assert "ended early" in said and "step 3, validation loss 1.9500 (perplexity 7.029): what follows is of" in said
