@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from cuda_kernels import FlashKernels, as_on_cuda
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
@@ -39,3 +40,9 @@ def pipeline() -> Iterator[Pipeline]:
 def history(pipeline: Pipeline, tmp_path: Path) -> Path:
     """The output folder of a run with checkpoints of steps 10, 20 and 30."""
     return save_history(pipeline, tmp_path)
+
+
+@pytest.fixture
+def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> FlashKernels:
+    """Attention in chunks computes as on CUDA, by a stand-in for its kernels."""
+    return as_on_cuda(monkeypatch)
