@@ -15,8 +15,8 @@ from tawpipe.model.kernels import explicit_gradients, explicit_scores
 @pytest.mark.parametrize("threads", [1, 2, 4, 64, "CUDA"])
 @pytest.mark.parametrize("place", [(0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37)])
 def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeypatch, request):
-    """Whatever is folded, padded for one head at a time, cut into tiles, or left to CUDA's kernel; key-value heads are 2
-    of 8, which may have sinks. What is kept for the backward pass is part of a chunk's.
+    """Whatever is folded, padded for one head at a time, cut into tiles, or left to CUDA's kernel; with sinks or not;
+    key-value heads are 2 of 8. What is kept for the backward pass is part of a chunk's.
     """
     if threads == "CUDA":
         request.getfixturevalue("cuda_kernels")

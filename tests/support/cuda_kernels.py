@@ -16,8 +16,9 @@ from tawpipe.model import flash
 class FlashKernels:
     """``aten._flash_attention_forward`` and its backward pass for rows without documents, by explicit scores.
 
-    What the kernels demand is asserted. Of the log-sum-exp they know the address alone: it is read on from there, whatever
-    its strides. All else has strides, except of its last dimension. Sums of half precision are in fp32, of fp64 in fp64.
+    What the kernels demand is asserted. Of the log-sum-exp they know the address alone: it is read on from there,
+    whatever its strides. All else has strides, except of its last dimension. Sums of half precision are in fp32, of
+    fp64 in fp64.
 
     Args:
         called: "forward" or "backward" and how many queries, keys and heads of both, of every call.
@@ -43,7 +44,7 @@ class FlashKernels:
         window_size_left: int,
         window_size_right: int,
     ) -> tuple[Any, ...]:
-        """[b, n, heads, d] of queries, [b, L, key-value heads, d] of keys; output as queries, log-sum-exp [b, heads, n]."""
+        """Output as queries [b, n, heads, d], and log-sum-exp [b, heads, n]; [b, L, key-value heads, d] of keys."""
         self._check("forward", (query, key, value), queries, keys, dropout)
         assert not return_mask and starts is None and key_starts is None
         scores = _scores(query, key, scale, is_causal, window_size_left, window_size_right)

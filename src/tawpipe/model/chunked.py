@@ -8,9 +8,9 @@ compute a row together, its keys and values are gathered before, and their gradi
 (runtime/sets.py): a chunk then neither puts its own there nor gives their gradients.
 
 Causal attention, within a window or not, with sinks or not, is torch's flash kernel: CUDA's once, that of the CPU for
-the chunk's own square and for its past, merged by their log-sum-exp in fp32. The backward kernel takes the merged output
-and log-sum-exp, one part of the keys after another. Everything else (soft caps, dropout) goes through explicit scores in
-slices of queries.
+the chunk's own square and for its past, merged by their log-sum-exp in fp32. The backward kernel takes the merged
+output and log-sum-exp, one part of the keys after another. Everything else (soft caps, dropout) goes through explicit
+scores in slices of queries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Torch's flash kernels on parts of the keys, merged by their log-sum-exp in fp32 (fp64 for fp64).
 
 CUDA's hides keys by their distance, so that one part is enough for a chunk and all keys before it, within a window or
-not. Sinks are one more key whose value is 0: they change the log-sum-exp, and the output by a factor. Query heads that share keys are folded into the queries where no mask tells these apart, so that keys are never repeated
+not. Sinks are one more key whose value is 0: they change the log-sum-exp, and the output by a factor.
+
+Query heads that share keys are folded into the queries where no mask tells these apart, so that keys are never repeated
 and their gradients need no sum over heads; elsewhere the heads look at the same memory. Values narrower than the keys
 are padded, as much as the kernel wants, for some heads at one time.
 """
