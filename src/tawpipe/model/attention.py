@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
-from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes
+from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes, recurs
 from tawpipe.model.chunked import Chunk, Options, attend
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, unsupported
@@ -224,7 +224,8 @@ def packed_attention(
     offer = Offer.of(query.device)
     if offer.capability is not None:
         problem = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)
-        whole = window is None and len(documents.spans) == documents.rows and cudnn_takes(query.shape[-1])
+        whole = window is None and len(documents.spans) == documents.rows and recurs(documents.max_length)
+        whole = whole and cudnn_takes(query.shape[-1])
         kernel, why = choose_kernel(offer, query.dtype, problem, whole_rows=whole)
         if kernel == "varlen":
             return kernels.varlen(query, key, value, documents, window, scale), None
