@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from borders import LENGTH, llama, packed, piped, right_or_refused, rows_of
 from model_families import family_config, keep_fp64, real_model
-from tawpipe.model import chunked
-from tawpipe.model.chunked import Chunk, KeyStore, Options, attend
+from tawpipe.model import chunked, flash
+from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.attention_kernel import Offer
+from tawpipe.model.chunked import Chunk, KeyStore, Options, Piece, _parts, attend
 from tawpipe.model.kernels import Documents, SlicedScores
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -49,12 +52,48 @@ def test_windows_and_sinks_go_through_the_kernel(family, past, cuda_kernels, mon
     assert right_or_refused(make, batch, documents=documents, **knobs) == "right"
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_operators_of_this_torch_take_what_they_are_given(window, monkeypatch):
+    """The stand-in takes what it is made for; on meta tensors torch's own do, with the names of their arguments."""
+    monkeypatch.setattr(flash, "on_cuda", lambda tensor: True)
+    query = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="meta")
+    keys, sinks = torch.empty(2, 2, 20, 8, dtype=torch.bfloat16, device="meta"), torch.empty(4, device="meta")
+    piece = Piece(slice(0, 2), slice(0, 6), 0 if window is None else 6, 8, 14)
+    parts = _parts(piece, window, 20, True)
+    output, sums = flash.attention(query, keys, keys, parts, 0.3, sinks)
+    assert (output.shape, output.dtype, sums.shape, sums.dtype) == (query.shape, query.dtype, (2, 4, 6), torch.float32)
+    targets = keys.float(), keys.float()
+    for past in (20, 3):
+        parts = _parts(piece, window, past, True)
+        found = flash.gradients(query, query, output, sums, (keys, keys), targets, parts, 0.3)
+        assert found.shape == query.shape
+
+
 def test_soft_caps_do_not(cuda_kernels):
     """Its interface in torch has none; the layers' other attention does."""
     batch, documents = packed([0], DOCUMENTS)
     make = lambda: real_model(family_config("gemma2"))  # noqa: E731
     assert right_or_refused(make, batch, documents=documents, sequence_chunk=5) == "right"
     assert not cuda_kernels.called
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_without_chunks(window, cuda_kernels, monkeypatch):
+    """A row is one chunk then: the numbers of explicit scores."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 9, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
+    documents = Documents.of((4, 5, 9), (2, 9), torch.device("cpu"))
+    found = []
+    for offer in (Offer(), Offer((9, 0))):
+        monkeypatch.setattr(Offer, "of", lambda device, offer=offer: offer)
+        output, _ = packed_attention(
+            nn.Identity(), query, key, value, PackedMask(documents, window), scaling=0.3, s_aux=sinks
+        )
+        found.append((output, *torch.autograd.grad(output.square().sum(), (query, key, value, sinks))))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert len(cuda_kernels.called) == 6, "three documents, forward and backward"
 
 
 def test_pieces_of_rows_in_sets(pool):

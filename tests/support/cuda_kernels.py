@@ -41,8 +41,8 @@ class FlashKernels:
         return_mask: bool,
         *,
         scale: float,
-        window_size_left: int,
-        window_size_right: int,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
     ) -> tuple[Any, ...]:
         """Output as queries [b, n, heads, d], and log-sum-exp [b, heads, n]; [b, L, key-value heads, d] of keys."""
         self._check("forward", (query, key, value), queries, keys, dropout)
@@ -71,8 +71,8 @@ class FlashKernels:
         unused: Tensor,
         *,
         scale: float,
-        window_size_left: int,
-        window_size_right: int,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values, by a log-sum-exp and an output that may be of more keys than these."""
         self._check("backward", (query, key, value, gradient, output), queries, keys, dropout)

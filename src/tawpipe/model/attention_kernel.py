@@ -132,11 +132,13 @@ def attention_kernel(
     sinks: bool = False,
 ) -> str:
     """The kernel's name for the reader, before anything has run."""
+    problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
+    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
+    if sinks and softcap is None and kernel == "varlen":
+        return f"flash attention {offer.flash.removeprefix('FA')}, document by document, and sinks by its log-sum-exp"
     if softcap is not None or sinks or (dropout > 0 and offer.capability is None):
         what = "soft caps" if softcap is not None else "sinks" if sinks else "dropout on the CPU"
         return f"explicit scores in slices, because no fused kernel has {what}"
-    problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
-    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
     if kernel == "documents":
         return f"torch's fused kernels (SDPA), document by document: {why}"
     name = f"flash attention {offer.flash.removeprefix('FA')} (varlen)"

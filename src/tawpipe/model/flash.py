@@ -247,4 +247,5 @@ def _of_cuda(part: Part, query: Tensor, key: Tensor) -> tuple[object, ...]:
 
 
 def _seen(part: Part, scale: float) -> dict[str, float]:
-    return {"scale": scale, "window_size_left": part.left, "window_size_right": part.right}
+    window = {"window_size_left": part.left, "window_size_right": part.right} if part.left >= 0 else {}
+    return {"scale": scale, **window}
