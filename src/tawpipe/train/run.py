@@ -66,7 +66,8 @@ def run(config: TrainConfig) -> int:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a write more of all there is, to find faults by
+        # Or torch would fill every new tensor, to find faults by.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
