@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Several test processes share the processors, and threads that wait for each other spin. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from cuda_kernels import FlashKernels, as_on_cuda
 from pool import WorkerPool
 from states import save_history, stepped
 from tawpipe import Pipeline
@@ -41,3 +42,9 @@ def pipeline() -> Iterator[Pipeline]:
 def history(pipeline: Pipeline, tmp_path: Path) -> Path:
     """The output folder of a run with checkpoints of steps 10, 20 and 30."""
     return save_history(pipeline, tmp_path)
+
+
+@pytest.fixture
+def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> FlashKernels:
+    """Attention in chunks computes as on CUDA, by a stand-in for its kernels."""
+    return as_on_cuda(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.attention as library
 from torch import nn
-from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig
+from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 from tawpipe.model import attention_kernel, kernels
 from tawpipe.model.attention import PackedMask, packed_attention
@@ -46,11 +46,13 @@ def test_the_fastest_kernel_that_the_device_has_is_chosen(offer, dtype, problem,
     [
         (HOPPER_3, BF16, {}, "flash attention 3 (varlen)"),
         (HOPPER, BF16, {}, "flash attention 2 (varlen); flash attention 3 would be faster, and is not installed or not "
-         "activated; cuDNN for rows of one document"),
+         "activated; cuDNN for rows of one document and a multiple of 1,024 tokens"),
         (AMPERE, BF16, {}, "flash attention 2 (varlen)"),
         (AMPERE, FP32, {}, "document by document: no kernel for packed documents computes in float32"),
         (AMPERE, BF16, {"dropout": 0.1}, "document by document: torch's varlen attention has no dropout"),
         (AMPERE, BF16, {"softcap": 50.0}, "explicit scores in slices, because no fused kernel has soft caps"),
+        (AMPERE, BF16, {"sinks": True}, "flash attention 2, document by document, and sinks by its log-sum-exp"),
+        (AMPERE, FP32, {"sinks": True}, "explicit scores in slices, because no fused kernel has sinks"),
         (Offer(), FP32, {}, "document by document: on the CPU"),
         (Offer(), FP32, {"dropout": 0.1}, "no fused kernel has dropout on the CPU"),
     ],
@@ -74,20 +76,27 @@ def test_what_a_model_needs_of_its_kernel_is_read_from_its_config(config, names,
 
 def on(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], activate: Any, current: Any = lambda: None
-) -> None:
+) -> list[str]:
+    """What was tried, and what was taken back."""
+    said: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(library, "activate_flash_attention_impl", activate, raising=False)
     monkeypatch.setattr(library, "current_flash_attention_impl", current, raising=False)
+    monkeypatch.setattr(library, "restore_flash_attention_impl", lambda: said.append("restored"), raising=False)
+    monkeypatch.setattr(attention_kernel, "try_varlen", lambda *given: said.append(f"tried {given[2:]}"))
+    return said
 
 
 def test_flash_attention_3_is_activated_on_hopper_alone(monkeypatch):
     asked: list[str] = []
     for capability in ((8, 0), (10, 0), (12, 0), (9, 0)):
-        on(monkeypatch, capability, asked.append)
-        activate_flash(GPU)
-    activate_flash(CPU)
+        said = on(monkeypatch, capability, asked.append)
+        activate_flash(GPU, BF16, LlamaConfig)
+    activate_flash(GPU, FP32, LlamaConfig)  # no flash attention computes in it
+    activate_flash(CPU, BF16, LlamaConfig)
+    assert said == ["tried (128, None)"]
     on(monkeypatch, (9, 0), asked.append, current=lambda: "FA4")  # the user's own choice stays
-    activate_flash(GPU)
+    activate_flash(GPU, BF16, LlamaConfig)
     assert asked == ["FA3"]
     assert kernels.flash_in_use() == "FA4"
 
@@ -99,15 +108,63 @@ def test_without_its_package_flash_attention_2_stays(monkeypatch, problem):
     def fail(name: str) -> None:
         raise problem
 
-    on(monkeypatch, (9, 0), fail)
-    activate_flash(GPU)
-    assert kernels.flash_in_use() == "FA2"
+    said = on(monkeypatch, (9, 0), fail)
+    activate_flash(GPU, BF16, LlamaConfig)
+    assert kernels.flash_in_use() == "FA2" and not said
+
+
+def test_a_package_without_the_models_heads_is_not_used(monkeypatch, caplog):
+    """Or without windows, or a backward pass: the first layer would end the run. What is taken instead is said."""
+
+    def broken(device: Any, dtype: Any, head_dim: int, window: int | None) -> None:
+        if window is not None:
+            raise RuntimeError("This flash attention build does not support local attention.\nTraceback ...")
+
+    said = on(monkeypatch, (9, 0), lambda name: None)
+    monkeypatch.setattr(attention_kernel, "try_varlen", broken)
+    activate_flash(GPU, BF16, lambda: MistralConfig(sliding_window=4096))
+    assert said == ["restored"]
+    assert "flash attention 2 is used: the package of 3 fails on heads of size 128 and a window of 4096" in caplog.text
+    assert "does not support local attention.)" in caplog.text
+    activate_flash(GPU, BF16, LlamaConfig)
+    assert said == ["restored"], "without a window nothing is missing"
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_kernel_is_tried_in_both_directions(monkeypatch, window):
+    """On two documents of the model's heads."""
+    tried: list[str] = []
+
+    class Varlen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, *given: Any) -> Any:
+            documents, seen, _ = given[2:]
+            tried.append(f"forward {query.shape[-1]} {len(documents.spans)} {seen}")
+            return query.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            tried.append("backward")
+            raise RuntimeError("no backward pass")
+
+    monkeypatch.setattr(kernels, "varlen", Varlen.apply)
+    with pytest.raises(RuntimeError, match="no backward pass"), torch.no_grad():
+        attention_kernel.try_varlen(CPU, BF16, 96, window)
+    assert tried == [f"forward 96 2 {window and 64}", "backward"]
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(2048, "whole_rows"), (2047, "varlen")])
+def test_a_plan_of_cudnn_is_made_for_lengths_that_recur(tokens, kernel, monkeypatch):
+    """Rows of one document that are filled have another length each time: a plan for each takes up to a second."""
+    assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == [kernel]
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == ["whole_rows"]
 
 
 def test_a_torch_without_the_choice_stays_as_it_is(monkeypatch):
     monkeypatch.delattr(library, "activate_flash_attention_impl", raising=False)
     monkeypatch.delattr(library, "current_flash_attention_impl", raising=False)
-    activate_flash(GPU)
+    activate_flash(GPU, BF16, LlamaConfig)
     assert kernels.flash_in_use() == "FA2"
 
 
@@ -131,26 +188,34 @@ def test_what_has_no_dropout_is_not_given_any(monkeypatch):
 @pytest.mark.parametrize(
     ("offer", "lengths", "window", "options", "expected"),
     [
-        (HOPPER, (9, 9), None, {}, "whole_rows"),
-        (HOPPER, (4, 5, 9), None, {}, "varlen"),
-        (HOPPER, (9, 9), 4, {}, "varlen"),
-        (HOPPER_3, (9, 9), None, {}, "varlen"),
-        (AMPERE, (9, 9), None, {}, "varlen"),
-        (AMPERE, (9, 9), None, {"dropout": 0.5}, "fused"),
-        (TURING, (9, 9), None, {}, "fused"),
+        (HOPPER, (1024, 1024), None, {}, "whole_rows"),
+        (HOPPER, (400, 624, 1024), None, {}, "varlen"),
+        (HOPPER, (1024, 1024), 4, {}, "varlen"),
+        (HOPPER_3, (1024, 1024), None, {}, "varlen"),
+        (AMPERE, (1024, 1024), None, {}, "varlen"),
+        (AMPERE, (1024, 1024), None, {"dropout": 0.5}, "fused"),
+        (TURING, (1024, 1024), None, {}, "fused"),
         (HOPPER, (9, 9), None, {"softcap": 30.0}, None),
     ],
 )
 def test_the_chosen_kernel_is_the_one_that_is_called(monkeypatch, offer, lengths, window, options, expected):
+    assert _called(monkeypatch, offer, lengths, window, options) == ([] if expected is None else [expected])
+
+
+def _called(
+    monkeypatch: pytest.MonkeyPatch, offer: Offer, lengths: tuple[int, ...], window: int | None, options: dict[str, Any]
+) -> list[str]:
+    """The kernels of documents in rows as long as the longest."""
     called: list[str] = []
-    query = torch.randn(2, 2, 9, 8, dtype=BF16)
+    rows = sum(lengths) // max(lengths)
+    query = torch.randn(rows, 2, max(lengths), 8, dtype=BF16)
     monkeypatch.setattr(Offer, "of", lambda device: offer)
     for name in ("varlen", "whole_rows", "fused"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name, **__: called.append(name) or query)
     assert kernels.why_not_varlen(8, 8, 0.0, None, None, window) is None, "this torch has the kernel"
-    mask = PackedMask(Documents.of(lengths, (2, 9), CPU), window)
+    mask = PackedMask(Documents.of(lengths, (rows, max(lengths)), CPU), window)
     packed_attention(nn.Identity(), query, query, query, mask, **options)
-    assert called[:1] == ([] if expected is None else [expected])
+    return called
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

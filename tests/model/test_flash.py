@@ -5,19 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tawpipe.model import chunked, flash
+from tawpipe.model import flash
 from tawpipe.model.chunked import Piece, _parts
 from tawpipe.model.kernels import explicit_gradients, explicit_scores
 
 
 @pytest.mark.parametrize("window", [None, 2, 5, 6, 11, 40])
 @pytest.mark.parametrize("dims", [(8, 8), (8, 5)], ids=["one width", "narrower values"])
-@pytest.mark.parametrize("threads", [1, 2, 4, 64])
+@pytest.mark.parametrize("threads", [1, 2, 4, 64, "CUDA"])
 @pytest.mark.parametrize("place", [(0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37)])
-def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeypatch):
-    """Whatever is folded, padded for one head at a time, or cut into tiles; key-value heads are 2 of 8."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(chunked, "PAST_KEYS", 4)
+def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeypatch, request):
+    """Whatever is folded, padded for one head at a time, cut into tiles, or left to CUDA's kernel; with sinks or not;
+    key-value heads are 2 of 8. What is kept for the backward pass is part of a chunk's.
+    """
+    if threads == "CUDA":
+        request.getfixturevalue("cuda_kernels")
+    else:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(flash, "PADDED", 1)
     start, first, last = place
     dim, value_dim = dims
@@ -27,20 +31,27 @@ def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeyp
     gradient = gradient[..., :value_dim]
     keys, values = torch.randn(2, rows, 2, length, dim, dtype=torch.float64)
     values = values[..., :value_dim].contiguous()
+    sinks = None if last - first == 10 else torch.randn(8, dtype=torch.float64)
 
-    options = {"window": window, "scale": 0.3, "dropout": 0.0, "softcap": None, "generator": torch.Generator()}
+    options = {"window": window, "scale": 0.3, "dropout": 0.0, "softcap": None, "generator": None}
     seen = keys[:, :, oldest:last], values[:, :, oldest:last]
-    wanted = explicit_scores(query, *seen, None, offset=first - oldest, **options)
-    of_query, of_keys, of_values, _ = explicit_gradients(query, *seen, None, gradient, offset=first - oldest, **options)
+    given = {"offset": first - oldest, **options}
+    wanted = explicit_scores(query, *seen, sinks, **given)
+    of_query, of_keys, of_values, of_sinks = explicit_gradients(query, *seen, sinks, gradient, **given)
 
-    parts = _parts(Piece(slice(0, rows), slice(0, last - first), oldest, first, last), query, window)
-    output, sums = flash.attention(query, keys, values, parts, 0.3)
-    torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
-    key_sums, value_sums = torch.ones_like(keys), torch.ones_like(values)
-    targets = key_sums, value_sums
-    found = flash.gradients(gradient, query, output, sums, (keys, values), targets, parts, 0.3)
-    torch.testing.assert_close(found, of_query, rtol=1e-11, atol=1e-12)
-    for total, part in ((key_sums, of_keys), (value_sums, of_values)):
-        expected = torch.ones_like(total)
-        expected[:, :, oldest:last] += part
-        torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-12)
+    piece = Piece(slice(0, rows), slice(0, last - first), oldest, first, last)
+    for past in (4, last):
+        parts = _parts(piece, window, past, threads == "CUDA")
+        output, sums = flash.attention(query, keys, values, parts, 0.3, sinks)
+        torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
+        sums = torch.cat([sums, torch.full_like(sums, 3.0)], dim=2)[..., : last - first]
+        key_sums, value_sums = torch.ones_like(keys), torch.ones_like(values)
+        targets = key_sums, value_sums
+        found = flash.gradients(gradient, query, output, sums, (keys, values), targets, parts, 0.3)
+        torch.testing.assert_close(found, of_query, rtol=1e-11, atol=1e-12)
+        for total, part in ((key_sums, of_keys), (value_sums, of_values)):
+            expected = torch.ones_like(total)
+            expected[:, :, oldest:last] += part
+            torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-12)
+        if sinks is not None:
+            torch.testing.assert_close(flash.sink_gradient(gradient, output, sums, sinks), of_sinks)

@@ -37,6 +37,23 @@ def test_numbers_are_those_of_the_definition(form, shape):
     assert there_and_back(form, torch.zeros(shape)).eq(0).all()
 
 
+class OnCuda(torch.Tensor):
+    """Of the CPU, and says that it is not."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_large_matrix_is_read_in_few_pieces_on_cuda(form, monkeypatch):
+    """Each is some kernels, and a matrix is read twice a step and micro-batch: 218 million elements are 7 pieces."""
+    read, multiply = list[int](), torch.mul
+    monkeypatch.setattr(torch, "mul", lambda *given, **out: read.append(given[0].numel()) or multiply(*given, **out))
+    out = torch.empty(2**23 + 64, dtype=torch.bfloat16).as_subclass(OnCuda)
+    codes = torch.zeros(out.numel() // (2 if form == "nf4" else 1), dtype=torch.uint8)
+    dequantise(form, codes, torch.zeros(out.numel() // 64), out)
+    assert read == [out.numel()]
+
+
 def test_the_nearest_number_is_found_beside_every_border():
     table = torch.tensor(NF4)
     ends = torch.cat([(table[1:] + table[:-1]) / 2, torch.arange(CELLS) / (CELLS / 2) - 1])

@@ -60,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
     import torch
 
     from tawpipe.model.attention_kernel import activate_flash
+    from tawpipe.model.build import text_config_of
     from tawpipe.model.flops import KNOWN_DEVICES
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.machine import Device
@@ -96,7 +97,8 @@ def run(argv: Sequence[str]) -> int:
     dtype, why = (arguments.dtype, "as --dtype says") if arguments.dtype != AUTO else usual_dtype(fast, kind)
     tell = lambda line: print(f"  {line}", file=sys.stderr, flush=True)  # noqa: E731
     corpus, row, documents = _uneven(arguments, machine.world_size)
-    activate_flash(here)  # as the training run does
+    config = lambda: text_config_of(arguments.model, arguments.trust_remote_code)  # noqa: E731
+    activate_flash(here, getattr(torch, dtype), config)  # as the training run does
     request = request_of(
         arguments.model,
         machine,

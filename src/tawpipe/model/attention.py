@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
-from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes
-from tawpipe.model.chunked import Chunk, Options, attend
+from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes, recurs
+from tawpipe.model.chunked import Chunk, KeyStore, Options, attend
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, unsupported
 
@@ -215,16 +215,21 @@ def packed_attention(
     if window is not None and window >= documents.max_length:
         window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = Options(window, scale, dropout, softcap)
     if (chunk := attention_mask.chunk) is not None:
         if chunk.attended:
             raise unsupported(
                 type(module).__name__, "its layer calls attention twice, and cannot be cut along the sequence"
             )
-        return attend(query, key, value, s_aux, chunk, documents, Options(window, scale, dropout, softcap)), None
+        return attend(query, key, value, s_aux, chunk, documents, options), None
     offer = Offer.of(query.device)
+    if s_aux is not None and offer.capability is not None and options.is_plain(query, value):
+        whole_row = Chunk(KeyStore(query.shape[0], query.shape[2]), 0, query.shape[2])
+        return attend(query, key, value, s_aux, whole_row, documents, options), None
     if offer.capability is not None:
         problem = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)
-        whole = window is None and len(documents.spans) == documents.rows and cudnn_takes(query.shape[-1])
+        whole = window is None and len(documents.spans) == documents.rows and recurs(documents.max_length)
+        whole = whole and cudnn_takes(query.shape[-1])
         kernel, why = choose_kernel(offer, query.dtype, problem, whole_rows=whole)
         if kernel == "varlen":
             return kernels.varlen(query, key, value, documents, window, scale), None

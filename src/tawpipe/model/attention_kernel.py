@@ -1,16 +1,17 @@
 """The kernel that attention is computed with: the fastest that the device and the installed software have.
 
-* Flash attention 3 on Hopper, where its package is installed (``activate_flash``); torch puts it under its own name of
-  flash attention 2, so that the call for packed documents stays the same.
-* cuDNN on Hopper and Blackwell for rows of one document, where torch itself takes it first: it is faster there than
-  flash attention 2, and on Ampere slower.
+* Flash attention 3 on Hopper, where its package is installed and computes the model's heads (``activate_flash``); torch
+  puts it under its own name of flash attention 2, so that the call for packed documents stays the same.
+* cuDNN on Hopper and Blackwell for rows of one document whose length recurs (``recurs``), where torch itself takes it
+  first: it is faster there than flash attention 2, and on Ampere slower.
 * Flash attention 2 otherwise, and torch's fused kernels document by document for what it cannot do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -19,12 +20,14 @@ import torch
 import torch.nn.attention as library
 
 from tawpipe.model import kernels
-from tawpipe.model.kernels import flash_in_use
-from tawpipe.model.shapes import head_size
+from tawpipe.model.kernels import Documents, flash_in_use
+from tawpipe.model.shapes import head_size, setting_of
 
 logger = logging.getLogger(__name__)
 HALF = (torch.bfloat16, torch.float16)
 Kernel = Literal["varlen", "cudnn", "documents"]
+FIXED = 1024
+"""Lengths of rows that are set are multiples of it, as a rule; those of rows that are filled seldom."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,46 @@ def _fixed(device: torch.device) -> tuple[tuple[int, int], bool]:
     return capability, capability[0] in (9, 10) and version > 91500
 
 
-def activate_flash(device: torch.device) -> None:
-    """Let torch use flash attention 3 in this process, on Hopper and where its package is installed.
+def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callable[[], Any]) -> None:
+    """Let torch use flash attention 3 in this process: on Hopper, where its package is installed and has what the model
+    needs; packages are built without some sizes of heads, without windows, or without a backward pass.
 
     For processes that are ours: it replaces a kernel for everything in the process, and has no dropout.
+
+    Args:
+        text_config: the model's, which is asked for only if it matters.
     """
     activate = getattr(library, "activate_flash_attention_impl", None)
-    if device.type != "cuda" or torch.version.hip or activate is None or flash_in_use() != "FA2":
+    if device.type != "cuda" or torch.version.hip or activate is None or flash_in_use() != "FA2" or dtype not in HALF:
         return
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        try:
-            activate("FA3")
-        except (ImportError, RuntimeError, ValueError, AttributeError, OSError) as problem:
-            logger.info("flash attention 3 is not used: %s", problem)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    try:
+        activate("FA3")
+    except (ImportError, RuntimeError, ValueError, AttributeError, OSError) as problem:
+        logger.info("flash attention 3 is not used: %s", problem)
+        return
+    config = text_config()
+    head_dim, window = head_size(config), setting_of(config, "sliding_window")
+    try:
+        for one in {None, window or None}:
+            try_varlen(device, dtype, head_dim, one)
+    except Exception as problem:  # whatever a package raises that was built without it
+        library.restore_flash_attention_impl()
+        words = f"heads of size {head_dim}" + (f" and a window of {window}" if window else "")
+        first = (str(problem).splitlines() or [type(problem).__name__])[0]
+        logger.warning("flash attention 2 is used: the package of 3 fails on %s in %s (%s)", words, dtype, first)
+
+
+def try_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None) -> None:
+    """Run the kernel for packed documents forward and backward on two small ones. Raises what it raises."""
+    query = torch.zeros(1, 2, 256, head_dim, dtype=dtype, device=device, requires_grad=True)
+    documents = Documents.of((100, 156), (1, 256), device)
+    with torch.enable_grad():
+        output = kernels.varlen(query, query, query, documents, window and min(window, 64), 1.0)
+        torch.autograd.grad(output.sum(), query)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # or a fault of the device would be another kernel's
 
 
 def choose_kernel(offer: Offer, dtype: torch.dtype, problem: str | None, *, whole_rows: bool) -> tuple[Kernel, str]:
@@ -79,7 +109,7 @@ def choose_kernel(offer: Offer, dtype: torch.dtype, problem: str | None, *, whol
 
     Args:
         problem: what the kernel for packed documents lacks (``kernels.why_not_varlen``).
-        whole_rows: every row is one document, without a window, and heads have a size that cuDNN takes.
+        whole_rows: every row is one document of a length that recurs, without a window, and cuDNN takes the heads.
     """
     if offer.capability is None:
         return "documents", "on the CPU"
@@ -102,24 +132,33 @@ def attention_kernel(
     sinks: bool = False,
 ) -> str:
     """The kernel's name for the reader, before anything has run."""
+    problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
+    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
+    if sinks and softcap is None and kernel == "varlen":
+        return f"flash attention {offer.flash.removeprefix('FA')}, document by document, and sinks by its log-sum-exp"
     if softcap is not None or sinks or (dropout > 0 and offer.capability is None):
         what = "soft caps" if softcap is not None else "sinks" if sinks else "dropout on the CPU"
         return f"explicit scores in slices, because no fused kernel has {what}"
-    problem = kernels.why_not_varlen(head_dim, head_dim, dropout, None, None, None)
-    kernel, why = choose_kernel(offer, dtype, problem, whole_rows=False)
     if kernel == "documents":
         return f"torch's fused kernels (SDPA), document by document: {why}"
     name = f"flash attention {offer.flash.removeprefix('FA')} (varlen)"
     if offer.flash == "FA2" and offer.capability is not None and offer.capability[0] == 9:
         name += "; flash attention 3 would be faster, and is not installed or not activated"
     if choose_kernel(offer, dtype, problem, whole_rows=cudnn_takes(head_dim))[0] == "cudnn":
-        name += "; cuDNN for rows of one document"
+        name += f"; cuDNN for rows of one document and a multiple of {FIXED:,} tokens"
     return name
 
 
 def cudnn_takes(head_dim: int) -> bool:
     """True for sizes of heads that cuDNN computes forward and backward in every release."""
     return head_dim <= 128 and head_dim % 8 == 0
+
+
+def recurs(tokens: int) -> bool:
+    """True for lengths of rows that come again and again. cuDNN makes a plan for every other length, forward and
+    backward, which takes up to a second; unless it is told to round lengths.
+    """
+    return tokens % FIXED == 0 or os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1"
 
 
 def kernel_of_model(config: Any, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> str:

@@ -184,6 +184,11 @@ def config_of(
     return config
 
 
+def text_config_of(spec: str, trust_remote_code: bool) -> Any:
+    """The part of a model's config that is about its layers, with the errors of ``build_model``."""
+    return config_of(spec, resolve_model(spec), None, 1, 1, OWN_ROPE, trust_remote_code).get_text_config()
+
+
 def resolve_model(spec: str) -> Path | None:
     """The local folder of a model, None for a preset; files from the Hub are fetched into its cache.
 

@@ -7,9 +7,10 @@ finds those of its own complete, because only chunks behind it have seen them, a
 compute a row together, its keys and values are gathered before, and their gradients propagated after that
 (runtime/sets.py): a chunk then neither puts its own there nor gives their gradients.
 
-Causal attention, within a window or not, is torch's flash kernel several times: the chunk's own square, and its past,
-merged by their log-sum-exp in fp32. The backward kernel takes the merged output and log-sum-exp, one part of the keys
-after another. Everything else (soft caps, sinks, dropout) goes through explicit scores in slices of queries.
+Causal attention, within a window or not, with sinks or not, is torch's flash kernel: CUDA's once, that of the CPU for
+the chunk's own square and for its past, merged by their log-sum-exp in fp32. The backward kernel takes the merged
+output and log-sum-exp, one part of the keys after another. Everything else (soft caps, dropout) goes through explicit
+scores in slices of queries.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch import Tensor
 
 from tawpipe.model import flash
 from tawpipe.model.flash import Part
-from tawpipe.model.kernels import Documents, Place, explicit_gradients, explicit_scores, slices_of
+from tawpipe.model.kernels import Documents, Place, explicit_gradients, explicit_scores, generator_for, slices_of
 
 PAST_KEYS = 4096
-"""Keys of the past that are looked at at one time: the kernel's gradients of keys exist for no more."""
+"""Keys of the past that a backward pass looks at at one time: the kernel's gradients of keys exist for no more."""
 FLASH_WINDOW = 128
-"""Narrower windows go through explicit scores: the kernel would be called for a few queries at a time."""
+"""Narrower windows go through explicit scores on the CPU: its kernel would be called for a few queries at a time."""
 WINDOW_QUERIES = 1024
 """Queries in a window that are looked at at one time."""
 
@@ -120,11 +121,10 @@ class Options:
     dropout: float
     softcap: float | None
 
-    def is_plain(self, sinks: Tensor | None, query: Tensor, value: Tensor) -> bool:
+    def is_plain(self, query: Tensor, value: Tensor) -> bool:
         """True if the flash kernel computes it."""
-        wide = self.window is None or (self.window >= FLASH_WINDOW and query.device.type == "cpu")
-        ordinary = self.dropout == 0 and self.softcap is None and sinks is None
-        return wide and ordinary and flash.takes(query, value)
+        wide = self.window is None or self.window >= FLASH_WINDOW or flash.on_cuda(query)
+        return wide and self.dropout == 0 and self.softcap is None and flash.takes(query, value)
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,18 @@ class ChunkAttention(torch.autograd.Function):
             return output.clone()  # not what was saved, which would then be an output without a graph
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)  # as it is wanted in the end
-        plain = options.is_plain(sinks, query, value)
+        plain = options.is_plain(query, value)
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:3], dtype=wide) if plain else None
-        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
+        generator = generator_for(query, ctx.seed, options.dropout)
         for piece in pieces(documents, chunk, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
                 seen = chunk.store.of(piece.rows)
-                output[at], sums[at] = flash.attention(
-                    query[at], *seen, _parts(piece, query, options.window), options.scale
-                )
+                # Values that must be padded are padded for few keys; else all of the past is one part.
+                past = piece.last if query.shape[-1] == value.shape[-1] else PAST_KEYS
+                parts = _parts(piece, options.window, past, flash.on_cuda(query))
+                output[at], sums[at] = flash.attention(query[at], *seen, parts, options.scale, sinks)
                 continue
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
                 given = {"offset": offset, "generator": generator, **vars(options)}
@@ -213,12 +214,12 @@ class ChunkAttention(torch.autograd.Function):
         assert store.key_sums is not None and store.value_sums is not None
         query_gradient = torch.empty_like(query)
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=store.key_sums.dtype)
-        generator = torch.Generator("cpu" if query.is_meta else query.device).manual_seed(ctx.seed)
+        generator = generator_for(query, ctx.seed, options.dropout)
         for piece in pieces(ctx.documents, chunk, options.window):
             if sums is not None:
                 at = piece.rows, slice(None), piece.queries
                 seen, targets = store.of(piece.rows), (store.key_sums[piece.rows], store.value_sums[piece.rows])
-                parts = _parts(piece, query, options.window)
+                parts = _parts(piece, options.window, PAST_KEYS, flash.on_cuda(query))
                 query_gradient[at] = flash.gradients(
                     gradient[at], query[at], output[at], sums[at], seen, targets, parts, options.scale
                 )
@@ -233,6 +234,8 @@ class ChunkAttention(torch.autograd.Function):
                 store.value_sums[keys] += of_value
                 if sink_sum is not None and of_sinks is not None:
                     sink_sum += of_sinks
+        if sinks is not None and sums is not None:
+            sink_sum = flash.sink_gradient(gradient, output, sums, sinks)
         of_sinks = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         if chunk.gathered:
             return query_gradient, None, None, of_sinks, None, None, None
@@ -261,33 +264,40 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-def _parts(piece: Piece, like: Tensor, window: int | None) -> list[Part]:
+def _parts(piece: Piece, window: int | None, past: int, whole: bool) -> list[Part]:
     """The queries and keys of a piece part by part, the own square of queries first.
 
     A window is cut into the own square, what all of some queries see, and what they leave one key after another.
+
+    Args:
+        past: keys of the past that are looked at at one time.
+        whole: the kernel hides keys by their distance: one part, if it has no more keys of the past.
     """
+    queries = slice(0, piece.last - piece.first)
     if window is None or piece.last - piece.oldest <= window:
-        queries = slice(0, piece.last - piece.first)
-        return [Part(queries, slice(piece.first, piece.last), causal=True), *_past(queries, piece.oldest, piece.first)]
-    size = min(window // 2, piece.last - piece.first, WINDOW_QUERIES)
-    leaving = torch.zeros(size, size, dtype=like.dtype, device=like.device)
-    leaving.masked_fill_(torch.ones_like(leaving, dtype=torch.bool).tril_(-1), float("-inf"))
+        window = None
+    if whole and piece.first - piece.oldest <= past:
+        return [Part(queries, slice(piece.oldest, piece.last), -1 if window is None else window - 1, 0)]
+    if window is None:
+        return [
+            Part(queries, slice(piece.first, piece.last), right=0),
+            *_past(queries, piece.oldest, piece.first, past),
+        ]
+    size = min(window // 2, queries.stop, WINDOW_QUERIES)
     parts = []
     for first in range(piece.first, piece.last, size):
         count = min(size, piece.last - first)
         queries, left = slice(first - piece.first, first - piece.first + count), first - window + 1
         oldest, seen_by_all = max(piece.oldest, left), max(piece.oldest, left + count)
-        parts.append(Part(queries, slice(first, first + count), causal=True))
-        parts += _past(queries, seen_by_all, first)
+        parts.append(Part(queries, slice(first, first + count), right=0))
+        parts += _past(queries, seen_by_all, first, past)
         if oldest < seen_by_all:
-            hidden = leaving[:count, oldest - left : count]
-            parts.append(Part(queries, slice(oldest, seen_by_all), hidden=hidden))
+            parts.append(Part(queries, slice(oldest, seen_by_all), left=0))
     return parts
 
 
-def _past(queries: slice, oldest: int, first: int) -> list[Part]:
-    tiles = range(oldest, first, PAST_KEYS)
-    return [Part(queries, slice(begin, min(begin + PAST_KEYS, first))) for begin in tiles]
+def _past(queries: slice, oldest: int, first: int, most: int) -> list[Part]:
+    return [Part(queries, slice(begin, min(begin + most, first))) for begin in range(oldest, first, most)]
 
 
 def _slices(

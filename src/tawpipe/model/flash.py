@@ -1,5 +1,8 @@
 """Torch's flash kernels on parts of the keys, merged by their log-sum-exp in fp32 (fp64 for fp64).
 
+CUDA's hides keys by their distance, so that one part is enough for a chunk and all keys before it, within a window or
+not. Sinks are one more key whose value is 0: they change the log-sum-exp, and the output by a factor.
+
 Query heads that share keys are folded into the queries where no mask tells these apart, so that keys are never repeated
 and their gradients need no sum over heads; elsewhere the heads look at the same memory. Values narrower than the keys
 are padded, as much as the kernel wants, for some heads at one time.
@@ -22,30 +25,50 @@ ops = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """Some queries and keys that they see.
+    """Some queries and keys that they see. The last query stands at the last key.
 
     Args:
         queries: within those that are given.
         keys: in the row.
-        causal: query i sees the keys 0 to i of these. Every query is in one such part, which comes before its others.
-        hidden: what is added to the scores, [queries, keys]; a query sees one of the keys at least. For the CPU.
+        left: how many keys before its own place a query sees, -1 for all. It sees one at least.
+        right: the same behind its place. Every query is in one part where this is 0, which comes before its others.
     """
 
     queries: slice
     keys: slice
-    causal: bool = False
-    hidden: Tensor | None = None
+    left: int = -1
+    right: int = -1
 
     @property
     def folds(self) -> bool:
         """True if no mask tells queries apart."""
-        return not self.causal and self.hidden is None
+        return self.left < 0 and self.right < 0
+
+    @property
+    def is_square(self) -> bool:
+        """True if query i sees the keys 0 to i."""
+        same = self.keys.stop - self.keys.start == self.queries.stop - self.queries.start
+        return same and self.left < 0 and self.right == 0
+
+    def hidden(self, like: Tensor) -> Tensor | None:
+        """What is added to the scores, [queries, keys] in the type of ``like``. For the CPU."""
+        if self.folds or self.is_square:
+            return None
+        count, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        behind = torch.arange(keys, device=like.device) - torch.arange(keys - count, keys, device=like.device)[:, None]
+        left, right = (keys + count if side < 0 else side for side in (self.left, self.right))
+        return like.new_zeros(count, keys).masked_fill_((behind < -left) | (behind > right), float("-inf"))
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    """True where CUDA's kernel computes, which hides keys by their distance."""
+    return tensor.is_cuda
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
     """True if the kernel of this device computes heads [..., d] of these."""
     dim = query.shape[-1]
-    if query.is_cuda:
+    if on_cuda(query):
         known = query.dtype in (torch.float16, torch.bfloat16) and dim % 8 == 0 and dim <= 256
         known = known and torch.cuda.get_device_capability(query.device)[0] >= 8
     else:
@@ -54,30 +77,49 @@ def takes(query: Tensor, value: Tensor) -> bool:
 
 
 def attention(
-    query: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part], scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    parts: Sequence[Part],
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, heads, n, d_v] and log-sum-exp [b, heads, n] of queries [b, heads, n, d].
 
     Args:
         keys, values: [b, key-value heads, S, ...], of the whole row.
         parts: of the queries' keys, all of them.
+        sinks: [heads] logits of one more key of each head, whose value is 0. The log-sum-exp has them in it.
     """
     rows, heads, length, _ = query.shape
     own, keys, values = _folded(query, keys), keys.flatten(0, 1), values.flatten(0, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    output = own.new_empty(*own.shape[:3], values.shape[-1], dtype=wide)
-    sums = own.new_empty(own.shape[:3], dtype=wide)
-    for some in _at_one_time(own, values, parts):
-        for part in parts:
-            seen = _part_of(keys, values, some, part.keys, own)
-            place = some, slice(None), part.queries
-            one, lse = _kernel(_for(part, own[place]), *seen, part, scale)
-            one, lse = one[..., : values.shape[-1]], lse.to(wide)
-            if part.causal:
-                output[place], sums[place] = one, lse
-            else:
-                _merge(output[place], sums[place], one, lse)
-    return output.view(rows, heads, length, -1).to(query.dtype), sums.view(rows, heads, length)
+    if len(parts) == 1 and values.shape[-1] == own.shape[-1]:
+        output, sums = _kernel(own, *_part_of(keys, values, slice(None), parts[0].keys, own), parts[0], scale)
+    else:
+        output = own.new_empty(*own.shape[:3], values.shape[-1], dtype=wide)
+        sums = own.new_empty(own.shape[:3], dtype=wide)
+        for some in _at_one_time(own, values, parts):
+            for part in parts:
+                seen = _part_of(keys, values, some, part.keys, own)
+                place = some, slice(None), part.queries
+                one, lse = _kernel(_for(part, own[place]), *seen, part, scale)
+                one, lse = one[..., : values.shape[-1]], lse.to(wide)
+                if part.right == 0:
+                    output[place], sums[place] = one, lse
+                else:
+                    _merge(output[place], sums[place], one, lse)
+    output, sums = output.reshape(rows, heads, length, -1), sums.reshape(rows, heads, length).to(wide)
+    if sinks is not None:
+        alone, sums = sums, torch.logaddexp(sums, sinks.to(wide)[:, None])
+        output = output * torch.exp(alone - sums).unsqueeze(-1)
+    return output.to(query.dtype), sums
+
+
+def sink_gradient(gradient: Tensor, output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """[heads] of fp32 (fp64 for fp64), of what ``attention`` has given."""
+    share = torch.exp(sinks.to(sums.dtype)[:, None] - sums)
+    return -(share * (gradient.to(sums.dtype) * output).sum(-1)).sum((0, 2))
 
 
 def _merge(output: Tensor, sums: Tensor, one: Tensor, lse: Tensor) -> None:
@@ -112,7 +154,7 @@ def gradients(
             queries, arriving, given, logs = (_for(part, one[place]) for one in (*own, log_sums))
             arriving, given = _padded(arriving, queries), _padded(given, queries)
             of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, given, logs, part, scale)
-            if part.causal:
+            if part.right == 0:
                 total[place] = of_query
             else:
                 total[place] += of_query.reshape(total[place].shape)
@@ -137,7 +179,7 @@ def _for(part: Part, tensor: Tensor) -> Tensor:
     if not part.folds:
         return tensor
     groups, heads = tensor.shape[:2]
-    wanted = 1 if tensor.is_cuda else -(-torch.get_num_threads() // groups)
+    wanted = 1 if on_cuda(tensor) else -(-torch.get_num_threads() // groups)
     left = next(
         number for number in range(1, heads + 1) if heads % number == 0 and (number >= wanted or number == heads)
     )
@@ -164,11 +206,15 @@ def _padded(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    if query.is_cuda:  # it takes fewer heads of keys
-        return ops._scaled_dot_product_flash_attention(query, key, value, 0.0, part.causal, False, scale=scale)[:2]
+    if on_cuda(query):  # it takes fewer heads of keys
+        given = [one.transpose(1, 2) for one in (query, key, value)]
+        output, sums, *_ = ops._flash_attention_forward(
+            *given, *_of_cuda(part, query, key), False, **_seen(part, scale)
+        )
+        return output.transpose(1, 2), sums
     key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
     function: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu
-    return function(query, key, value, 0.0, part.causal, attn_mask=part.hidden, scale=scale)
+    return function(query, key, value, 0.0, part.is_square, attn_mask=part.hidden(query), scale=scale)
 
 
 def _kernel_gradients(
@@ -181,14 +227,25 @@ def _kernel_gradients(
     part: Part,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not query.is_cuda:
+    if not on_cuda(query):
         key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
         backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
         # The kernel keeps sums of half precision in fp32, and of fp64 in fp64.
-        options = {"attn_mask": part.hidden, "scale": scale}
-        return backward(gradient, query, key, value, output, sums, 0.0, part.causal, **options)
-    backward = ops._scaled_dot_product_flash_attention_backward
-    none, number = None, query.shape[2]
+        options = {"attn_mask": part.hidden(query), "scale": scale}
+        return backward(gradient, query, key, value, output, sums, 0.0, part.is_square, **options)
+    given = [one.transpose(1, 2) for one in (gradient, query, key, value, output)]
+    sums = sums.contiguous()  # the kernel asks for no strides: it reads on from the first element
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
-    more = (none, none, number, key.shape[2], 0.0, part.causal, state, torch.empty_like(state))
-    return backward(gradient, query, key, value, output, sums.float(), *more, scale=scale)
+    more = *_of_cuda(part, query, key), state, torch.empty_like(state)
+    of_query, of_key, of_value = ops._flash_attention_backward(*given, sums, *more, **_seen(part, scale))
+    return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+
+
+def _of_cuda(part: Part, query: Tensor, key: Tensor) -> tuple[object, ...]:
+    """No documents, lengths, no dropout, and whether no more than what is behind a query is hidden."""
+    return None, None, query.shape[2], key.shape[2], 0.0, part.left < 0 and part.right == 0
+
+
+def _seen(part: Part, scale: float) -> dict[str, float]:
+    window = {"window_size_left": part.left, "window_size_right": part.right} if part.left >= 0 else {}
+    return {"scale": scale, **window}

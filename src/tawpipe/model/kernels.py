@@ -239,7 +239,7 @@ class SlicedScores(torch.autograd.Function):
         ctx.documents, ctx.window = documents, window
         ctx.options = {"scale": scale, "dropout": dropout, "softcap": softcap}
         ctx.seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = generator_for(query, ctx.seed, dropout)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
         for queries, keys, offset in _slices(query, documents, window):
             output[queries] = explicit_scores(
@@ -261,7 +261,7 @@ class SlicedScores(torch.autograd.Function):
         query_gradient = torch.empty_like(query)
         sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)]
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-        generator = torch.Generator(query.device).manual_seed(ctx.seed)
+        generator = generator_for(query, ctx.seed, ctx.options["dropout"])
         for queries, keys, offset in _slices(query, ctx.documents, ctx.window):
             given = {"offset": offset, "window": ctx.window, "generator": generator, **ctx.options}
             own = explicit_gradients(query[queries], key[keys], value[keys], sinks, gradients[0][queries], **given)
@@ -304,6 +304,12 @@ def slices_of(
         first = last
 
 
+def generator_for(query: Tensor, seed: int, dropout: float) -> torch.Generator | None:
+    """What dropout is drawn from, on the device of queries; None if there is none: making one takes CUDA's time."""
+    device = "cpu" if query.is_meta else query.device
+    return torch.Generator(device).manual_seed(seed) if dropout > 0 else None
+
+
 def explicit_gradients(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, gradient: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -328,7 +334,7 @@ def explicit_scores(
     scale: float,
     dropout: float,
     softcap: float | None,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Scores, cap, causal window, sinks and softmax of some queries; query i stands at key ``offset + i``."""
     rows, heads, queries, dim = query.shape

@@ -61,7 +61,7 @@ def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         codes: uint8, of whole blocks.
         scales: fp32, one for every block.
     """
-    step = _at_once(values)
+    step = _at_once(values, 2**22)
     for begin in range(0, values.numel(), step):
         part = values[begin : begin + step].float()
         blocks = nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
@@ -80,7 +80,7 @@ def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the numbers that codes and scales stand for into ``out`` ([n], of any floating type)."""
-    step = _at_once(out)
+    step = _at_once(out, 2**25)
     for begin in range(0, out.numel(), step):
         end = min(begin + step, out.numel())
         last = -(-end // BLOCK)
@@ -118,6 +118,8 @@ def _pairs_of_nf4(device: torch.device) -> Tensor:
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).to(device)
 
 
-def _at_once(values: Tensor) -> int:
-    """Elements that are worked on at one time: so small are the temporary copies, however large a matrix is."""
-    return 1 << (22 if values.is_cuda else 18)
+def _at_once(values: Tensor, on_cuda: int) -> int:
+    """Elements that are worked on at one time: so small are the temporary copies, however large a matrix is. On CUDA as
+    many as keep the device busier than Python.
+    """
+    return on_cuda if values.is_cuda else 2**18

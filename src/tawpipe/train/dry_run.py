@@ -30,7 +30,7 @@ from tawpipe.data.sources import find_sets
 from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel
+from tawpipe.model.build import BuiltModel, text_config_of
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import work_of
 from tawpipe.model.refuse import settle_mtp
@@ -123,7 +123,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     vocab_size = vocabulary_size(data.tokenizer)
     dtype, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     config = replace(config, dtype=dtype)
-    activate_flash(world.device)
+    activate_flash(world.device, DTYPES[dtype], lambda: text_config_of(config.model, config.trust_remote_code))
 
     measure = _machine_of_one if world.group is None and world.size > 1 else probed
     followed = follow_plan(

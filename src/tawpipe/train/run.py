@@ -27,7 +27,7 @@ from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel
+from tawpipe.model.build import BuiltModel, text_config_of
 from tawpipe.model.rope import rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
@@ -66,6 +66,8 @@ def run(config: TrainConfig) -> int:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Or torch would fill every new tensor, to find faults by.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     world = connect(
         nodes=config.nodes if config.virtual_nodes and not started_by_local_launcher() else None,
         device=config.device,
@@ -96,7 +98,7 @@ def run(config: TrainConfig) -> int:
     vocab_size = vocabulary_size(data.tokenizer)
     dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
     config = replace(config, dtype=dtype)
-    activate_flash(world.device)
+    activate_flash(world.device, DTYPES[config.dtype], lambda: text_config_of(config.model, config.trust_remote_code))
     followed = follow_plan(
         config,
         world,
