@@ -66,11 +66,13 @@ class Happening(NamedTuple):
     """A line of the trace.
 
     Args:
-        what: ``run``, ``allocate``, ``record``, ``free``, or ``wait`` (of the host).
-        at: the number of the last operation that was issued; of a wait, of that which is over.
+        what: ``allocate``, ``free``, or ``wait`` (of the host).
+        at: the number of the last operation that was issued.
         stream: where; of a free, where its memory goes.
         block: which, and its bytes.
-        streams: of a free, the last operations of the streams that were recorded.
+        last: of a free, of every stream that was recorded its number, and its last operation: its time there, and its
+            number among those of all.
+        over: of a wait, what is over.
     """
 
     what: str
@@ -78,7 +80,8 @@ class Happening(NamedTuple):
     stream: Stream | None = None
     block: int = 0
     size: int = 0
-    streams: tuple[int, ...] = ()
+    last: tuple[tuple[int, int, int], ...] = ()
+    over: Clock | None = None
 
 
 class Ledger:
@@ -103,8 +106,6 @@ class Ledger:
         self.unpinned: list[str] = []
         self.pinned_bytes = 0
         self._made = self.issued = 0
-        self._numbers: dict[tuple[int, int], int] = {}
-        """The number of an operation among those of all streams, by its stream and its time there."""
 
     # streams
 
@@ -131,7 +132,7 @@ class Ledger:
         """Let everything that is issued from now on come after something."""
         self.sweep()
         _join(self.host, clock)
-        self._note("wait", at=max((self._numbers.get((s, at), 0) for s, at in clock.items()), default=0))
+        self.trace.append(Happening("wait", self.issued, over=dict(clock)))
 
     # memory
 
@@ -158,8 +159,7 @@ class Ledger:
         _join(stream.clock, self.host)
         self.issued += 1
         now = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
-        stream.last = self._numbers[stream.number, now] = self.issued
-        self._note("run", stream)
+        stream.last = self.issued
         for block, writes_it in olds:
             if block is not None:
                 self._use(block, stream, now, about, writes=writes_it)
@@ -237,16 +237,12 @@ class Ledger:
                     f"what was made by {block.made} on {block.stream} is freed in {self.action}, and nothing says that "
                     f"{by} on {stream} is over"
                 )
-        pending = tuple(stream.last for stream in block.recorded if stream is not block.stream)
-        self._note("free", block.stream, block, pending)
+        others = [stream for stream in block.recorded if stream is not block.stream]
+        last = tuple((stream.number, stream.clock.get(stream.number, 0), stream.last) for stream in others)
+        self._note("free", block.stream, block, last)
 
     def _note(
-        self,
-        what: str,
-        stream: Stream | None = None,
-        block: Block | None = None,
-        streams: tuple[int, ...] = (),
-        at: int | None = None,
+        self, what: str, stream: Stream, block: Block | None = None, last: tuple[tuple[int, int, int], ...] = ()
     ) -> None:
-        about = (block.number, block.size) if block else (0, 0)
-        self.trace.append(Happening(what, self.issued if at is None else at, stream, *about, streams))
+        number, size = (block.number, block.size) if block else (0, 0)
+        self.trace.append(Happening(what, self.issued, stream, number, size, last))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ledger import Happening, Stream
+from ledger import Clock, Happening, Stream
 
 FAR_AHEAD = math.inf
 """The host waits for nothing but what it waits for explicitly."""
@@ -47,11 +47,13 @@ class ToyAllocator:
     """
 
     def __init__(self, trace: Iterable[Happening], *, ahead: float) -> None:
-        self._ahead, self._over = ahead, 0
+        self._ahead = ahead
+        self._issued_and_over: float = 0
+        self._over: Clock = {}
         self._free: dict[Stream, list[_Free]] = {}
         self._taken: dict[int, _Free] = {}
-        self._pending: list[tuple[int, Stream, int]] = []
-        """Until which operation is over, where, and which block."""
+        self._pending: list[Happening] = []
+        """Of freed blocks, what may still use them."""
         self._segments = 0
         self._now = {"allocated": 0, "active": 0, "reserved": 0}
         self._most = dict(self._now)
@@ -63,28 +65,29 @@ class ToyAllocator:
         return Bytes(**self._most)
 
     def _happens(self, one: Happening) -> None:
-        if one.what == "wait":
-            self._over = max(self._over, one.at)
+        if (over := one.over) is not None:
+            self._over = {**self._over, **{stream: max(at, self._over.get(stream, 0)) for stream, at in over.items()}}
         elif one.what == "allocate":
             assert one.stream is not None
-            self._over = max(self._over, one.at - self._ahead)  # pyright: ignore[reportAttributeAccessIssue]
+            self._issued_and_over = max(self._issued_and_over, one.at - self._ahead)
             self._give_back()
             self._allocate(one.stream, one.block, one.size)
         elif one.what == "free":
             assert one.stream is not None
             self._now["allocated"] -= one.size
-            self._pending.append((max(one.streams, default=0), one.stream, one.block))
+            self._pending.append(one)
             self._give_back()
 
     def _give_back(self) -> None:
         still = []
-        for until, stream, block in self._pending:
-            if until > self._over:
-                still.append((until, stream, block))
+        for one in self._pending:
+            if any(self._over.get(s, 0) < at and number > self._issued_and_over for s, at, number in one.last):
+                still.append(one)
                 continue
-            place = self._taken.pop(block)
+            place = self._taken.pop(one.block)
             self._now["active"] -= place.size
-            self._join(self._free.setdefault(stream, []), place)
+            assert one.stream is not None
+            self._join(self._free.setdefault(one.stream, []), place)
         self._pending = still
 
     def _join(self, free: list[_Free], place: _Free) -> None:
