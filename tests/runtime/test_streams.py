@@ -122,7 +122,10 @@ def test_streams_and_their_memory_do_not_grow_with_layers():
     assert more.reserved - more.allocated <= less.reserved - less.allocated + 4 * chunk
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
+SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]
+
+
+@pytest.mark.parametrize("rank", SLOW_RANKS)
 def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
     """However many micro-batches a pipeline has, and however far ahead its actions could be issued."""
     case = {"strategy": "1f1b", "stages": "world", "rank": rank, "evaluate": True}
@@ -136,7 +139,7 @@ def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [{"strategy": "1f1b"}, {"strategy": "zero-bubble"}], ids=named)
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", SLOW_RANKS)
 def test_what_a_gpu_holds_apart_is_in_the_plan(case, rank):
     boundary = LENGTH * 16 * 4
     schedule = make(llama(4), 2, 2, 8, stages="world", **case)
