@@ -122,6 +122,8 @@ def test_streams_and_their_memory_do_not_grow_with_layers():
     assert more.reserved - more.allocated <= less.reserved - less.allocated + 4 * chunk
 
 
+LOSSES = 100
+"""Bytes of scalars that NORM has read."""
 SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]
 
 
@@ -132,20 +134,23 @@ def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
     boundary = LENGTH * 16 * 4
     few, many = most(rows=6, **case), most(rows=14, **case)
     lanes = 4 if 0 < rank < 3 else 2
-    assert few.active - few.allocated <= lanes * compute.TRAVELLING * boundary
+    assert few.active - few.allocated <= lanes * compute.TRAVELLING * boundary + LOSSES
     assert many.active - few.active <= boundary
     monkeypatch.setattr(compute, "TRAVELLING", 1000)
     assert most(rows=14, **case).active > many.active + 2 * boundary, "without the wait it would"
 
 
-@pytest.mark.parametrize("case", [{"strategy": "1f1b"}, {"strategy": "zero-bubble"}], ids=named)
+PIPELINES = [{"strategy": "1f1b", "stages": "world"}, {"strategy": "zero-bubble", "stages": "nodes"}]
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=named)
 @pytest.mark.parametrize("rank", SLOW_RANKS)
 def test_what_a_gpu_holds_apart_is_in_the_plan(case, rank):
     boundary = LENGTH * 16 * 4
-    schedule = make(llama(4), 2, 2, 8, stages="world", **case)
+    schedule = make(llama(4), 2, 2, 8, **case)
     apart = held_apart(schedule, rank, dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), boundary))
-    found = most(rank=rank, rows=8, stages="world", **case)
-    assert 0 < found.active - found.allocated <= apart <= 12 * boundary
+    found = most(rank=rank, rows=8, **case)
+    assert 0 < found.active - found.allocated <= apart + LOSSES < 12 * boundary
 
 
 # copies between host and device
