@@ -250,6 +250,15 @@ def test_exact_values_of_frozen_weights_are_on_the_host():
     assert memory_of(frozen, schedule).host == 2 * 4 * schedule.home_elements(0, trainable=False) > 0
 
 
+def test_what_a_gpu_keeps_for_one_stream_is_counted():
+    """Where activations travel, and only where there is an allocator that does so."""
+    asked = plan_request(GPUS)
+    parts = memory_of(asked, build(step_of(asked, "1f1b"))).parts
+    assert 0 < parts["apart"] < parts["activations"] + 4 * 2 * 200
+    assert "apart" not in memory_of(asked, build(step_of(asked, "tawpipe-spread"))).parts
+    assert "apart" not in memory_of(plan_request(), build(step_of(plan_request(), "1f1b"))).parts
+
+
 def test_the_driver_and_every_communicator_are_counted():
     asked = plan_request(GPUS, system_bytes=1000, communicator_bytes=10)
     flat, spread = (memory_quickly(asked, step_of(asked, name)).parts["system"] for name in ("flat", "tawpipe-spread"))

@@ -18,6 +18,7 @@ import json
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError
 from tawpipe.files import checksum, replace_folder, replace_text, sync
 from tawpipe.runtime.world import World
+
+PINNED_BYTES = 1 << 26
+"""Of page-locked memory that a state goes through on its way from a device, twice."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,40 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     if not all(bool(torch.stack(flags).all()) for flags in sound.values()):
         name = next(piece.name for piece in pieces if not bool(_finite(piece.value)))
         raise RunError(f"{name} holds numbers that are not finite; it is not saved")
-    on_device = any(piece.value.is_cuda for piece in pieces)
-    copies = []
-    for piece in pieces:
-        copy = torch.empty(piece.value.shape, dtype=piece.value.dtype, pin_memory=on_device)
-        copies.append(copy.copy_(piece.value, non_blocking=on_device))
-    if on_device:
-        torch.cuda.synchronize()
+    copies = [torch.empty(piece.value.shape, dtype=piece.value.dtype, device="cpu") for piece in pieces]
+    if any(piece.value.device.type == "cuda" for piece in pieces):
+        _through_pinned([piece.value for piece in pieces], copies)
+    else:
+        for piece, copy in zip(pieces, copies, strict=True):
+            copy.copy_(piece.value)
     return [StatePiece(one.name, one.numel, one.start, copy) for one, copy in zip(pieces, copies, strict=True)]
+
+
+def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Copy from a device into plain memory by way of two pieces of page-locked memory in turn: one fills while the host
+    empties the other. Page-locked copies of the whole state would stay as they are for good, each as large as the next
+    power of two, and take seconds for every gigabyte to make.
+    """
+    passing = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    under_way: deque[tuple[torch.Event, Tensor, Tensor]] = deque()
+
+    def arrive() -> None:
+        arrived, there, copy = under_way.popleft()
+        arrived.synchronize()
+        copy.copy_(there)
+
+    number = 0
+    for value, copy in zip(values, copies, strict=True):
+        size = max(1, PINNED_BYTES // value.element_size())
+        for part, target in zip(value.reshape(-1).split(size), copy.view(-1).split(size), strict=True):
+            if len(under_way) == len(passing):
+                arrive()
+            there = passing[number % 2][: part.numel() * part.element_size()].view(part.dtype)
+            there.copy_(part, non_blocking=True)
+            under_way.append((torch.cuda.current_stream().record_event(), there, target))
+            number += 1
+    while under_way:
+        arrive()
 
 
 def _finite(value: Tensor) -> Tensor:

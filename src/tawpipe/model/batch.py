@@ -177,12 +177,12 @@ class MicroBatch:
         return cls.cat([part.in_one_row() for part in parts], dim=1)
 
     def part(self, rows: range) -> MicroBatch:
-        """Some of the rows, in tensors of their own."""
+        """Some of the rows; views."""
         length = self.input_ids.shape[1]
         borders = [0, *accumulate(self.lengths)]
         documents = slice(borders.index(rows.start * length), borders.index(rows.stop * length))
         return MicroBatch(
-            *(getattr(self, name)[rows.start : rows.stop].clone() for name in TENSORS),
+            *(getattr(self, name)[rows.start : rows.stop] for name in TENSORS),
             lengths=self.lengths[documents],
             positions_given=self.positions_given,
         )
@@ -196,9 +196,9 @@ class MicroBatch:
         changed: dict[str, Any] = {name: tokens_of(getattr(self, name), ranges) for name in TENSORS}
         return replace(self, **changed, lengths=(changed["input_ids"].shape[1],))
 
-    def copy(self) -> MicroBatch:
-        """The same micro-batch in tensors of its own, page-locked where they were."""
-        return self._with(lambda tensor: torch.empty_like(tensor, pin_memory=tensor.is_pinned()).copy_(tensor))
+    def copy(self, *, pinned: bool = False) -> MicroBatch:
+        """The same micro-batch in tensors of its own, page-locked if that is asked for."""
+        return self._with(lambda tensor: torch.empty_like(tensor, pin_memory=pinned).copy_(tensor))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory, from which ``to`` does not block."""

@@ -58,6 +58,8 @@ class Deal:
         micro_batch: rows in one; the last of a global batch may have fewer.
         ranks: so many neighbours compute the same micro-batches together.
         share: micro-batches 0..n-1 for every rank; as ``share_micro_batches`` does it if None.
+        pinned: what is dealt is copied to a device, and is in page-locked memory: the thread that issues would wait for
+            the device at every copy from other memory.
         alone: why a row may hold one document only; empty where it may hold several.
         positions: how the model uses them.
         vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
@@ -72,6 +74,7 @@ class Deal:
     ranks: int = 1
     alone: str = ""
     share: Callable[[int], Sequence[Sequence[int]]] | None = None
+    pinned: bool = False
 
     def count(self, rows: int) -> int:
         """Micro-batches in a global batch of ``rows`` rows."""
@@ -100,7 +103,7 @@ class Deal:
                 out of the model's vocabulary or table of positions.
         """
         if isinstance(batch, LocalBatch):
-            parts = [self._scaled_alike(self._checked(one.copy())) for one in batch.micro_batches]
+            parts = [self._scaled_alike(self._checked(one.copy(pinned=self.pinned))) for one in batch.micro_batches]
             return replace(batch, micro_batches=parts)
         for name in REQUIRED:
             if name not in batch:
@@ -122,7 +125,7 @@ class Deal:
             raise UserError("batch", f"{rows} rows of {length} tokens", "at least one row and one token")
         tensors: dict[str, Any] = {name: tensor.to("cpu", torch.int64) for name, tensor in batch.items()}
         whole = self._checked(MicroBatch.from_rows(**tensors))  # so that no rank waits for one that refuses its part
-        parts = [self._scaled_alike(whole.part(share.rows)) for share in self.shares(rows)]
+        parts = [self._scaled_alike(whole.part(share.rows).copy(pinned=self.pinned)) for share in self.shares(rows)]
         digest = 0
         for name in sorted(tensors):
             digest = zlib.crc32(tensors[name].contiguous().numpy().data, digest)

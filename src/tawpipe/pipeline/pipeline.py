@@ -187,6 +187,7 @@ class Pipeline:
             ranks=self.sequence_ranks,
             alone=self.chain.alone,
             share=self._schedules.shares,
+            pinned=self.world.device.type == "cuda",
         )
         self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
         self._adopted: set[int] = set()
@@ -247,6 +248,7 @@ class Pipeline:
             injector=injector,
             where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
+        self._compute.stream = self.executor.compute_stream
         self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
         self.chain.hand_over()
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
-from tawpipe.schedule.footprint import far_widths, held
+from tawpipe.schedule.footprint import far_widths, held, held_apart
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -97,6 +97,9 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     }
     devices = max(request.machine.nodes)
     if request.has_host:
+        sizes = request.activations_of(schedule.step.sequence_ranks)
+        if apart := max(held_apart(schedule, rank, sizes) for rank in schedule.played):
+            parts["apart"] = apart
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
     return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices)
 

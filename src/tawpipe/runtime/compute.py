@@ -6,6 +6,7 @@ are dropped when an action frees them; weights and gradients are handed in as bu
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from tawpipe.runtime.rows import OnDevice, Places, Room, Rows
 from tawpipe.runtime.sets import Dealt, LayerInSet
 from tawpipe.runtime.split import DeferredProducts
 from tawpipe.runtime.transport import Transport
-from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import (
     KEPT,
     OUTSIDE,
@@ -43,6 +44,7 @@ from tawpipe.schedule.buffers import (
     linear,
     loss,
 )
+from tawpipe.schedule.footprint import TRAVELLING
 from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
@@ -155,8 +157,10 @@ class Compute:
         self._places: dict[tuple[Buffer, torch.dtype], Room] = {}
         """Places in which inputs wait in the host's memory, and into which they come back; for the whole run."""
         self.places = Places(chain.device, offload_dir)
-        self._stream: Any = None
-        """The one that computes, on CUDA."""
+        self._under_way: defaultdict[Lane, deque[torch.Event]] = defaultdict(deque)
+        """The ends of the latest transfers of activations, on CUDA."""
+        self.stream: Any = None
+        """The one that computes, on CUDA: that of the executor's lane, known before anything is received."""
 
     def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """FORWARD: no graph, unless the action writes one, and except the embedding's where its backward pass can use
@@ -315,6 +319,9 @@ class Compute:
     def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
         """An EXCHANGE of activations, in the lane of a direction between two ranks."""
         on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
+        under_way = self._under_way[action.lane]
+        if len(under_way) == TRAVELLING:
+            under_way.popleft().synchronize()
         for one in action.transfers:
             (m, block), width = one.buffer.at, self.chain.width
             shape, dtype = (*self._shape(given, m), width), self.chain.dtype
@@ -331,13 +338,13 @@ class Compute:
                 tensors[one.buffer] = torch.empty(shape, dtype=dtype, device=self.chain.device)
         transport.exchange(action, tensors)
         for one in action.transfers:
-            if one.send:
-                del self._held[one.buffer]
-            else:
+            if not one.send:
                 self._held[one.buffer] = tensors[one.buffer]
+            held = self._held.pop(one.buffer) if one.send else tensors[one.buffer]
             if on_cuda:  # or its memory would be given away before the other lane has read it
-                mine = torch.cuda.current_stream()
-                tensors[one.buffer].record_stream(mine if one.send else self._stream or mine)
+                held.record_stream(torch.cuda.current_stream() if one.send else self.stream)
+        if on_cuda:
+            under_way.append(torch.cuda.current_stream().record_event())
 
     def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """KEYS: this rank's keys and values of a layer."""
@@ -525,7 +532,7 @@ class Compute:
             place = self._place(target, source.shape, source.dtype, to_host=to_host)
         self._held[target] = place.copy_(source, non_blocking=True)
         if self.chain.device.type == "cuda" and action.frees:
-            (source if to_host else place).record_stream(torch.cuda.current_stream() if to_host else self._stream)
+            (source if to_host else place).record_stream(torch.cuda.current_stream() if to_host else self.stream)
         self._free(action)
 
     def _place(self, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
@@ -566,8 +573,6 @@ class Compute:
         return losses
 
     def _bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
-        if self._stream is None and self.chain.device.type == "cuda":
-            self._stream = torch.cuda.current_stream()
         if action.weights:
             for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
                 self._bound[unit] = self.chain.bind(unit, buffers[buffer])

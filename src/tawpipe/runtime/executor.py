@@ -276,6 +276,11 @@ class Executor:
         self._lanes[Lane.COMPUTE].submit(run, (), "a measurement").wait()
 
     @property
+    def compute_stream(self) -> torch.cuda.Stream | None:
+        """The stream of the lane that computes; None on the CPU."""
+        return getattr(self._lanes[Lane.COMPUTE], "stream", None)
+
+    @property
     def compute_s(self) -> float:
         """Seconds for which this rank has computed since the executor was made, in actions that have ended."""
         return self._lanes[Lane.COMPUTE].busy_s()

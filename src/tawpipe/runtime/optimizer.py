@@ -290,7 +290,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     torch's own norm of an fp32 tensor adds in fp32 on a CPU: off by 1e-3 for 16 M elements, and otherwise for each cut.
     """
-    if tensors[0].is_cuda:  # the kernel converts as it reads
+    if tensors[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square().sum()
     room = torch.empty(min(AT_ONCE, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)

@@ -31,7 +31,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.schedule.buffers import Buffer
 
 UNDER_WAY = 2
-"""Chunks that are on their way to a file at one time; whoever writes more waits."""
+"""Chunks that are on their way at one time, in each direction; whoever writes more waits."""
 
 
 class Rows(Protocol):
@@ -88,6 +88,8 @@ class Room:
         """The tensor; the one before it, of another size, is lost."""
         if (numel := math.prod(shape)) > self._there.numel():
             self.reserve(shape)
+            if torch.device(self._device).type == "cuda":  # this stream has waited for all who used it
+                self._there.record_stream(torch.cuda.current_stream())
             self._there, self._next = self._next, self._empty(0)
         return self._there[:numel].view(tuple(shape))
 
@@ -95,19 +97,58 @@ class Room:
         return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned and numel > 0)
 
 
+@dataclass(eq=False)
+class Slot:
+    """Memory of the device for one chunk after another on its way.
+
+    Args:
+        left: when the last of them had left it.
+    """
+
+    room: Room
+    left: torch.Event | None = None
+
+
+class Staging:
+    """What all places of one device copy through: two streams beside that which computes, and for each of them two
+    chunks of every kind, made once and used in turn. A chunk that was made for every copy would be memory of the
+    copying stream, which no other can use, and as much of it as the host is ahead of the device.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.arriving, self.leaving = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._free: dict[tuple[Any, ...], list[Slot]] = {}
+
+    def take(self, stream: Any, dtype: torch.dtype, width: Sequence[int]) -> list[Slot]:
+        """Two slots for chunks that go through a stream, whose tokens are of one type and shape."""
+        free = self._free.setdefault((stream, dtype, *width), [])
+        while len(free) < UNDER_WAY:
+            free.append(Slot(Room(dtype, self.device)))
+        return [free.pop() for _ in range(UNDER_WAY)]
+
+    def give_back(self, stream: Any, dtype: torch.dtype, width: Sequence[int], slots: list[Slot]) -> None:
+        self._free[stream, dtype, *width].extend(slots)
+
+
 class InHost:
     """Memory of the host: pinned where the device is another one, and copied on streams beside that which computes.
 
     It comes chunk by chunk, because pinned memory comes in powers of two.
+
+    Args:
+        staging: None where the host is the device.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, staging: Staging | None) -> None:
         self.shape: tuple[int, ...] = ()
-        self.dtype, self._device = dtype, device
+        self.dtype, self._staging = dtype, staging
         self._rooms: dict[int, Room] = {}
         """By the token at which a chunk begins."""
-        on_cuda = device.type == "cuda"
-        self._in, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_cuda else (None, None)
+        self._leaving: list[Slot] = []
+        self._written: torch.Event | None = None
 
     def resize(self, shape: tuple[int, ...]) -> None:
         """Be a tensor of this shape from now on; what was there is lost."""
@@ -115,7 +156,7 @@ class InHost:
 
     def _room(self, span: slice) -> Room:
         if span.start not in self._rooms:
-            self._rooms[span.start] = Room(self.dtype, pinned=self._in is not None)
+            self._rooms[span.start] = Room(self.dtype, pinned=self._staging is not None)
         return self._rooms[span.start]
 
     def _chunk(self, span: slice) -> Tensor:
@@ -127,35 +168,55 @@ class InHost:
             self._room(span).reserve((shape[0], _length(span), *shape[2:]))
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
-        if self._in is None:
+        if self._staging is None:
             yield from map(self._chunk, spans)
             return
-        compute = torch.cuda.current_stream(self._device)
-        self._in.wait_stream(compute)  # of what was written there
-        coming: deque[tuple[Tensor, torch.Event]] = deque()
-        for place in range(len(spans) + 1):
-            if place < len(spans):
-                with torch.cuda.stream(self._in):
-                    tokens = self._chunk(spans[place]).to(self._device, non_blocking=True)
-                    coming.append((tokens, self._in.record_event()))
-            if place > 0:
-                tokens, there = coming.popleft()
-                compute.wait_event(there)
-                tokens.record_stream(compute)
-                yield tokens
+        stream, compute = self._staging.arriving, torch.cuda.current_stream(self._staging.device)
+        kind = stream, self.dtype, self.shape[2:]
+        slots, coming = self._staging.take(*kind), deque[tuple[Tensor, torch.Event]]()
+        if self._written is not None:
+            stream.wait_event(self._written)
+        try:
+            for place in range(len(spans) + 1):
+                if place < len(spans):
+                    slot, there = slots[place % UNDER_WAY], self._chunk(spans[place])
+                    with torch.cuda.stream(stream):
+                        if slot.left is not None:
+                            stream.wait_event(slot.left)
+                        tokens = slot.room.of(there.shape).copy_(there, non_blocking=True)
+                        coming.append((tokens, stream.record_event()))
+                if place > 0:
+                    tokens, arrived = coming.popleft()
+                    compute.wait_event(arrived)
+                    yield tokens
+                    slots[(place - 1) % UNDER_WAY].left = compute.record_event()
+        finally:  # whoever reads need not ask once more after the last
+            for slot in slots:
+                slot.left = compute.record_event()
+            self._staging.give_back(*kind, slots)
 
     def write(self, span: slice, tokens: Tensor) -> None:
-        if self._out is None:
+        if self._staging is None:
             self._chunk(span).copy_(tokens)
             return
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            self._chunk(span).copy_(tokens, non_blocking=True)
-        tokens.record_stream(self._out)
+        stream, compute = self._staging.leaving, torch.cuda.current_stream(self._staging.device)
+        if not self._leaving:
+            self._leaving = self._staging.take(stream, self.dtype, self.shape[2:])
+        slot = self._leaving.pop(0)
+        if slot.left is not None:
+            compute.wait_event(slot.left)
+        there = self._chunk(span)
+        passing = slot.room.of(there.shape).copy_(tokens)
+        stream.wait_stream(compute)
+        with torch.cuda.stream(stream):
+            there.copy_(passing, non_blocking=True)
+            slot.left = self._written = stream.record_event()
+        self._leaving.append(slot)
 
     def settle(self) -> None:
-        if self._out is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._out)
+        if self._leaving and self._staging is not None:
+            self._staging.give_back(self._staging.leaving, self.dtype, self.shape[2:], self._leaving)
+            self._leaving = []
 
 
 @dataclass(frozen=True)
@@ -236,7 +297,8 @@ class InFile:
         out_of = self._leaving[self._written % UNDER_WAY][:, : _length(span)]
         self._written += 1
         out_of.copy_(tokens.detach(), non_blocking=True)
-        copied = torch.cuda.current_stream(self._device).record_event() if tokens.is_cuda else None
+        on_cuda = self._device.type == "cuda"
+        copied = torch.cuda.current_stream(self._device).record_event() if on_cuda else None
         self._writing.append(self._folder.writer.submit(self._move, os.pwritev, span, out_of, copied))
 
     def settle(self) -> None:
@@ -289,6 +351,7 @@ class Places:
 
     def __init__(self, device: torch.device, folder: str = "") -> None:
         self._device, self._folder = device, Folder(folder) if folder else None
+        self._staging = Staging(device) if device.type == "cuda" and not folder else None
         self._there: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
 
     def of(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, part: str = "") -> InHost | InFile:
@@ -309,7 +372,7 @@ class Places:
         key = buffer, part, dtype
         if key not in self._there:
             own = self._folder
-            self._there[key] = InFile(own, dtype, self._device) if own else InHost(dtype, self._device)
+            self._there[key] = InFile(own, dtype, self._device) if own else InHost(dtype, self._staging)
         return self._there[key]
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from tawpipe.schedule.actions import Action, Op
-from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, Kind
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
@@ -16,6 +16,11 @@ from tawpipe.topology import Topology
 
 STAGED = 4
 """Chunks of a layer's input and output that are on their way at one time."""
+
+TRAVELLING = 2
+"""Transfers of activations that a lane may be given before they are over, on a device that runs behind the thread which
+issues: what is received is made then, and what was sent stays until it has gone.
+"""
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,33 @@ def held(
         host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
         file_bytes=max(left) if in_files else 0,
     )
+
+
+def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
+    """Bytes that a GPU's allocator holds besides what tensors take: memory made on one stream is never given to another
+    one, and what another one has used not before that is done with it.
+
+    Every lane on which activations arrive has memory of its own, as much as it ever needs at one time. What has come or
+    gone there last may still be used.
+
+    Args:
+        sizes: of one activation of every kind.
+    """
+    most, now, made = dict[Lane, int](), dict[Lane, int](), dict[Buffer, Lane]()
+    highest, travelling = 0, dict[Lane, int]()
+    for action in schedule.programs[rank]:
+        for buffer in action.writes:
+            if buffer.kind in sizes and buffer.kind not in STAYING and buffer not in made:
+                made[buffer] = action.lane
+                now[action.lane] = now.get(action.lane, 0) + sizes[buffer.kind]
+                most[action.lane] = max(most.get(action.lane, 0), now[action.lane])
+        highest = max(highest, sum(now.values()))
+        for buffer in action.frees:
+            if (lane := made.pop(buffer, None)) is not None:
+                now[lane] -= sizes[buffer.kind]
+        for one in action.transfers:
+            travelling[action.lane] = max(travelling.get(action.lane, 0), sizes.get(one.buffer.kind, 0))
+    return sum(most.values()) - highest + TRAVELLING * sum(travelling.values())
 
 
 def costs(

@@ -104,6 +104,9 @@ def plan_rows(
             ("working", f"{gib(parts['working'])} per process: what one block needs while it computes"),
             ("system", f"{gib(parts['system'])} per process: what libraries and the driver take"),
         ]
+        if "apart" in parts:
+            words = "what the device's allocator holds for one stream alone"
+            rows.append(("apart", f"{gib(parts['apart'])} per process: {words}"))
         if "kept" in parts:
             rows.append(("kept", f"up to {gib(parts['kept'])} per process: what need not be computed again then"))
         rows.append(("memory", f"{gib(needs.device)} per process at the highest, all of this together"))

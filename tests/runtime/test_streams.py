@@ -1,0 +1,175 @@
+"""What a GPU's streams and its allocator make of every schedule: the real runtime on a device that is none
+(``fake_cuda``), each use of memory in a ledger, and a toy allocator that is fed by it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda import fake_cuda
+from ledger import Ledger
+from schedules import llama, make
+from streams import LENGTH, played, tiny
+from tawpipe.checkpoint import save
+from tawpipe.checkpoint.format import StatePiece
+from tawpipe.pipeline.batches import Deal
+from tawpipe.runtime import compute, rows
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.footprint import held_apart
+from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
+
+IN_CHUNKS = {"sequence_chunk": 4, "offloaded_layers": 3, "recompute": "selective"}
+_LAYERS = "0/0/0,4x10/20/10,0/9/0"
+CASES = [
+    {"strategy": "tawpipe-spread", "rank": 1},
+    {"strategy": "tawpipe-step", "rank": 2},
+    {"strategy": "tawpipe-striped", "offloaded_layers": 2, "recompute": "selective:1,full", "lengths": (7, LENGTH)},
+    {"strategy": "tawpipe-whole", "clip_norm": None, "early_updates": True, "evaluate": True},
+    {"strategy": "flat", "weights_compression": "int8", "rank": 3},
+    {"strategy": "hsdp", "recompute": "none", "rows": 8, "micro_batches_per_visit": 2},
+    {"strategy": "weipipe"},
+    {"strategy": "tawpipe-spread", "sequence_ranks": 2, "rank": 1},
+    {"strategy": "tawpipe-whole", "sequence_ranks": 2, "rank": 2, **IN_CHUNKS},
+    {"strategy": "tawpipe-spread", "rows": 8, "micro_batches_per_visit": 2, **IN_CHUNKS},
+    {"strategy": "flat", "rank": 1, "offload_dir": "/tmp", **IN_CHUNKS},
+    {"strategy": "tawpipe-spread", "bin_tokens": 24, "documents": (24, 3, 5, 9, 11, 2, 7), "keep_mib": 1},
+    {"strategy": "tawpipe-spread", "bin_tokens": 12, "documents": (24, 3, 5, 9), "sequence_ranks": 2, "rank": 1},
+    {"strategy": "1f1b", "stages": "world", "rows": 5, "rank": 1, "evaluate": True},
+    {"strategy": "1f1b", "stages": "nodes", "rows": 6, "rank": 3, "recompute": "selective"},
+    {"strategy": "interleaved-1f1b", "stages": "nodes:0,2,3,4@0,1,0,1", "rows": 8, "rank": 2},
+    {"strategy": "zero-bubble", "stages": "locals", "rows": 6, "rank": 1},
+    {"strategy": "generated", "stages": "world:0,1,2,3,4@0,1,2,3,0", "rows": 6},
+    {"strategy": "solved", "stages": "world", "rows": 5, "rank": 1, "block_times": f"{_LAYERS};memory=3;host=3"},
+]
+
+
+def named(case: dict) -> str:
+    return " ".join(str(value) for value in case.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
+    """A use waits for those that it must come after; freed memory is recorded on other streams that used it, or its own
+    stream has waited for them. And nothing in a step waits for the device, or copies from memory that is not pinned.
+    """
+    ledger = played(**case)
+    assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
+    in_files = "offload_dir" in case  # whose threads the host waits for
+    assert not ledger.unpinned, set(ledger.unpinned)
+    assert not ledger.waits or in_files, set(ledger.waits)
+
+
+# what the ledger is there for
+
+
+def test_a_tensor_that_is_not_recorded_is_found(monkeypatch):
+    """As was so of what a pipeline received before anything had computed."""
+    record = Ledger.record
+
+    def some(self: Ledger, tensor: Tensor, stream: object) -> None:
+        if not re.search(r"RECV<0:u\d:x\.0", self.action):
+            record(self, tensor, stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ledger, "record", some)
+    faults = played(strategy="1f1b", stages="world", rank=1).faults
+    assert faults and all("what was made by zero_ in INTER_W" in one or "RECV<0" in one for one in faults), faults[:2]
+
+
+@pytest.mark.parametrize("missing", ["arriving", "leaving"])
+def test_a_chunk_that_is_overwritten_too_early_is_found(monkeypatch, missing):
+    """A slot that does not wait for its last chunk."""
+
+    class Careless(rows.Slot):
+        def __setattr__(self, name: str, value: object) -> None:
+            object.__setattr__(self, name, None if name == "left" else value)
+
+    take = rows.Staging.take
+
+    def taken(self: rows.Staging, stream: object, *kind: object) -> list[rows.Slot]:
+        found = take(self, stream, *kind)  # type: ignore[arg-type]
+        for one in found if stream is getattr(self, missing) else ():
+            one.__class__ = Careless
+        return found
+
+    monkeypatch.setattr(rows.Staging, "take", taken)
+    assert any("does not wait for" in one for one in played(**CASES[9]).faults)
+
+
+# the toy allocator
+
+
+def most(**case: object) -> Bytes:
+    return ToyAllocator(played(**case).trace, ahead=FAR_AHEAD).most  # type: ignore[arg-type]
+
+
+def test_what_is_recorded_counts_as_active_and_not_as_allocated():
+    """Freed at once, and of no use to anybody until the other stream is done with it."""
+    found = most(strategy="1f1b", stages="world", rank=1, rows=8)
+    assert found.reserved >= found.active > found.allocated
+
+
+def test_streams_and_their_memory_do_not_grow_with_layers():
+    """Of offloaded rows: as many streams, and beyond what tensors take as much memory, for any number of places."""
+    few, many = (played(layers=layers, **{**CASES[9], "offloaded_layers": layers}) for layers in (2, 5))
+    assert len(few.streams) == len(many.streams)
+    less, more = (ToyAllocator(one.trace, ahead=FAR_AHEAD).most for one in (few, many))
+    chunk = 4 * 16 * 4
+    assert more.active - more.allocated <= less.active - less.allocated + chunk
+    assert more.reserved - more.allocated <= less.reserved - less.allocated + 4 * chunk
+
+
+LOSSES = 100
+"""Bytes of scalars that NORM has read."""
+SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]
+
+
+@pytest.mark.parametrize("rank", SLOW_RANKS)
+def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
+    """However many micro-batches a pipeline has, and however far ahead its actions could be issued."""
+    case = {"strategy": "1f1b", "stages": "world", "rank": rank, "evaluate": True}
+    boundary = LENGTH * 16 * 4
+    few, many = most(rows=6, **case), most(rows=14, **case)
+    lanes = 4 if 0 < rank < 3 else 2
+    assert few.active - few.allocated <= lanes * compute.TRAVELLING * boundary + LOSSES
+    assert many.active - few.active <= boundary
+    monkeypatch.setattr(compute, "TRAVELLING", 1000)
+    assert most(rows=14, **case).active > many.active + 2 * boundary, "without the wait it would"
+
+
+PIPELINES = [{"strategy": "1f1b", "stages": "world"}, {"strategy": "zero-bubble", "stages": "nodes"}]
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=named)
+@pytest.mark.parametrize("rank", SLOW_RANKS)
+def test_what_a_gpu_holds_apart_is_in_the_plan(case, rank):
+    boundary = LENGTH * 16 * 4
+    schedule = make(llama(4), 2, 2, 8, **case)
+    apart = held_apart(schedule, rank, dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), boundary))
+    found = most(rank=rank, rows=8, **case)
+    assert 0 < found.active - found.allocated <= apart + LOSSES < 12 * boundary
+
+
+# copies between host and device
+
+
+def test_what_is_dealt_is_pinned():
+    with fake_cuda() as ledger:
+        ids = torch.zeros(3, 8, dtype=torch.int64)
+        local = Deal(micro_batch=2, rank=0, world_size=1, pinned=True).local({"input_ids": ids, "labels": ids})
+        again = Deal(micro_batch=2, rank=0, world_size=1, pinned=True).local(local)
+        for batch in (*local.micro_batches, *again.micro_batches):
+            assert all(ledger.is_pinned(one) for one in (batch.input_ids, batch.labels, batch.position_ids))
+
+
+def test_a_save_pins_a_fixed_amount_of_memory(monkeypatch):
+    monkeypatch.setattr(save, "PINNED_BYTES", 64)
+    state = list(tiny(1).state_dict().items())
+    with fake_cuda() as ledger:
+        pieces = [StatePiece(name, value.numel(), 0, value.to("cuda", copy=True)) for name, value in state]
+        staged = save.stage(pieces)
+        assert ledger.pinned_bytes == 2 * 64 and not ledger.faults
+    assert all(torch.equal(one.value, value) for one, (_, value) in zip(staged, state, strict=True))

@@ -1,0 +1,98 @@
+"""Steps of a rank on a device that is none, and the ledger of what its streams did (``fake_cuda``)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fake_cuda import DEVICE, fake_cuda
+from ledger import Ledger
+from pipelines import make_pipeline
+from tawpipe.model.batch import MicroBatch
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+
+VOCABULARY, LENGTH = 31, 12
+
+
+def tiny(layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows_of(number: int, length: int) -> dict[str, Tensor]:
+    """A global batch."""
+    ids = torch.randint(0, VOCABULARY, (number, length), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _document(lengths: tuple[int, ...], number: int) -> MicroBatch:
+    ids = torch.full((1, lengths[number]), number % VOCABULARY)
+    return MicroBatch.from_rows(ids, ids.clone())
+
+
+def played(
+    nodes: int = 2,
+    local: int = 2,
+    rank: int = 0,
+    *,
+    rows: int = 4,
+    lengths: tuple[int, ...] = (LENGTH, LENGTH),
+    documents: tuple[int, ...] = (),
+    layers: int = 4,
+    evaluate: bool = False,
+    **knobs: Any,
+) -> Ledger:
+    """The ledger of one rank's steps, one after the other without a pause.
+
+    ``waits`` and ``unpinned`` are those from the second step on: the first one checks the blocks.
+
+    Args:
+        lengths: of the rows, for every step.
+        documents: lengths of documents that are dealt instead.
+        evaluate: after the steps, once.
+    """
+    with fake_cuda(rank, nodes * local) as ledger:
+        world = World(Topology.grid(nodes, local), rank, DEVICE, None)
+        pipeline = make_pipeline(
+            tiny(layers),
+            world=world,
+            dtype=torch.float32,
+            check="never",
+            optimizer=partial(SGD, lr=0.05, fused=True),
+            **knobs,
+        )
+        pipeline._check = lambda result: result.wait()  # of numbers that peers would have had a part in
+        for step, length in enumerate(lengths):
+            if documents:
+                batch: Any = pipeline.part_of_documents(documents, partial(_document, documents))
+            else:
+                batch = rows_of(rows, length)
+            if step == 1:
+                ledger.waits.clear()
+                ledger.unpinned.clear()
+            pipeline.step(batch)
+        said = list(ledger.waits), list(ledger.unpinned)
+        if evaluate:
+            pipeline._check_batch = lambda result: None
+            pipeline.evaluate(rows_of(rows, LENGTH))
+        pipeline.close()
+        del pipeline
+        ledger.sweep()
+    ledger.waits, ledger.unpinned = said
+    return ledger
