@@ -39,7 +39,7 @@ from tawpipe.train.config import TrainConfig, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.going_on import SETTINGS, how_this_process_goes_on
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_memory, with_room_to_keep
+from tawpipe.train.memory import check_left, check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, machine_of, work_of_plan
@@ -119,10 +119,13 @@ def run(config: TrainConfig) -> int:
         tell=console.notice,
     )
     config, needs = with_room_to_keep(config, world, needs)
+    if (machine := machine_of(followed)) is not None:
+        world = replace(world, far_bytes_per_s=machine.far_share)
     with naming_documents(config):
         built = build(config, vocab_size=vocab_size, longest=data.longest)
     retrieval = check_start(config, built, data)
     pipeline = _make_pipeline(config, world, data, built, injector, followed)
+    check_left(world, pipeline.transport.group_bytes, needs)
     if pipeline.checked:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
@@ -162,7 +165,7 @@ def run(config: TrainConfig) -> int:
             disk,
             earlier,
             plan=plan,
-            machine=machine_of(followed) if world.rank == 0 else None,
+            machine=machine if world.rank == 0 else None,
             memory=memory,
             check=retrieval,
             tracking=tracking,
