@@ -252,8 +252,8 @@ def with_collectives(machine: Machine, world: World) -> Machine:
 
 
 def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: str) -> tuple[float, int]:
-    """Bytes per second that a device sends in gathers of some groups, made as a run's are, all at once, the slowest; and
-    the bytes of a GPU that NCCL takes for one, the most of all ranks.
+    """Bytes per second that a device sends in gathers of some groups, made as a run's are, all at once, the slowest;
+    and the bytes of a GPU that NCCL takes for one, the most of all ranks.
     """
     device, members = world.device, len(every[0])
     own = torch.ones(LARGEST_CUDA_BYTES // members, dtype=torch.uint8, device=device)

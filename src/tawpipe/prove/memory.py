@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.longest import longest_that
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import request_of
+from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.measure import device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of, predict
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
@@ -148,7 +148,7 @@ def _ask(
         config.save_pretrained(folder)
         return request_of(
             folder,
-            uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9)),
+            uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9), device=Device(device_name(device))),
             sequence_length=sum(documents),
             global_batch=1,
             dtype=dtype,

@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import request_of
+from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.measure import device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
 from tawpipe.prove.memory import LIMIT, live_bytes
 from tawpipe.prove.models import dtype_here, rows, sized
@@ -81,7 +81,13 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
         config.save_pretrained(folder)
         asked = request_of(
             folder,
-            uniform(world.topology.num_nodes, world.topology.local_size, between=LinkModel(1e9), inside=LinkModel(1e9)),
+            uniform(
+                world.topology.num_nodes,
+                world.topology.local_size,
+                between=LinkModel(1e9),
+                inside=LinkModel(1e9),
+                device=Device(device_name(device)),
+            ),
             sequence_length=tokens,
             global_batch=2 * world.size,
             dtype=dtype,

@@ -32,6 +32,7 @@ from tawpipe.model.rope import rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps, faults_of, naming_documents
@@ -197,6 +198,8 @@ def run(config: TrainConfig) -> int:
     passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
     results.append(("passes of the data", passes))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
+    if world.device.type == "cuda":
+        results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model
     if config.export.enabled and training.last and not stopped:
         named, merge = config.export.dtype, config.export.merge
