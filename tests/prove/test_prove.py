@@ -153,6 +153,9 @@ def test_what_is_more_than_was_predicted_is_named_by_every_count():
         (said,) = reserved.too_much(needs, 5 << 30, more)
         assert said == f"8.00 GiB {name}, {6 if name == 'driver' else 5}.00 predicted"
     assert reserved.too_much(needs, 8 << 30, None) == ["8.00 GiB allocated, 5.00 predicted"]
+    apart = Needs({**needs.parts, "apart": 3 << 30}, 0)
+    assert reserved.too_much(apart, 5 << 30, Taken(5 << 30, 8 << 30, 8 << 30, 9 << 30)) == []
+    assert reserved.too_much(apart, 8 << 30, None) == ["8.00 GiB allocated, 5.00 predicted"]
 
 
 def test_copies_that_wait_for_a_device_are_found(monkeypatch):

@@ -110,7 +110,8 @@ class _Chain:
         self._chain, self._now = chain, now
 
     def __getattr__(self, name: str) -> Any:
-        if name == "device" and self._now.action.lane is not Lane.COMPUTE:
+        action = getattr(self._now, "action", None)
+        if name == "device" and action is not None and action.lane is not Lane.COMPUTE:
             return LooksLikeCuda("cpu")
         return getattr(self._chain, name)
 

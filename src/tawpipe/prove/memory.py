@@ -38,6 +38,8 @@ SHORT = 64
 ROOM = {"cpu": 2**28, "cuda": 2**36}
 """Bytes that the longest row may take, tensors alone: little enough that one step of it takes a minute."""
 MOST_SECONDS = 90.0
+BESIDES = ("system", "apart")
+"""Parts of a prediction that are no tensors: what the driver has, and what allocators keep apart."""
 
 
 def predicted(world: World) -> Outcome:
@@ -101,7 +103,7 @@ def compare(
     seconds = time.perf_counter() - began
     taken = Taken.of(device) if device.type == "cuda" else None
     pipeline.close()
-    parts = {name: size for name, size in needs.parts.items() if name != "system"}
+    parts = {name: size for name, size in needs.parts.items() if name not in BESIDES}
     return {
         "tokens": sum(documents),
         "document": documents[0],
@@ -132,7 +134,7 @@ def live_bytes(device: torch.device) -> int:
 
 
 def _tensors(needs: Needs) -> int:
-    return sum(size for name, size in needs.parts.items() if name != "system")
+    return sum(size for name, size in needs.parts.items() if name not in BESIDES)
 
 
 def _ask(

@@ -20,7 +20,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.measure import device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
-from tawpipe.prove.memory import LIMIT, live_bytes
+from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes
 from tawpipe.prove.models import dtype_here, rows, sized
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.speed import TOKENS
@@ -128,10 +128,11 @@ def too_much(needs: Needs, allocated: int, taken: Taken | None) -> list[str]:
         allocated: of tensors.
         taken: by all counts of a GPU.
     """
-    tensors = sum(size for name, size in needs.parts.items() if name != "system")
+    tensors = sum(size for name, size in needs.parts.items() if name not in BESIDES)
     counts = {"allocated": (allocated, tensors)}
     if taken is not None:
-        counts |= {"active": (taken.active, tensors), "reserved": (taken.reserved, tensors)}
+        kept = needs.device - needs.parts["system"]
+        counts |= {"active": (taken.active, kept), "reserved": (taken.reserved, kept)}
         counts["driver"] = taken.driver, needs.device
     return [
         f"{size / 2**30:.2f} GiB {name}, {most / 2**30:.2f} predicted"
