@@ -39,7 +39,7 @@ ROUNDS = 6
 """Every node is measured with at most so many others."""
 TRIAL_BYTES = 1 << 18
 LARGEST_BYTES = 1 << 26
-LARGEST_CUDA_BYTES, MOST_TIMES = 1 << 28, 20
+LARGEST_CUDA_BYTES, MOST_TIMES = 1 << 28, 10
 """On a GPU messages are large, and sent several times in a row: one is over before the host has looked."""
 SECONDS = 0.15
 LOOPBACK_SECONDS = 0.03
@@ -163,8 +163,8 @@ class _Ruler:
         slowest = max(trial, default=1e-9)
         most = LARGEST_CUDA_BYTES if self._on_cuda else LARGEST_BYTES
         wanted = TRIAL_BYTES * self._seconds / max(slowest, 1e-9)
-        size = int(self.world.gather_numbers(min(most, max(TRIAL_BYTES, int(wanted))))[0])
-        times = int(self.world.gather_numbers(min(MOST_TIMES, max(1, wanted // size)))[0]) if self._on_cuda else 1
+        size = int(self.world.gather_numbers(float(min(most, max(TRIAL_BYTES, int(wanted)))))[0])
+        times = MOST_TIMES if self._on_cuda and size == most else 1
         seconds = self._all(pairs, lambda first, peer: self._stream(first, peer, size, forth, back, times))
         return [size / max(one, 1e-9) for one in seconds]
 
