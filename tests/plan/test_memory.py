@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from tawpipe.plan.profile import size_of
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import fits, search, shortage, with_settings
 from tawpipe.prove.models import alone
+from tawpipe.runtime import memory as memory_module
 from tawpipe.runtime.memory import Taken, give_back
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
@@ -109,7 +109,7 @@ def test_four_counts_of_what_a_gpu_has_given(monkeypatch):
 def test_planning_gives_its_memory_back(monkeypatch):
     """Also if it fails; nothing refers to what was measured when the allocator is asked to let go of it."""
     done: list[Any] = []
-    monkeypatch.setattr(gc, "collect", lambda: done.append("collected"))
+    monkeypatch.setattr(memory_module, "gc", SimpleNamespace(collect=lambda: done.append("collected")))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     give_back(CPU)
     give_back(torch.device("cuda"))
