@@ -63,12 +63,14 @@ def reserved(world: World) -> Outcome:
 
 def ways(layers: int, tokens: int) -> dict[str, ScheduleSettings]:
     """Ways to train whose memory lies in different pools."""
-    chunk, one = tokens // 4, {"micro_batches_per_visit": 1}
+    chunk = tokens // 4
     return {
-        "whole rows": ScheduleSettings(**one),
-        "chunks": ScheduleSettings(sequence_chunk=chunk, **one),
-        "offloading": ScheduleSettings(offloaded_layers=layers, **one),
-        "offloading, chunks": ScheduleSettings(offloaded_layers=layers, sequence_chunk=chunk, **one),
+        "whole rows": ScheduleSettings(micro_batches_per_visit=1),
+        "chunks": ScheduleSettings(micro_batches_per_visit=1, sequence_chunk=chunk),
+        "offloading": ScheduleSettings(micro_batches_per_visit=1, offloaded_layers=layers),
+        "offloading, chunks": ScheduleSettings(
+            micro_batches_per_visit=1, offloaded_layers=layers, sequence_chunk=chunk
+        ),
         "a pipeline": ScheduleSettings(strategy="1f1b"),
     }
 

@@ -30,8 +30,8 @@ class Taken:
         """Of a GPU."""
         said = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
-        most = (said[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved"))
-        return cls(*most, total - free)
+        allocated, active, reserved = (said[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved"))
+        return cls(allocated, active, reserved, total - free)
 
     def __str__(self) -> str:
         values = (f"{value / 2**30:.2f} GiB {name}" for name, value in vars(self).items())
