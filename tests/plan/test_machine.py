@@ -152,8 +152,8 @@ def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
 
     monkeypatch.setattr(probe_module, "collective", gathers)
     world: Any = SimpleNamespace(topology=Topology.grid(2, 4))
-    links = {"between": LinkModel(12e9), "inside": LinkModel(200e9, shared=False)}
-    machine = replace(uniform(2, 4, **links), between_of={1: LinkModel(6e9)})
+    even = uniform(2, 4, between=LinkModel(12e9), inside=LinkModel(200e9, shared=False))
+    machine = replace(even, between_of={1: LinkModel(6e9)})
     found = probe_module.with_collectives(machine, world)
     assert asked == [("node", 2, NEAR_BLOCKS), ("rail", 4, FAR_BLOCKS[0])]
     assert found.inside.bytes_per_s == 50e9 and found.device.communicator_bytes == 700 << 20

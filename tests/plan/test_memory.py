@@ -116,11 +116,15 @@ def test_planning_gives_its_memory_back(monkeypatch):
     assert done == ["collected", "collected", "emptied"]
     given: list[torch.device] = []
     monkeypatch.setattr(profile, "give_back", given.append)
+
+    def fail(_: str) -> None:
+        raise ZeroDivisionError
+
     measure = partial(profile.measure, dtype=torch.float32, device=CPU, tokens=64, chunk_tokens=64)
     measure(chain(), timed=False)
     assert given == [CPU]
     with pytest.raises(ZeroDivisionError):
-        measure(chain(), tell=lambda _: 1 / 0)
+        measure(chain(), tell=fail)
     assert given == [CPU, CPU]
 
 
