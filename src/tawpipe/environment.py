@@ -34,16 +34,27 @@ CUDA_VARIABLES = {
     # own streams are about 12, and the default is 8 connections.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # All connections of collectives when a group is made, not in the middle of a step, where making one blocks every
-    # lane of a process: they have one issuing thread.
+    # lane of a process: they have one issuing thread. Sizes choose algorithms, so that warming up with few numbers
+    # would not make all of them. What it costs in memory is measured, for each group (runtime/transport.py).
     "NCCL_RUNTIME_CONNECT": "0",
+    # Torch's allocator maps memory to a segment as it grows, instead of keeping segments of all sizes that steps had.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""What CUDA and NCCL read when they start, as this project's lanes need it; what a user has set stays."""
+"""What CUDA, NCCL and torch's allocator read when they start, as this project's lanes need it; what a user has set
+stays."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of one variable: the older ones are read first."""
+
+
+def missing_cuda_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of ``CUDA_VARIABLES`` that a user has not set, under any of their names."""
+    said = {"PYTORCH_ALLOC_CONF"} if any(name in environ for name in ALLOCATOR) else set[str]()
+    return {name: value for name, value in CUDA_VARIABLES.items() if name not in environ and name not in said}
 
 
 def set_cuda_variables(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set ``CUDA_VARIABLES`` where they are not set; before CUDA starts in this process."""
-    for name, value in CUDA_VARIABLES.items():
-        environ.setdefault(name, value)
+    environ.update(missing_cuda_variables(environ))
 
 
 def started_by_local_launcher(environ: Mapping[str, str] = os.environ) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from processes import is_alive, wait_for
-from tawpipe.environment import CUDA_VARIABLES, LaunchEnvironment, set_cuda_variables
+from tawpipe.environment import ALLOCATOR, CUDA_VARIABLES, LaunchEnvironment, set_cuda_variables
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape, reserved_port, worker_environment
@@ -68,7 +68,7 @@ def test_each_process_sees_one_gpu() -> None:
 
 
 def test_cuda_and_nccl_are_set_up_for_lanes_unless_the_user_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CUDA_VARIABLES:
+    for name in (*CUDA_VARIABLES, *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
     gpus = [Gpu("0"), Gpu("1")]
     given = worker_environment(Shape(1, 2), 0, port=1, gpus=gpus)
@@ -79,6 +79,16 @@ def test_cuda_and_nccl_are_set_up_for_lanes_unless_the_user_has_done_so(monkeypa
     environ = {"NCCL_RUNTIME_CONNECT": "1"}
     set_cuda_variables(environ)
     assert environ == {**CUDA_VARIABLES, "NCCL_RUNTIME_CONNECT": "1"}
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_torchs_allocator_grows_its_segments_unless_the_user_has_said_something(name: str) -> None:
+    environ: dict[str, str] = {}
+    set_cuda_variables(environ)
+    assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    environ = {name: "max_split_size_mb:512"}
+    set_cuda_variables(environ)
+    assert {key: environ[key] for key in ALLOCATOR if key in environ} == {name: "max_split_size_mb:512"}
 
 
 def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine
+from tawpipe.plan import probe as probe_module
+from tawpipe.plan.machine import Device, Machine, load_machine, machine_from, save_machine, uniform
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.probe import free_memory, loopback, tournament
+from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 
@@ -135,3 +140,49 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path):
     assert free_memory() == 2000000
     (tmp_path / "max").write_text("max\n")
     assert free_memory() > 2000000
+
+
+def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
+    """Where gathers of all groups at once are slower than pairs, they count; and a machine knows what a group takes."""
+    asked: list[tuple[str, int, int]] = []
+
+    def gathers(world: Any, every: Any, blocks: int, name: str) -> tuple[float, int]:
+        asked.append((name, len(every), blocks))
+        return (50e9, 600 << 20) if name == "node" else (2e9, 700 << 20)
+
+    monkeypatch.setattr(probe_module, "collective", gathers)
+    world: Any = SimpleNamespace(topology=Topology.grid(2, 4))
+    even = uniform(2, 4, between=LinkModel(12e9), inside=LinkModel(200e9, shared=False))
+    machine = replace(even, between_of={1: LinkModel(6e9)})
+    found = probe_module.with_collectives(machine, world)
+    assert asked == [("node", 2, NEAR_BLOCKS), ("rail", 4, FAR_BLOCKS[0])]
+    assert found.inside.bytes_per_s == 50e9 and found.device.communicator_bytes == 700 << 20
+    assert found.far_share == pytest.approx(2e9)
+    assert found.between_of[1].bytes_per_s == pytest.approx(4e9), "as much slower as the others"
+    monkeypatch.setattr(probe_module, "collective", lambda *_: (1e12, 0))
+    assert probe_module.with_collectives(machine, world) == machine
+
+
+def test_messages_of_gpus_are_timed_by_events(monkeypatch):
+    """The stand-in's clock runs on the device alone; some messages go between two events."""
+    state = {"at": 0.0, "sent": 0}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = state["at"]
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1e3 * (other.at - self.at)
+
+    def send() -> None:
+        state["sent"] += 1
+        state["at"] += 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert probe_module.timed(send, torch.device("cuda"), 8) == 0.25 and state["sent"] == 8

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +18,20 @@ from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.plan import measure as measure_module
+from tawpipe.plan import profile
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, request_of, system_of
 from tawpipe.plan.memory import estimate_memory, measure_memory
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
-from tawpipe.plan.predict import memory_of, memory_quickly
+from tawpipe.plan.predict import Needs, memory_of, memory_quickly
 from tawpipe.plan.profile import size_of
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import fits, search, shortage, with_settings
+from tawpipe.prove.models import alone
+from tawpipe.runtime import memory as memory_module
+from tawpipe.runtime.memory import Taken, give_back
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.runtime.recompute import kept_per_token
@@ -34,6 +41,7 @@ from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import LinkModel
+from tawpipe.train.memory import check_left
 
 CPU = torch.device("cpu")
 FLOAT = 4
@@ -89,6 +97,54 @@ def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
         state.update(most=700, now=300)
 
     assert peaks([part, part], torch.device("cuda")) == [Peak(100, 700, 300), Peak(300, 700, 300)]
+
+
+def test_four_counts_of_what_a_gpu_has_given(monkeypatch):
+    said = {"allocated_bytes.all.peak": 1, "active_bytes.all.peak": 2, "reserved_bytes.all.peak": 3}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: said)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6, 10))
+    assert Taken.of(torch.device("cuda")) == Taken(allocated=1, active=2, reserved=3, driver=4)
+
+
+def test_planning_gives_its_memory_back(monkeypatch):
+    """Also if it fails; nothing refers to what was measured when the allocator is asked to let go of it."""
+    done: list[Any] = []
+    monkeypatch.setattr(memory_module, "gc", SimpleNamespace(collect=lambda: done.append("collected")))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    give_back(CPU)
+    give_back(torch.device("cuda"))
+    assert done == ["collected", "collected", "emptied"]
+    given: list[torch.device] = []
+    monkeypatch.setattr(profile, "give_back", given.append)
+
+    def fail(_: str) -> None:
+        raise ZeroDivisionError
+
+    measure = partial(profile.measure, dtype=torch.float32, device=CPU, tokens=64, chunk_tokens=64)
+    measure(chain(), timed=False)
+    assert given == [CPU]
+    with pytest.raises(ZeroDivisionError):
+        measure(chain(), tell=fail)
+    assert given == [CPU, CPU]
+
+
+def test_a_gpu_is_warm_and_runs_for_long_before_a_time_counts(monkeypatch):
+    """The stand-in runs twice as fast for its first second and a half, and is only asked whether it is done."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    now, runs = [0.0], []
+
+    def run() -> None:
+        runs.append(now[0])
+        now[0] += 0.01 if now[0] > 1.5 else 0.005
+
+    bench: Any = SimpleNamespace(device=torch.device("cuda"))
+    clock = profile.Clock(bench, now=lambda: now[0])
+    assert clock._time(run, grad=False) == pytest.approx(0.01)
+    counted = round(profile.ENOUGH_S / 0.01)
+    assert runs[-counted] >= profile.HEAT_S
+    before = len(runs)
+    assert clock._time(run, grad=False) == pytest.approx(0.01)
+    assert counted <= len(runs) - before <= counted + 3, "it is warm by now"
 
 
 @pytest.mark.parametrize("documents", [[512], [128] * 4])
@@ -269,13 +325,35 @@ def test_the_driver_and_every_communicator_are_counted():
 
 def test_what_the_driver_takes_is_measured_where_it_can_be(monkeypatch):
     gpu = replace(GPUS, device=Device("H100"))
-    assert system_of(gpu, CPU) == (DRIVER_BYTES, COMMUNICATOR_BYTES)
+    assert system_of(gpu, CPU) == (DRIVER_BYTES + COMMUNICATOR_BYTES, COMMUNICATOR_BYTES), "that of all processes, too"
+    measured = replace(gpu, device=replace(gpu.device, communicator_bytes=1 << 30))
+    assert system_of(measured, CPU) == (DRIVER_BYTES + (1 << 30), 1 << 30)
+    assert machine_from(spell_machine(measured)).device == measured.device
     monkeypatch.setattr(measure_module, "device_name", lambda _: "H100")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 << 30)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     assert system_of(gpu, torch.device("cuda")) == (8 << 30, COMMUNICATOR_BYTES)
     process, groups = system_of(ALONE, CPU)
     assert process > 2**26 and groups == 0
+
+
+def test_a_run_whose_groups_leave_too_little_is_refused_before_its_first_step(monkeypatch):
+    """The stand-in driver has 80 GiB, of which homes take 10 and step and buffers will take 50."""
+    state = {"free": 80 - 12}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"] << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 11 << 30)
+    needs = Needs({"homes": 10 << 30, "buffers": 20 << 30, "activations": 30 << 30, "system": 3 << 30}, 0)
+    world = replace(alone(CPU), device=torch.device("cuda"))
+    groups = {"GATHER node": 5 << 30, "INTER_W rail": 6 << 30}
+    check_left(world, groups, needs)
+    state["free"] = 48
+    with pytest.raises(
+        UserError, match=r"memory: got '?11\.\d* GiB for 2 groups of NCCL.* 50.* left for the step, where 49"
+    ):
+        check_left(world, groups, needs)
+    check_left(alone(CPU), {}, needs)
 
 
 def test_the_hosts_memory_is_in_the_machines_file():

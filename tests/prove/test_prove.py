@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from tawpipe.cli import main
-from tawpipe.prove import checks, endings, exactness, memory, run, speed
+from tawpipe.plan.predict import Needs
+from tawpipe.prove import checks, documents, endings, exactness, memory, reserved, run, speed, waits
 from tawpipe.prove.checks import Check
 from tawpipe.prove.models import alone, llama
-from tawpipe.prove.outcome import FAILS, HOLDS, UNPROVEN, Outcome
+from tawpipe.prove.outcome import FAILS, HINT, HOLDS, UNPROVEN, Outcome
 from tawpipe.prove.run import prove
+from tawpipe.prove.stand_in import LooksLikeCuda, read_as_a_gpu_does
+from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World
+
+CPU = torch.device("cpu")
 
 
 def numbers(world: World, *, out: str, only: list[str]) -> dict[str, Any]:
@@ -58,11 +64,138 @@ def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch
     assert "two and two are five: four" in said and "no kernel image" in said and "needs a GPU and several" in said
 
 
+def test_a_slower_kernel_is_a_hint_and_no_failure(tmp_path, monkeypatch, capsys):
+    slower = "flash attention 2 (varlen); flash attention 3 would be faster, and is not installed or not activated"
+    monkeypatch.setattr(speed, "kernel_of_model", lambda *_: slower)
+    found = prove(alone(CPU), tmp_path / "found.json", only=["kernel"])
+    assert found.checks["kernel"]["status"] == HINT and not found.failed
+    assert slower in capsys.readouterr().out
+
+
+def test_attention_is_checked_as_training_runs_it(tmp_path, monkeypatch):
+    asked: list[torch.device] = []
+    monkeypatch.setattr("tawpipe.model.attention_kernel.activate_flash", lambda device, *_: asked.append(device))
+    for listed in (run, checks):
+        monkeypatch.setattr(listed, "CHECKS", (Check("first", "it is", lambda _: Outcome(asked == [CPU], "")),))
+    assert main(["prove", "--out", str(tmp_path / "found.json"), "--device", "cpu"]) == 0
+
+
+FEW = documents.Sizes((1, 7, 40), 24, 130, (16,))
+
+
+@pytest.fixture
+def one_model(monkeypatch):
+    """Documents of one model, whose heads share keys."""
+    config = next(iter(documents.models(FEW).values()))
+    monkeypatch.setattr(documents, "models", lambda _: {"one": config})
+    monkeypatch.setitem(documents.SIZES, "cpu", FEW)
+
+
+def test_packed_documents_have_the_gradients_of_each_alone(one_model):
+    found = documents.documents(alone(CPU))
+    assert found.holds, found.note
+    names = len(("output", "input")) + 9  # parameters of a layer of a Llama
+    assert found.numbers["count"] == len(documents.ways(1)) * len(FEW.lengths) * names
+
+
+def test_a_log_sum_exp_that_a_gpu_would_misread_is_found(one_model, monkeypatch):
+    class Strided(read_as_a_gpu_does):
+        """Hands it over as part of a longer one."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "flash_attention_for_cpu_backward" in func._schema.name and args[5].is_contiguous():
+                longer = args[5].new_zeros(*args[5].shape[:-1], args[5].shape[-1] + 3)
+                part = longer[..., : args[5].shape[-1]].copy_(args[5])
+                args = (*args[:5], part, *args[6:])
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(documents, "read_as_a_gpu_does", Strided)
+    found = documents.documents(alone(CPU))
+    assert not found.holds and ("chunks" in found.note or "sets" in found.note)
+    assert max(found.numbers["worst"].values()) > 1
+
+
+def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> dict[str, Any]:
+    """As if what is received were not recorded on the stream that computes."""
+    travel = Compute.travel
+
+    def careless(self: Compute, *given: Any) -> None:
+        recorded, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda *_: None  # type: ignore[method-assign]
+        try:
+            travel(self, *given)
+        finally:
+            torch.Tensor.record_stream = recorded  # type: ignore[method-assign]
+
+    Compute.travel = careless  # type: ignore[method-assign]
+    try:
+        return numbers(world, out=out, only=only)
+    finally:
+        Compute.travel = travel  # type: ignore[method-assign]
+
+
+def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monkeypatch):
+    found = pool.run(f"{__name__}:numbers_with_an_early_free", 2, 1, out=str(tmp_path / "found.json"), only=["bits"])[0]
+    row = found["checks"]["bits"]
+    assert row["status"] == FAILS and not row["numbers"]["differ"]
+    assert {"1f1b", "zero-bubble"} <= row["numbers"]["freed"].keys() and "flat" not in row["numbers"]["freed"]
+    assert "allocated on INTER_W, is dropped by COMPUTE" in row["note"]
+
+
+def test_streams_of_offloaded_rows_do_not_grow_with_the_layers():
+    assert reserved.streams_of_rows(CPU, 8) == reserved.streams_of_rows(CPU, 2) > 0
+
+
+def test_what_is_more_than_was_predicted_is_named_by_every_count():
+    needs = Needs({"homes": 4 << 30, "working": 1 << 30, "system": 1 << 30}, 0)
+    fits = Taken(5 << 30, 5 << 30, 5 << 30, 6 << 30)
+    assert reserved.too_much(needs, 5 << 30, fits) == []
+    for name in ("active", "reserved", "driver"):
+        more = Taken(**{**vars(fits), name: 8 << 30})
+        (said,) = reserved.too_much(needs, 5 << 30, more)
+        assert said == f"8.00 GiB {name}, {6 if name == 'driver' else 5}.00 predicted"
+    assert reserved.too_much(needs, 8 << 30, None) == ["8.00 GiB allocated, 5.00 predicted"]
+    apart = Needs({**needs.parts, "apart": 3 << 30}, 0)
+    assert reserved.too_much(apart, 5 << 30, Taken(5 << 30, 8 << 30, 8 << 30, 9 << 30)) == []
+    assert reserved.too_much(apart, 8 << 30, None) == ["8.00 GiB allocated, 5.00 predicted"]
+
+
+def test_copies_that_wait_for_a_device_are_found(monkeypatch):
+    pinned = torch.ones(3)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() == pinned.data_ptr())
+    with waits.unpinned_copies() as found:
+        pinned.to(LooksLikeCuda("cpu"), non_blocking=True)
+        torch.ones(2, 3).to(torch.float64)
+        assert not found
+        torch.ones(2, 3).to(LooksLikeCuda("cpu"), non_blocking=True)
+    assert found == ["(2, 3) of float32 from memory that is not pinned"]
+
+
+def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
+    found = pool.run(f"{__name__}:numbers", 1, 2, out=str(tmp_path / "found.json"), only=["beside", "reserved"])[0]
+    beside, ways = found["checks"]["beside"], found["checks"]["reserved"]
+    assert beside["status"] == UNPROVEN, "processes share processors"
+    assert beside["numbers"]["seconds"].keys() == {"alone", "beside a receive", "beside gathers"}
+    assert ways["status"] == UNPROVEN, ways["note"]
+    assert ways["numbers"]["ways"].keys() == {"offloading, chunks", "a pipeline"}
+    for row in ways["numbers"]["ways"].values():
+        predicted = sum(size for name, size in row["predicted"].items() if name != "system")
+        assert row["allocated_bytes"] == pytest.approx(predicted, rel=memory.LIMIT)
+
+
 @pytest.mark.slow
 def test_memory_of_a_row_is_as_predicted():
     config = llama(hidden=128, layers=2, heads=2, vocabulary=500)
     row = memory.by_itself(config, [512], "none", torch.float32, torch.device("cpu"))
     assert row["passing_error"] == pytest.approx(0, abs=0.05)
+
+
+def test_everything_holds_that_a_cpu_can_tell(tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["prove", "--device", "cpu", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["checks"]
+    assert found.keys() == {check.name for check in checks.CHECKS}
+    needs_more = {"sets", "order", "beside", "waits", "offload"}
+    assert {name for name, row in found.items() if row["note"].startswith("needs")} == needs_more
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

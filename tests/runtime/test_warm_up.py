@@ -36,16 +36,21 @@ class FakeDist:
 
     seen: set[tuple[str, str, int]] = field(default_factory=set)
     groups: list[Group] = field(default_factory=list)
+    splits: list[list[list[int]]] = field(default_factory=list)
+    taken: int = 0
+    group: Any = field(default_factory=lambda: SimpleNamespace(WORLD=None))
     ProcessGroup = Group
     ProcessGroupNCCL = SimpleNamespace(Options=Options)
     P2POp = staticmethod(lambda *of: of)
 
     def new_group(self, members: list[int], *, group_desc: str, pg_options: Any, **_: Any) -> Group:
         self.groups.append(Group(members, group_desc, pg_options))
+        self.taken += 100
         return self.groups[-1]
 
     def note(self, group: Group, what: str, who: int = -1) -> Any:
         assert who in (-1, *group.members)
+        self.taken += (group.name, what, who) not in self.seen
         self.seen.add((group.name, what, who))
         return SimpleNamespace(wait=lambda: None)
 
@@ -69,6 +74,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeDist:
     fake = FakeDist()
     monkeypatch.setattr(transport, "dist", fake)
     monkeypatch.setattr(transport, "uses_nccl", lambda _: True)
+    monkeypatch.setattr(transport, "taken_outside_torch", lambda _: fake.taken)
     for name in ("all_gather", "reduce_scatter"):
         monkeypatch.setattr(transport, f"_{name}", lambda *_, group, name=name, async_op: fake.note(group, name))
     for name in transport.BLOCKS_VARIABLES:
@@ -147,9 +153,54 @@ def test_groups_have_priority_and_few_blocks(nccl, monkeypatch):
     assert {group.name.split()[0] for group in nccl.groups} >= {"GATHER", "REDUCE", "INTER_W", "INTER_G"}
     for group in nccl.groups:
         assert group.options.is_high_priority_stream and group.options._timeout == timedelta(seconds=7)
-        most = NEAR_BLOCKS if group.name.endswith("node") else FAR_BLOCKS
+        most = NEAR_BLOCKS if group.name.endswith("node") else FAR_BLOCKS[1]
         assert group.options.config.max_ctas == most and group.options.config.min_ctas == 1
     nccl.groups.clear()
     monkeypatch.setenv("NCCL_MAX_CTAS", "4")
     Transport(Topology.grid(2, 2), 0, schedules, device=torch.device("cpu"))
     assert nccl.groups and not any(vars(group.options.config) for group in nccl.groups)
+
+
+def far_blocks_of(nccl: FakeDist, rate: float, **knobs: Any) -> set[int]:
+    nccl.groups.clear()
+    schedules = [make(llama(4), 2, 2, 4, **knobs)]
+    Transport(Topology.grid(2, 2), 0, schedules, device=torch.device("cpu"), far_bytes_per_s=rate)
+    return {group.options.config.max_ctas for group in nccl.groups if not group.name.endswith("node")}
+
+
+def test_blocks_between_nodes_follow_the_rate_of_the_link(nccl):
+    assert far_blocks_of(nccl, 1e9) == {2} and far_blocks_of(nccl, 25e9) == {3} and far_blocks_of(nccl, 1e12) == {4}
+    assert far_blocks_of(nccl, 0.0) == {4}, "of a link that nobody has measured"
+    assert far_blocks_of(nccl, 1e9, strategy="1f1b") >= {4}, "where activations travel"
+
+
+def test_what_groups_take_of_the_driver_is_known(nccl):
+    """The stand-in takes 100 for a communicator, and 1 for every first use."""
+    made = Transport(Topology.grid(2, 2), 0, [make(llama(3), 2, 2, 4)], device=torch.device("cpu"))
+    assert made.group_bytes.keys() == made._groups.keys()
+    assert sum(made.group_bytes.values()) == nccl.taken == 100 * len(nccl.groups) + len(nccl.seen)
+    assert min(made.group_bytes.values()) > 100
+
+
+def test_groups_of_a_lane_are_one_split_where_torch_can_do_it(nccl, monkeypatch):
+    topology, schedules = Topology.grid(3, 8), [make(llama(3), 3, 8, 24)]
+    before = Transport(topology, 5, schedules, device=torch.device("cpu"))
+    one_by_one = len(nccl.groups)
+
+    def split_group(*, split_ranks: Any, group_desc: str, pg_options: Any, backend: str, **_: Any) -> Group:
+        assert backend == "cuda:nccl" and sorted(one for members in split_ranks for one in members) == list(range(24))
+        nccl.splits.append(split_ranks)
+        mine = next(members for members in split_ranks if 5 in members)
+        return Group(mine, group_desc, pg_options)
+
+    monkeypatch.setattr(nccl, "split_group", split_group, raising=False)
+    backend = SimpleNamespace(supports_splitting=True)
+    nccl.group.WORLD = SimpleNamespace(bound_device_id=0, _get_backend=lambda _: backend)
+    nccl.groups.clear()
+    made = Transport(topology, 5, schedules, device=torch.device("cpu"))
+    assert len(nccl.splits) == len(made._groups) < one_by_one and not nccl.groups
+    members = lambda one: {key: group.members for key, group in one._groups.items()}  # noqa: E731
+    assert members(made) == members(before)
+    backend.supports_splitting = False  # or no device is bound, or an older torch
+    Transport(topology, 5, schedules, device=torch.device("cpu"))
+    assert len(nccl.groups) == one_by_one

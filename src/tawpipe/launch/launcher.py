@@ -28,7 +28,16 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from tawpipe.console import above_bar
-from tawpipe.environment import CUDA_VARIABLES, LAUNCH, LOCAL_LAUNCHER, LOOPBACK, RESTARTS, SECOND_S, STUCK, USER_ERROR
+from tawpipe.environment import (
+    LAUNCH,
+    LOCAL_LAUNCHER,
+    LOOPBACK,
+    RESTARTS,
+    SECOND_S,
+    STUCK,
+    USER_ERROR,
+    missing_cuda_variables,
+)
 from tawpipe.errors import UserError
 from tawpipe.launch.forked import ForkedWorker, import_once
 from tawpipe.launch.gpus import Gpu
@@ -98,7 +107,7 @@ def worker_environment(
         variables |= {name: "lo" for name in INTERFACES if name not in os.environ}
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus[rank].id
-        variables |= {name: value for name, value in CUDA_VARIABLES.items() if name not in os.environ}
+        variables |= missing_cuda_variables()
     return {name: str(value) for name, value in variables.items()}
 
 

@@ -224,6 +224,7 @@ class Pipeline:
             device=self.world.device,
             strict=strict,
             timeout=timeout,
+            far_bytes_per_s=self.world.far_bytes_per_s,
         )
         vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
         chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)

@@ -29,6 +29,7 @@ class Case:
 
     Args:
         weights: by unit; the block's parameters are views of them.
+        sums: of the gradients of trained units, by unit, in fp32.
         batch: on the CPU.
         hidden: what the block is given, and as large as what it gives.
         calls: of the layers, for this micro-batch; none unless the block is one.
@@ -36,6 +37,7 @@ class Case:
 
     spec: BlockSpec
     weights: dict[int, Tensor]
+    sums: dict[int, Tensor]
     batch: MicroBatch
     hidden: Tensor
     calls: tuple[LayerCall, ...]
@@ -103,7 +105,7 @@ class Bench:
         for unit, flat in sums.items():
             chain.collect(unit, flat, accumulate=True)
         try:
-            yield Case(spec, weights, batch, hidden, calls)
+            yield Case(spec, weights, sums, batch, hidden, calls)
         finally:
             for unit in sums:
                 chain.finish_collect(unit)

@@ -4,7 +4,7 @@
 
     format: 1
     nodes: [8, 8, 8]              # devices of every node
-    device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1}
+    device: {name: NVIDIA H100 80GB HBM3, memory_gib: 79.1, communicator_mib: 690}
     between: {gbit_per_s: 100, latency_us: 12}     # of every node's link, each way
     between_of: {2: {gbit_per_s: 25}}              # what differs
     inside: {gbyte_per_s: 380, latency_us: 6, shared: false}
@@ -38,11 +38,13 @@ class Device:
         name: as the driver calls it; ``CPU`` for none; empty where a file does not say it.
         memory_bytes: that a process may use; 0 if that is not known.
         flops: per second in the dtype of the run, where a user knows better than the table of device peaks.
+        communicator_bytes: that NCCL takes for one communicator; 0 if that was not measured.
     """
 
     name: str = "CPU"
     memory_bytes: int = 0
     flops: float | None = None
+    communicator_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,17 @@ class Machine:
         """The share of a device in its node's disk, while all devices of the node read and write."""
         devices = max(self.nodes) if self.files.shared else 1
         return replace(self.files, bytes_per_s=self.files.bytes_per_s / devices, shared=False)
+
+    @property
+    def far_share(self) -> float:
+        """Bytes per second of a device's share of its node's link to the others, while all of its devices use it; 0
+        where that is not known.
+
+        >>> uniform(2, 4, between=LinkModel(4e9), inside=LinkModel(1e9)).far_share
+        1000000000.0
+        """
+        rate = self.between.node_rate(max(self.nodes)) / max(self.nodes)
+        return rate if math.isfinite(rate) else 0.0
 
     @property
     def topology(self) -> Topology:
@@ -116,6 +129,8 @@ def spell_machine(machine: Machine) -> dict[str, Any]:
     content["device"] = {"name": machine.device.name, "memory_gib": round(machine.device.memory_bytes / 2**30, 2)}
     if machine.device.flops:
         content["device"]["flops"] = machine.device.flops
+    if machine.device.communicator_bytes:
+        content["device"]["communicator_mib"] = round(machine.device.communicator_bytes / 2**20, 1)
     for name in ("between", "inside", "host"):
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
     if machine.host_bytes:
@@ -206,11 +221,14 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
 
 
 def _device(values: Any, where: str) -> Device:
-    _check_mapping(values, ("name", "memory_gib", "flops"), where)
+    _check_mapping(values, ("name", "memory_gib", "flops", "communicator_mib"), where)
     flops = values.get("flops")
     if flops is not None and not _number(flops, least=0):
         raise UserError(f"{where}: flops", flops, "a number, 0 or more")
-    return Device(str(values.get("name") or ""), _memory(values.get("memory_gib") or 0, where), flops)
+    mib = values.get("communicator_mib") or 0
+    if not _number(mib, least=0):
+        raise UserError(f"{where}: communicator_mib", mib, "a number, 0 or more")
+    return Device(str(values.get("name") or ""), _memory(values.get("memory_gib") or 0, where), flops, int(mib * 2**20))
 
 
 def _memory(gib: Any, where: str, key: str = "memory_gib") -> int:

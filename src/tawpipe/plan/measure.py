@@ -25,6 +25,7 @@ from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
+from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -37,8 +38,9 @@ What the driver and the libraries take is counted (``system``).
 """
 DRIVER_BYTES = 700 << 20
 """Of a GPU that a CUDA context, its loaded kernels and the workspaces of cuBLAS take, where that cannot be measured."""
-COMMUNICATOR_BYTES = 256 << 20
-"""Of a GPU that NCCL takes for one communicator: 4 MiB a channel and neighbour, and less for short messages."""
+COMMUNICATOR_BYTES = 512 << 20
+"""Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
+the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
@@ -247,15 +249,16 @@ def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
     """Bytes of a device that the driver and libraries take, and those of each communicator.
 
     On a CPU they are this process's, which has loaded the libraries. On a GPU like the plan's they are what is in use
-    and not by torch's allocator, if that is more than what is usual.
+    and not by torch's allocator, if that is more than what is usual. The communicator of all processes, which every
+    run has besides its groups', is among it.
     """
     if machine.device.name == "CPU":
         return resident_memory(), 0
-    used = 0
+    each = machine.device.communicator_bytes or COMMUNICATOR_BYTES
+    used, usual = 0, DRIVER_BYTES + (each if machine.world_size > 1 else 0)
     if here.type == "cuda" and device_name(here) == machine.device.name:
-        free, total = torch.cuda.mem_get_info(here)
-        used = total - free - torch.cuda.memory_reserved(here)
-    return max(DRIVER_BYTES, used), COMMUNICATOR_BYTES
+        used = taken_outside_torch(here)
+    return max(usual, used), each
 
 
 def device_name(here: torch.device) -> str:

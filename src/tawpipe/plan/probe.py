@@ -6,6 +6,7 @@ unless that is the request. What is asked, in a few seconds altogether:
 * inside a node: latency and rate of a pair alone, both ways at once, and of all pairs of the node at once;
 * between nodes: the same, for every node with some others in turn; a node's rate is that of its best partner, so that
   one slow node does not make its partners look slow;
+* under NCCL the collectives that strategies use, in groups like theirs, and what a communicator takes of a GPU;
 * to the host: copies between a GPU and pinned memory;
 * to a disk, where a folder is named: a file that is written and read.
 """
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ import torch.distributed as dist
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Device, Machine
+from tawpipe.runtime.memory import taken_outside_torch
+from tawpipe.runtime.transport import NEAR_BLOCKS, far_blocks, make_group, uses_nccl
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 
@@ -35,6 +39,8 @@ ROUNDS = 6
 """Every node is measured with at most so many others."""
 TRIAL_BYTES = 1 << 18
 LARGEST_BYTES = 1 << 26
+LARGEST_CUDA_BYTES, MOST_TIMES = 1 << 28, 10
+"""On a GPU messages are large, and sent several times in a row: one is over before the host has looked."""
 SECONDS = 0.15
 LOOPBACK_SECONDS = 0.03
 """Seconds that a measurement of a rate should take; and that of a loopback, which is as fast as processors are free."""
@@ -89,6 +95,8 @@ def probe(world: World) -> Probe:
     between, of, rates, notes = _between(ruler, nodes)
     host, known = _host(world), machine_unprobed(world)
     machine = replace(known, between=between, inside=inside, between_of=of, host=host)
+    if uses_nccl(world.device) and world.size > 1:
+        machine = with_collectives(machine, world)
     apart, words = loopback(world.gather_texts(network_stack()), nodes)
     return Probe(machine, rates, (*inside_notes, *notes) if apart else (), words)
 
@@ -143,7 +151,7 @@ class _Ruler:
         self.world = world
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         loopback = world.device.type == "cpu" and world.machines.num_nodes == 1
-        self._seconds = LOOPBACK_SECONDS if loopback else SECONDS
+        self._seconds, self._on_cuda = LOOPBACK_SECONDS if loopback else SECONDS, world.device.type == "cuda"
 
     def latency(self, pairs: Sequence[Pair], times: int = 20) -> list[float]:
         """Seconds of a message of a few bytes one way, of every pair."""
@@ -153,9 +161,11 @@ class _Ruler:
         """Bytes per second in one direction, of every pair, all pairs at once."""
         trial = self._all(pairs, lambda first, peer: self._stream(first, peer, TRIAL_BYTES, forth, back))
         slowest = max(trial, default=1e-9)
-        size = min(LARGEST_BYTES, max(TRIAL_BYTES, int(TRIAL_BYTES * self._seconds / max(slowest, 1e-9))))
-        size = int(self.world.gather_numbers(float(size))[0])
-        seconds = self._all(pairs, lambda first, peer: self._stream(first, peer, size, forth, back))
+        most = LARGEST_CUDA_BYTES if self._on_cuda else LARGEST_BYTES
+        wanted = TRIAL_BYTES * self._seconds / max(slowest, 1e-9)
+        size = int(self.world.gather_numbers(float(min(most, max(TRIAL_BYTES, int(wanted)))))[0])
+        times = MOST_TIMES if self._on_cuda and size == most else 1
+        seconds = self._all(pairs, lambda first, peer: self._stream(first, peer, size, forth, back, times))
         return [size / max(one, 1e-9) for one in seconds]
 
     def _all(self, pairs: Sequence[Pair], run: Callable[[bool, int], float]) -> list[float]:
@@ -179,19 +189,18 @@ class _Ruler:
             self._wait()
         return time.perf_counter() - begin
 
-    def _stream(self, first: bool, peer: int, size: int, forth: bool, back: bool) -> float:
+    def _stream(self, first: bool, peer: int, size: int, forth: bool, back: bool, times: int = 1) -> float:
         sent, received = self._room(size)
         sends, receives = (forth, back) if first else (back, forth)
-        begin = 0.0
-        for count in (TRIAL_BYTES // 4, size):  # the first opens the connection
-            self._wait()
-            begin = time.perf_counter()
+
+        def exchange(count: int) -> None:
             operations = [dist.P2POp(dist.isend, sent[:count], peer)] if sends else []
             operations += [dist.P2POp(dist.irecv, received[:count], peer)] if receives else []
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            self._wait()
-        return time.perf_counter() - begin
+
+        timed(lambda: exchange(TRIAL_BYTES // 4), self.world.device)  # opens the connection
+        return timed(lambda: exchange(size), self.world.device, times)
 
     def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         if size not in self._buffers:
@@ -201,6 +210,69 @@ class _Ruler:
     def _wait(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+
+
+def timed(run: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Seconds of a run, of some in a row. On a GPU between two events of the present stream, which waits for them."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begin) / times
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times
+
+
+def with_collectives(machine: Machine, world: World) -> Machine:
+    """The machine with the rates that gathers reach which all groups of a kind do at once, where these are below those
+    of pairs, and with what a communicator takes. Call on all ranks.
+    """
+    topology, taken = world.topology, 0
+    if topology.local_size > 1:
+        rate, taken = collective(world, topology.nodes, NEAR_BLOCKS, "node")
+        machine = replace(machine, inside=replace(machine.inside, bytes_per_s=min(machine.inside.bytes_per_s, rate)))
+    if topology.num_nodes > 1:
+        rails = [topology.rail(i) for i in range(topology.local_size)]
+        rate, more = collective(world, rails, far_blocks(machine.far_share), "rail")
+        slower, taken = min(1.0, rate / machine.far_share), max(taken, more)
+        machine = replace(
+            machine,
+            between=replace(machine.between, bytes_per_s=slower * machine.between.bytes_per_s),
+            between_of={
+                n: replace(link, bytes_per_s=slower * link.bytes_per_s) for n, link in machine.between_of.items()
+            },
+        )
+    return replace(machine, device=replace(machine.device, communicator_bytes=taken))
+
+
+def collective(world: World, every: Sequence[Sequence[int]], blocks: int, name: str) -> tuple[float, int]:
+    """Bytes per second that a device sends in gathers of some groups, made as a run's are, all at once, the slowest;
+    and the bytes of a GPU that NCCL takes for one, the most of all ranks.
+    """
+    device, members = world.device, len(every[0])
+    own = torch.ones(LARGEST_CUDA_BYTES // members, dtype=torch.uint8, device=device)
+    together = torch.empty(own.numel() * members, dtype=torch.uint8, device=device)
+    before = taken_outside_torch(device)
+    limit = timedelta(minutes=10)
+    group = make_group(every, world.rank, device, timeout=limit, blocks=blocks, name=f"probe {name}")
+
+    def gather() -> None:
+        work = dist.all_gather_into_tensor(together, own, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+
+    once = max(world.gather_numbers(timed(gather, device)))
+    taken = taken_outside_torch(device) - before
+    times = int(min(MOST_TIMES, max(2, SECONDS / max(once, 1e-6))))
+    seconds = max(world.gather_numbers(timed(gather, device, times)))
+    dist.destroy_process_group(group)
+    return (members - 1) * own.numel() / max(seconds, 1e-9), int(max(world.gather_numbers(float(max(0, taken)))))
 
 
 def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, list[str]]:

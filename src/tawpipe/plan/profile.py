@@ -7,6 +7,7 @@ are those within it.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from tawpipe.model.flops import attention_width, key_width, met_elements, window
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.memory import estimate_memory, measure_chunks, measure_memory
 from tawpipe.plan.updates import Updates, estimated, measured
+from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.rows import OnDevice
 from tawpipe.schedule.balance import LayerKind, Work
@@ -37,6 +39,10 @@ ESTIMATED_BYTES_PER_S = 1e12
 USUAL = adamw()
 """The optimizer whose updates are timed where nobody has said which it is."""
 REPEATS = 3
+HEAT_S, ENOUGH_S = 2.0, 0.5
+"""Seconds for which a GPU computes before anything is timed, as it runs slower when it is warm; and for how long the
+runs of one shape take together. They are issued one after the other, as in a step: the host is ahead of them."""
+MOST_RUNS = 1000
 LONG_S = 4.0
 """Seconds that the longest row in chunks may take that is run."""
 QUIET_S = 2.0
@@ -130,7 +136,8 @@ def measure(
     tell: Callable[[str], None] = lambda _: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``.
+    """Run one layer of every kind, the embedding and the head on a few micro-batches, the largest of ``tokens``. What
+    that takes of a GPU is given back: training computes on another stream, which could not use it.
 
     Args:
         chain: of a model on the meta device; it is prepared here and is of no other use afterwards.
@@ -143,15 +150,25 @@ def measure(
         tell: is given what is measured, before it is and while it takes time.
         now: seconds; those of the process alone where others use its processors.
     """
-    bench = Bench(chain, device, dtype, chunk_tokens)
-    memory = measure_memory(bench, tokens=tokens, packed=packed)
+    try:
+        bench = Bench(chain, device, dtype, chunk_tokens)
+        memory = measure_memory(bench, tokens=tokens, packed=packed)
+        clock = Clock(bench, tell, now)
+        whole = _whole(clock, memory, tokens, optimizer, timed=timed)
+        return _with_chunks(whole, clock, chunks, tokens if timed else 0, row)
+    finally:
+        give_back(device)
+
+
+def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerFactory, *, timed: bool) -> Profile:
+    """The profile of whole rows."""
+    bench, chain, device = clock.bench, clock.bench.chain, clock.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     source = f"measured on {where}, {tokens} tokens"
-    clock, kinds = Clock(bench, tell, now), bench.kinds()
+    kinds = bench.kinds()
     if not timed:
-        nothing = (BlockCost(),) * len(chain.blocks)
-        return _with_chunks(Profile(nothing, 0.0, memory, source), clock, chunks, 0, row)
-    tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
+        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source)
+    clock.tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half, quarter = max(1, tokens // 2), max(1, tokens // 4)
     of_layers = [(tokens,), (half,), (quarter,), (max(1, tokens // 8),) * 8]
     costs: dict[int, BlockCost] = {}
@@ -168,8 +185,8 @@ def measure(
         costs |= dict.fromkeys(blocks, cost)
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     update_s, update_of = clock.updates(optimizer)
-    whole = Profile(in_order, update_s, memory, source, update_of=update_of)
-    return _with_chunks(whole, clock, chunks, tokens, row)
+    source += f", at {mhz:,} MHz" if (mhz := clock_mhz(device)) else ""
+    return Profile(in_order, update_s, memory, source, update_of=update_of)
 
 
 def _with_chunks(
@@ -244,6 +261,16 @@ def _seconds_of(cost: BlockCost, length: int) -> float:
     return cost.forward.of(size) + cost.backward.of(size)
 
 
+def clock_mhz(device: torch.device) -> int:
+    """The clock of a GPU's multiprocessors at present; 0 where nothing (``pynvml``) says it."""
+    if device.type != "cuda":
+        return 0
+    try:
+        return torch.cuda.clock_rate(device)
+    except (ImportError, RuntimeError, AttributeError):
+        return 0
+
+
 class Clock:
     """Times blocks on a bench."""
 
@@ -254,7 +281,7 @@ class Clock:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.bench, self.device, self._now = bench, bench.device, now
-        self._tell, self._doing = tell, ""
+        self.tell, self._doing, self._is_hot = tell, "", False
         self._began = self._told = time.perf_counter()
 
     def seconds(self, block: int, lengths: Sequence[int]) -> tuple[float, float]:
@@ -325,9 +352,13 @@ class Clock:
             return forward_s, self._time(backward, grad=False, once=once) if trained else 0.0
 
     def _time(self, run: Callable[[], object], *, grad: bool, once: bool = False) -> float:
-        """The median of a few runs after one that does not count; or of one run."""
+        """The median of a few runs after one that does not count; or of one run. On a GPU the mean of many."""
         taken = []
         with torch.set_grad_enabled(grad):
+            if self.device.type == "cuda" and not once:
+                self._heat(run)
+                times = min(MOST_RUNS, max(REPEATS, math.ceil(ENOUGH_S / max(self._together(run, 1), 1e-6))))
+                return self._together(run, times)
             for _ in range(1 if once else REPEATS + 1):
                 self._wait()
                 begin = self._now()
@@ -337,12 +368,29 @@ class Clock:
                 self._say(taken)
         return statistics.median(taken[1:] or taken)
 
+    def _heat(self, run: Callable[[], object]) -> None:
+        """Compute for a while, if this is the first to be timed."""
+        begin = self._now()
+        while not self._is_hot and self._now() - begin < HEAT_S:
+            self._together(run, 1)
+        self._is_hot = True
+        self._together(run, 1)  # what is new to the device comes now
+
+    def _together(self, run: Callable[[], object], times: int) -> float:
+        """Seconds of each of some runs that are issued one after the other."""
+        self._wait()
+        begin = self._now()
+        for _ in range(times):
+            run()
+        self._wait()
+        return (self._now() - begin) / times
+
     def _say(self, taken: Sequence[float]) -> None:
         now = time.perf_counter()
         if now - self._told > QUIET_S:
             self._told = now
             run = f"run {len(taken)} of {REPEATS + 1} took {taken[-1]:.1f} s"
-            self._tell(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
+            self.tell(f"measuring for {duration(now - self._began)}: {self._doing}, {run}")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tawpipe.prove import endings, exactness, memory, speed
+from tawpipe.prove import documents, endings, exactness, memory, reserved, speed, waits
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.world import World
 
@@ -36,14 +36,25 @@ class Check:
 
 
 CHECKS = (
-    Check("kernel", "the fastest attention kernel that is installed is the one that runs", speed.kernel),
+    Check("kernel", "attention runs by a kernel that is installed here", speed.kernel),
+    Check(
+        "documents",
+        "packed documents have the gradients of each of them alone, in bf16, however a layer runs",
+        documents.documents,
+        alone=True,
+    ),
     Check("exact", "every strategy has the loss and the gradients of one plain process", exactness.exact),
-    Check("bits", "a step that is repeated, with delays in every lane too, gives the same bits", exactness.bits),
+    Check(
+        "bits", "steps give the same bits whichever lanes are late, and free nothing that is still read", exactness.bits
+    ),
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
     Check("sets", "rows over several processes have the numbers of rows on one", exactness.sets, needs=("neighbours",)),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
     Check("memory", "a step takes the memory that was predicted, within 5 %", memory.predicted, alone=True),
     Check("longest", "the longest row that should fit does, within 5 %", memory.longest, alone=True),
+    Check("reserved", "a device has given no more than was predicted, by all four counts", reserved.reserved),
+    Check("waits", "no step waits for the device", waits.waits, needs=("cuda",)),
+    Check("beside", "transfers leave a layer its time", waits.beside, needs=("several",)),
     Check("speed", "a step takes as long as was predicted, within 15 %", speed.step),
     Check(
         "offload", "inputs of layers wait in the host's memory at no cost in numbers", speed.offload, needs=("cuda",)

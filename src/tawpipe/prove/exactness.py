@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.prove.freed import Freed
 from tawpipe.prove.models import dtype_here, made, rows, small
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import strategies
 
@@ -23,7 +27,12 @@ LIMIT = 1e-6
 CHUNK_LIMITS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.05}
 """The same for rows in chunks: of bfloat16 what rounding every sum to 8 bits makes of gradients."""
 LENGTH = 48
-MOST_DELAY_S = 0.003
+STEPS = 3
+COMPUTES, TRANSFERS = "computing", "transfers"
+MOST_FAULTS = 5
+"""Of a strategy that are written down."""
+DELAY_S = {"cpu": 0.001, "cuda": 0.02}
+"""Seconds that a lane which is late waits before each of its actions, at most."""
 
 
 def exact(world: World) -> Outcome:
@@ -49,18 +58,77 @@ def exact(world: World) -> Outcome:
 
 
 def bits(world: World) -> Outcome:
-    """The same step three times, the last time with random delays before every action."""
-    generator = random.Random(world.rank)
-    delay = lambda _: lambda: generator.uniform(0, MOST_DELAY_S)  # noqa: E731
-    found = [_step(world, 2 * world.size, delay=one) for one in (None, None, delay)]
-    if world.rank != 0:
-        return Outcome(True, "")
-    same = [
-        loss == found[0][0] and all(torch.equal(value, found[0][1][name]) for name, value in gradients.items())
-        for loss, gradients in found[1:]
-    ]
-    note = f"repeated: {_word(same[0])} bits; with delays: {_word(same[1])} bits"
-    return Outcome(all(same), note, {"repeated": same[0], "delayed": same[1]})
+    """A few steps of every strategy, again with all transfers on time and COMPUTE late, and with COMPUTE on time and
+    all transfers late: the same losses and weights. What actions free is looked at meanwhile (freed.py).
+    """
+    differ: dict[str, str] = {}
+    faults: dict[str, list[str]] = {}
+    refused: dict[str, str] = {}
+    for name in _names():
+        try:
+            wanted = _steps(world, name)[0]
+        except UserError as error:
+            refused[name] = str(error)
+            continue
+        for late in (COMPUTES, TRANSFERS):
+            found, wrong = _steps(world, name, late)
+            if wrong:
+                faults[name] = sorted({*faults.get(name, ()), *wrong})[:MOST_FAULTS]
+            if world.rank == 0 and not _equal(wanted, found):
+                differ[name] = f"with {late} late"
+    of_others = world.gather_texts(json.dumps(faults))
+    faults = {name: wrong for text in of_others for name, wrong in json.loads(text).items()}
+    tried = [name for name in _names() if name not in refused]
+    note = f"{len(tried)} strategies, {STEPS} steps: "
+    note += ", ".join([f"{name} has other bits {how}" for name, how in differ.items()]) or "the same bits"
+    if faults:
+        note += f"; memory may be used again too early under {', '.join(faults)}: {next(iter(faults.values()))[0]}"
+    numbers = {"strategies": tried, "differ": differ, "freed": faults, "refused": refused}
+    return Outcome(bool(tried) and not differ and not faults, note, numbers)
+
+
+def _names() -> list[str]:
+    return [name for name, strategy in strategies().items() if strategy.candidate]
+
+
+def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[str]]:
+    """Losses, and on rank 0 all weights, after a few steps; with the words of ``Freed`` where something is late.
+
+    Args:
+        late: ``COMPUTES`` or ``TRANSFERS``: which lanes wait before every action.
+    """
+    config, generator = small(), random.Random(world.rank)
+
+    def delay(lane: str) -> Callable[[], float]:
+        waits = late and (lane == Lane.COMPUTE.value) == (late == COMPUTES)
+        most = DELAY_S[world.device.type] if waits else 0.0
+        return lambda: generator.uniform(most / 2, most)
+
+    pipeline = Pipeline(
+        made(config),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        dtype=torch.float64,
+        schedule=name,
+        check="never",
+        world=world,
+        delay=delay if late else None,
+    )
+    freed, losses = Freed(pipeline) if late else None, list[float]()
+    try:
+        with freed.watching() if freed else nullcontext():
+            for number in range(STEPS):
+                losses.append(pipeline.step(rows(config, 2 * world.size, LENGTH, seed=number)).loss)
+            pipeline.drain()
+        weights = [pipeline.parameter(name) for name in pipeline.parameter_names]
+    finally:
+        pipeline.close()
+    found = [torch.tensor(losses, dtype=torch.float64), *(one for one in weights if one is not None)]
+    return found, freed.faults if freed else []
+
+
+def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    """The same bits; of what is no number none are the same."""
+    return len(first) == len(second) and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def chunks(world: World) -> Outcome:
@@ -108,15 +176,10 @@ def order(world: World) -> Outcome:
     return Outcome(bool(checked), f"{len(checked)} strategies", {"strategies": checked})
 
 
-def _word(same: bool) -> str:
-    return "the same" if same else "other"
-
-
 def _step(
     world: World,
     count: int,
     *,
-    delay: Callable[[str], Callable[[], float]] | None = None,
     dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> tuple[float, dict[str, Tensor]]:
@@ -129,7 +192,6 @@ def _step(
         clip_norm=None,
         check="never",
         world=world,
-        delay=delay,
         **settings,
     )
     try:

@@ -1,6 +1,7 @@
 """Measures the most memory that tensors take while something runs, transient ones and the scratch of kernels included.
 
-On CUDA torch's allocator keeps the count. On the CPU the profiler is told of every block that torch's allocator gives
+On CUDA torch's allocator keeps the count; of what the process takes of the device that is the smallest of four numbers
+(runtime/memory.py). On the CPU the profiler is told of every block that torch's allocator gives
 and takes back on the calling thread, and the sum is taken here.
 """
 

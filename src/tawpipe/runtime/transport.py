@@ -15,10 +15,13 @@ owner of a stripe included. A reduction rounds every rank's contribution once, a
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.compression import Scratch, decode, encode
+from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.warm_up import few_numbers, first_uses
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
@@ -37,9 +41,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-FAR_BLOCKS, NEAR_BLOCKS = 8, 16
-"""Blocks of a kernel of NCCL, each of which takes a multiprocessor: where the link between nodes is the limit, and
-inside a node."""
+FAR_BLOCKS, NEAR_BLOCKS = (2, 4), 16
+"""Blocks of a kernel of NCCL, each of which takes a multiprocessor, also while it waits for a peer: the least and the
+most where the link between nodes is the limit, or activations go from stage to stage; those of others inside a node."""
+BLOCK_BYTES_PER_S = 10e9
+"""Rate at which one block fills a link between nodes."""
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 
@@ -62,19 +68,73 @@ def uses_nccl(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def nccl_options(timeout: timedelta, *, far: bool) -> Any:
+def far_blocks(bytes_per_s: float) -> int:
+    """Blocks that fill a device's share of a link between nodes; the most where its rate is not known (0).
+
+    >>> far_blocks(3e9), far_blocks(25e9), far_blocks(50e9), far_blocks(0)
+    (2, 3, 4, 4)
+    """
+    least, most = FAR_BLOCKS
+    return min(most, max(least, math.ceil(bytes_per_s / BLOCK_BYTES_PER_S))) if bytes_per_s else most
+
+
+def nccl_options(timeout: timedelta, blocks: int) -> Any:
     """Options of a group whose transfers run beside large kernels: a stream of high priority, so that they need not
     wait for one to end, and few blocks, which keep multiprocessors from computing for as long as a transfer takes.
     What a user has set for NCCL's blocks stays.
 
     Args:
-        far: the group has members in several nodes.
+        blocks: at most.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if not any(name in os.environ for name in BLOCKS_VARIABLES):
-        options.config.min_ctas, options.config.max_ctas = 1, FAR_BLOCKS if far else NEAR_BLOCKS
+        options.config.min_ctas, options.config.max_ctas = 1, blocks
     return options
+
+
+def splits(device: torch.device) -> bool:
+    """True if torch makes all groups of a lane with one split of the communicator of all ranks. ``new_group`` takes one
+    for each of them, of all ranks. Earlier releases cannot say which backend of a group of two is split, and give the
+    options of the one to the other.
+    """
+    split, everyone = getattr(dist, "split_group", None), dist.group.WORLD
+    if split is None or "backend" not in inspect.signature(split).parameters or everyone is None:
+        return False
+    return everyone.bound_device_id is not None and everyone._get_backend(device).supports_splitting
+
+
+def make_group(
+    every: Sequence[Sequence[int]], rank: int, device: torch.device, *, timeout: timedelta, blocks: int, name: str
+) -> dist.ProcessGroup:
+    """This rank's one of some groups, warmed with a sum. Call on all ranks, alike.
+
+    Args:
+        every: the members of each; every rank is in one.
+        blocks: of NCCL's kernels, at most.
+    """
+    made, nccl = None, uses_nccl(device)
+    if nccl and splits(device):
+        split = [list(members) for members in every]
+        options = nccl_options(timeout, blocks)
+        made = dist.split_group(
+            split_ranks=split, timeout=timeout, pg_options=options, group_desc=name, backend="cuda:nccl"
+        )
+    else:
+        for members in every:  # every rank makes every group, in one order
+            group = dist.new_group(
+                list(members),
+                timeout=timeout,
+                backend="nccl" if nccl else "gloo",
+                pg_options=nccl_options(timeout, blocks) if nccl else None,
+                group_desc=name,
+                device_id=device if nccl else None,
+            )
+            if rank in members:
+                made = group
+    assert isinstance(made, dist.ProcessGroup)
+    dist.all_reduce(torch.zeros(1, device=device), group=made)
+    return made
 
 
 class Transport:
@@ -85,6 +145,7 @@ class Transport:
         device: where the buffers are. CUDA uses NCCL, everything else gloo.
         strict: check sequence number and action of every message.
         timeout: after which an operation fails.
+        far_bytes_per_s: of a device's share of the link between nodes; 0 where it was not measured.
     """
 
     def __init__(
@@ -96,28 +157,40 @@ class Transport:
         device: torch.device,
         strict: bool = False,
         timeout: timedelta = timedelta(minutes=10),
+        far_bytes_per_s: float = 0.0,
     ) -> None:
         self.topology, self.rank, self.device, self.strict = topology, rank, device, strict
-        self._nccl = uses_nccl(device)
+        self._nccl, self._far_blocks = uses_nccl(device), far_blocks(far_bytes_per_s)
+        self.group_bytes: dict[tuple[Lane, str], int] = {}
+        """Of a GPU that NCCL has taken for each group, its first uses included; empty without one."""
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
         self._scratch = {lane: Scratch(device) for lane in Lane}
         if topology.world_size == 1:
             return
         schedules = list(schedules)
+        before = self._taken()
         for key in needed_groups(schedules):
-            self._groups[key] = self._make(key, timeout)
+            self._groups[key] = self._make(key, schedules, timeout)
             self._sequence[key] = 0
-        for action in first_uses(schedules, rank):
-            buffers = few_numbers(action, topology, rank, device)
-            if action.op is Op.EXCHANGE:
-                self.exchange(action, buffers)
-            else:
-                self.collective(action, buffers)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            before = self._weigh(key, before)
+        for key, actions in groupby(first_uses(schedules, rank), lambda action: (action.lane, action.group)):
+            for action in actions:
+                buffers = few_numbers(action, topology, rank, device)
+                (self.exchange if action.op is Op.EXCHANGE else self.collective)(action, buffers)
+            before = self._weigh(key, before)
 
-    def _make(self, key: tuple[Lane, str], timeout: timedelta) -> dist.ProcessGroup:
+    def _taken(self) -> int:
+        return taken_outside_torch(self.device) if self._nccl else 0
+
+    def _weigh(self, key: tuple[Lane, str], before: int) -> int:
+        """Note what a group has taken since there were ``before`` bytes in use; those that are now."""
+        now = self._taken()
+        if self._nccl:
+            self.group_bytes[key] = self.group_bytes.get(key, 0) + max(0, now - before)
+        return now
+
+    def _make(self, key: tuple[Lane, str], schedules: Sequence[Schedule], timeout: timedelta) -> dist.ProcessGroup:
         lane, name = key
         mine = self.topology.group(name, self.rank)
         assert list(mine) == sorted(mine), "torch numbers the members of a group in the order of their ranks"
@@ -129,22 +202,16 @@ class Transport:
             every = [self.topology.rail(i) for i in range(self.topology.local_size)]
         else:
             every = list(dict.fromkeys(self.topology.group(name, rank) for rank in range(self.topology.world_size)))
-        made = None
-        for members in every:  # every rank makes every group, in one order
-            group = dist.new_group(
-                list(members),
-                timeout=timeout,
-                backend="nccl" if self._nccl else "gloo",
-                pg_options=nccl_options(timeout, far=self._far(name)) if self._nccl else None,
-                group_desc=f"{lane} {name}",
-                device_id=self.device if self._nccl else None,
-            )
-            if members == mine:
-                made = group
-        assert isinstance(made, dist.ProcessGroup)
-        warm = torch.zeros(1, device=self.device)
-        dist.all_reduce(warm, group=made)
-        return made
+        stages = any(
+            transfer.buffer.is_activation
+            for schedule in schedules
+            for program in schedule.programs
+            for action in program
+            if (action.lane, action.group) == key
+            for transfer in action.transfers
+        )
+        blocks = FAR_BLOCKS[1] if stages else self._far_blocks if self._far(name) else NEAR_BLOCKS
+        return make_group(every, self.rank, self.device, timeout=timeout, blocks=blocks, name=f"{lane} {name}")
 
     def _far(self, group: str) -> bool:
         """True if a group has members in several nodes."""

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tawpipe.environment import (
-    CUDA_VARIABLES,
     LOOPBACK,
     LaunchEnvironment,
+    missing_cuda_variables,
     set_cuda_variables,
     started_by_local_launcher,
 )
@@ -34,6 +34,8 @@ from tawpipe.topology import Topology
 logger = logging.getLogger(__name__)
 _joined: list[Any] = []
 """The group of all processes, if it was made here."""
+LEAST_CONNECTIONS = 12
+"""Streams of lanes and of NCCL that run beside each other."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -47,6 +49,7 @@ class World:
         group: all ranks, for CPU tensors (and for CUDA tensors where the device is one); None in a single process.
         patient: all ranks, for waits that may take as long as tokenising a corpus; None in a single process.
         launched: the nodes as the launcher numbers them, where ``nodes`` may group their processes otherwise.
+        far_bytes_per_s: of a device's share of its node's link to the others, as it was measured; 0 where it was not.
     """
 
     nodes: Topology
@@ -55,6 +58,7 @@ class World:
     group: dist.ProcessGroup | None
     patient: dist.ProcessGroup | None = None
     launched: Topology | None = None
+    far_bytes_per_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"World(rank {self.rank} of {self.nodes}, {self.device})"
@@ -239,8 +243,27 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     index = 0 if count == 1 else local_rank
     if index >= count or (count == 1 and local_rank > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         raise UserError("--nproc", f"local rank {local_rank}", f"at most one process for each of the {count} devices")
-    torch.cuda.set_device(index)
+    try:
+        torch.cuda.set_device(index)
+    except (RuntimeError, AssertionError) as error:  # above all a driver that is too old for this torch
+        problem = f"torch {torch.__version__} cannot start CUDA here: {str(error).splitlines()[0]}"
+        if wanted == "cuda":
+            raise UserError("--device", wanted, f"a driver and a torch that go together, or cpu ({problem})") from error
+        logger.warning("%s. The CPU is used instead", problem)
+        return torch.device("cpu")
     return torch.device("cuda", index)
+
+
+def warn_of_few_connections(environ: Mapping[str, str] = os.environ) -> None:
+    """Say so if streams will wait for each other, because a user has set fewer connections than there are lanes."""
+    text = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if text.isdecimal() and int(text) < LEAST_CONNECTIONS:
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=%s: streams share connections, so that transfers wait for computing; at least "
+            "%s, or unset for 32",
+            text,
+            LEAST_CONNECTIONS,
+        )
 
 
 def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelta = timedelta(minutes=10)) -> World:
@@ -255,9 +278,11 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
         UserError: the launcher's variables contradict themselves, or ``nodes`` does not divide the processes.
     """
     launch = LaunchEnvironment.read(os.environ)
-    if torch.cuda.is_initialized() and (late := [name for name in CUDA_VARIABLES if name not in os.environ]):
+    if torch.cuda.is_initialized() and (late := list(missing_cuda_variables())):
         logger.warning("CUDA has started without %s: call tawpipe.connect() before anything is on a GPU", late)
     set_cuda_variables()
+    if device != "cpu" and torch.cuda.device_count():
+        warn_of_few_connections()
     if launch is None:
         picked = pick_device(device, 0)
         if nodes not in (None, 1):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,7 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.strategies import find
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import MEMORY, ask, probed
+from tawpipe.train.words import gib
 
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
@@ -69,6 +70,31 @@ def check_memory(
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(config, machine, measured))
     return needs
+
+
+def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
+    """Refuse a run before its first step if what NCCL has taken leaves less of a GPU than the step takes. Call on all
+    ranks, when the groups and homes are there.
+
+    Args:
+        group_bytes: of every group, as measured when it was made.
+        needs: as predicted.
+
+    Raises:
+        UserError: it does; on all ranks.
+    """
+    if needs is None or world.device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(world.device)
+    allocated = torch.cuda.memory_allocated(world.device)
+    left = free + torch.cuda.memory_reserved(world.device) - allocated
+    wanted = needs.device - needs.parts["system"] - allocated
+    words = f"{gib(sum(group_bytes.values()))} for {len(group_bytes)} groups of NCCL"
+    expected = (
+        f"{gib(wanted)} left for the step, where {gib(left)} are: NCCL_RUNTIME_CONNECT=1, a strategy with fewer groups "
+        "(flat, hsdp), or shorter rows"
+    )
+    world.require(wanted <= left, "memory", words, expected)
 
 
 def with_room_to_keep(config: TrainConfig, world: World, needs: Needs | None) -> tuple[TrainConfig, Needs | None]:

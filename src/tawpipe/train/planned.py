@@ -26,6 +26,7 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import planned_settings
+from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
@@ -49,7 +50,8 @@ DEALT = "documents are dealt by time, --packing balanced"
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
 MEMORY = {"cuda": 0.95, "cpu": 0.8}
 """Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
-between blocks in an allocator, and a CPU's memory is also that of files and other processes.
+between blocks in an allocator, where no count of tensors sees it (``runtime.memory.Taken``), and a CPU's memory is also
+that of files and other processes.
 """
 
 
@@ -319,6 +321,8 @@ def ask(
     except Exception as error:  # what is wrong with the model comes again, by name, when it is made
         logger.debug("measuring", exc_info=True)
         problem = f"{type(error).__name__}: {error}"
+    if problem:  # now that nothing refers to what was under way
+        give_back(world.device)
     if any(world.gather_numbers(float(bool(problem)))):
         return None, problem or "another process could not measure the blocks"
     return request, ""

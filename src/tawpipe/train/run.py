@@ -32,6 +32,7 @@ from tawpipe.model.rope import rope_words
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps, faults_of, naming_documents
@@ -39,7 +40,7 @@ from tawpipe.train.config import TrainConfig, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.going_on import SETTINGS, how_this_process_goes_on
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_memory, with_room_to_keep
+from tawpipe.train.memory import check_left, check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, machine_of, work_of_plan
@@ -121,10 +122,13 @@ def run(config: TrainConfig) -> int:
         tell=console.notice,
     )
     config, needs = with_room_to_keep(config, world, needs)
+    if (machine := machine_of(followed)) is not None:
+        world = replace(world, far_bytes_per_s=machine.far_share)
     with naming_documents(config):
         built = build(config, vocab_size=vocab_size, longest=data.longest)
     retrieval = check_start(config, built, data)
     pipeline = _make_pipeline(config, world, data, built, injector, followed)
+    check_left(world, pipeline.transport.group_bytes, needs)
     if pipeline.checked:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
@@ -164,7 +168,7 @@ def run(config: TrainConfig) -> int:
             disk,
             earlier,
             plan=plan,
-            machine=machine_of(followed) if world.rank == 0 else None,
+            machine=machine if world.rank == 0 else None,
             memory=memory,
             check=retrieval,
             tracking=tracking,
@@ -196,6 +200,8 @@ def run(config: TrainConfig) -> int:
     passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
     results.append(("passes of the data", passes))
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
+    if world.device.type == "cuda":
+        results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model
     if config.export.enabled and training.last and not stopped:
         named, merge = config.export.dtype, config.export.merge

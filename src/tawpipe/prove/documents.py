@@ -1,0 +1,331 @@
+"""Check of attention in packed documents, in the dtype of a run: output and every gradient of a layer, document by
+document and parameter by parameter, beside transformers' own layer in fp32 with an explicit mask.
+
+One layer runs in every way in which training runs it: whole, with attention's results kept, in chunks whose borders are
+inside of documents, over a set of ranks, which this process plays one after the other. So one device shows all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.attention as library
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
+
+from tawpipe.model.batch import tokens_of
+from tawpipe.model.chain import Chain
+from tawpipe.model.chunked import KeyStore
+from tawpipe.model.kernels import flash_in_use
+from tawpipe.model.units import Unit
+from tawpipe.model.weights import ModuleSource
+from tawpipe.plan.bench import Bench, Case
+from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.stand_in import read_as_a_gpu_does
+from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
+from tawpipe.runtime.recompute import keep_attention
+from tawpipe.runtime.rows import OnDevice
+from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.world import World
+
+LIMIT = 0.03
+"""Of bf16: what rounding makes of a gradient that is a small difference of large numbers."""
+SMALL = 0.05
+"""A gradient counts as at least so large, beside that of an equal share of all documents: one token's queries have
+none, and what rounding leaves of it is no error."""
+OWN = "FA2"
+"""Torch's own flash attention."""
+LAYER = 1
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of what is computed.
+
+    Args:
+        lengths: of the documents of a row.
+        chunk: tokens; borders of documents are inside of chunks and of chunks inside of documents.
+        window: tokens, shorter than the longest document.
+        head_dims: sizes of heads that are tried.
+    """
+
+    lengths: tuple[int, ...]
+    chunk: int
+    window: int
+    head_dims: tuple[int, ...]
+
+
+SIZES = {
+    "cpu": Sizes((1, 7, 40, 150), 64, 130, (16,)),
+    "cuda": Sizes((1, 7, 130, 1000, 910), 384, 256, (64, 128, 256)),
+}
+Gradients = Mapping[str, Tensor]
+"""Of the input, under the name ``input``, and of every parameter."""
+
+
+def documents(world: World) -> Outcome:
+    """Every model, kernel and way to run a layer; the largest relative error counts. A package that was built without
+    some sizes of heads is named, and no failure.
+    """
+    device, sizes = world.device, SIZES[world.device.type]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        return Outcome(None, "no kernel for packed documents computes in bf16 here")
+    errors: dict[str, float] = {}
+    lacking: dict[str, str] = {}
+    for kernel in kernels(device):
+        with using(kernel), read_as_a_gpu_does():
+            for name, config in models(sizes).items():
+                try:
+                    found = of_model(config, sizes, device, torch.bfloat16)
+                except RuntimeError as error:
+                    if kernel == flash_in_use() == OWN or device.type != "cuda":
+                        raise
+                    lacking[f"{kernel}, {name}"] = str(error).splitlines()[0]
+                    continue
+                errors |= {f"{kernel}, {name}, {what}": error for what, error in found.items()}
+    where = max(errors, key=lambda one: errors[one])
+    note = f"{len(errors):,} gradients and outputs, largest relative difference {errors[where]:.1e} ({where})"
+    if lacking:
+        note += f"; not computed by {'; '.join(lacking)}, which torch's own flash attention is taken for"
+    worst = dict(sorted(errors.items(), key=lambda one: -one[1])[:20])
+    numbers = {"count": len(errors), "worst": worst, "lacking": lacking, "limit": LIMIT}
+    return Outcome(errors[where] < LIMIT, note, numbers, hint=bool(lacking))
+
+
+def kernels(device: torch.device) -> tuple[str, ...]:
+    """The flash attentions that this process may use: torch's own, and what was activated."""
+    return tuple(dict.fromkeys((flash_in_use(), OWN))) if device.type == "cuda" else ("the CPU's",)
+
+
+@contextmanager
+def using(kernel: str) -> Iterator[None]:
+    """A context in which torch's flash attention is this one."""
+    before = flash_in_use()
+    if kernel in (before, "the CPU's"):
+        yield
+        return
+    assert kernel == OWN, kernel
+    library.restore_flash_attention_impl()
+    try:
+        yield
+    finally:
+        library.activate_flash_attention_impl(before)
+
+
+def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
+    """Models of one layer: heads that share keys, heads that do not, a window, soft caps."""
+    found: dict[str, PreTrainedConfig] = {}
+    for dim in sizes.head_dims:
+        found[f"4 heads of {dim} share keys"] = _config(LlamaConfig, dim, 1)
+        found[f"4 heads of {dim}"] = _config(LlamaConfig, dim, 4)
+        found[f"a window, heads of {dim}"] = _config(MistralConfig, dim, 2, sliding_window=sizes.window)
+    dim = sizes.head_dims[0]
+    found["soft caps"] = _config(
+        Gemma2Config, dim, 2, sliding_window=sizes.window, query_pre_attn_scalar=dim, layer_types=["full_attention"]
+    )
+    return found
+
+
+def _config(kind: Callable[..., PreTrainedConfig], head_dim: int, groups: int, **more: Any) -> PreTrainedConfig:
+    hidden = 4 * head_dim
+    return kind(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        initializer_range=1 / math.sqrt(hidden),
+        tie_word_embeddings=False,
+        **more,
+    )
+
+
+def of_model(config: PreTrainedConfig, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of a model's layer, by way, document and parameter."""
+    lengths = sizes.lengths
+    model = _made(config, dtype)
+    chain = Chain(_made(config, dtype))
+    bench = _OwnValues(chain, device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    hidden, arriving = (
+        torch.randn(1, sum(lengths), config.hidden_size, generator=generator).to(device, dtype) for _ in range(2)
+    )
+    wanted = [
+        _of_document(model.to(device), part, gradient, getattr(config, "sliding_window", None))
+        for part, gradient in zip(hidden.float().split(lengths, 1), arriving.float().split(lengths, 1), strict=True)
+    ]
+    errors: dict[str, float] = {}
+    least = {name: SMALL * sum(float(one[name].norm()) ** 2 for one in wanted) ** 0.5 for name in wanted[0]}
+    for way, run in ways(sizes.chunk).items():
+        for length, expected, found in zip(
+            lengths, wanted, _of_way(bench, run, lengths, hidden, arriving), strict=True
+        ):
+            for name, value in found.items():
+                size = max(float(expected[name].norm()), least[name] / math.sqrt(len(lengths)))
+                error = float((value - expected[name]).norm()) / size
+                errors[f"{way}, document of {length}, {name}"] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model in fp32, with values that ``dtype`` has."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def _of_document(model: Any, hidden: Tensor, arriving: Tensor, window: int | None) -> Gradients:
+    """Output and gradients of transformers' layer on one document, [1, n, H]."""
+    layer: nn.Module = model.model.layers[0]
+    layer.zero_grad()
+    positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+    before = positions.mT - positions
+    hides = (before < 0) | (before >= (window if window and "full" not in _kind(model) else hidden.shape[1]))
+    mask = torch.zeros_like(before, dtype=hidden.dtype).masked_fill(hides, torch.finfo(hidden.dtype).min)[None, None]
+    angles = model.model.rotary_emb(hidden, positions)
+    leaf = hidden.detach().requires_grad_()
+    output = layer(leaf, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+    output = output[0] if isinstance(output, tuple) else output
+    output.backward(arriving)
+    assert leaf.grad is not None
+    named = {name: one.grad for name, one in layer.named_parameters() if one.grad is not None}
+    return {"output": output.detach(), "input": leaf.grad, **named}
+
+
+def _kind(model: Any) -> str:
+    return (getattr(model.config, "layer_types", None) or [""])[0]
+
+
+class _OwnValues(Bench):
+    """A bench whose blocks have the values of the model."""
+
+    def __init__(self, chain: Chain, device: torch.device, dtype: torch.dtype) -> None:
+        self._source = ModuleSource(chain)
+        super().__init__(chain, device, dtype, 1024)
+
+    def _values(self, unit: int) -> Tensor:
+        own: Unit = self.chain.units[unit]
+        return self._source.unit(own).to(self.device, self.dtype)
+
+
+Way = Callable[[Bench, Case, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Runs a layer on hidden states forward, and backward from the gradient that arrives: its output, and the gradient of
+its input."""
+
+
+def ways(chunk: int) -> dict[str, Way]:
+    """All ways to run a layer."""
+    return {
+        "whole": _whole,
+        "attention kept": _kept,
+        "chunks": partial(_in_chunks, size=chunk, keeps=False),
+        "chunks, attention kept": partial(_in_chunks, size=chunk, keeps=True),
+        "sets": partial(_in_sets, size=0),
+        "sets, chunks": partial(_in_sets, size=chunk // 2),
+    }
+
+
+def _of_way(bench: Bench, run: Way, lengths: Sequence[int], hidden: Tensor, arriving: Tensor) -> Iterator[Gradients]:
+    """Output and gradients of every document among all, from which alone a gradient arrives."""
+    begin = 0
+    with bench.case(LAYER, lengths, in_chunks=True) as case:
+        for length in lengths:
+            own, only = slice(begin, begin + length), torch.zeros_like(arriving)
+            only[:, own] = arriving[:, own]
+            output, gradient = run(bench, case, hidden, only)
+            found = {"output": output[:, own].float(), "input": gradient[:, own].float()}
+            for unit, flat in case.sums.items():
+                for slot in bench.chain.units[unit].slots:
+                    found[slot.name.removeprefix("model.layers.0.")] = slot.view(flat).clone()
+                flat.zero_()
+            yield found
+            begin += length
+
+
+def _whole(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    return _at_once(partial(bench.chain.layer, LAYER, calls=case.calls), hidden, arriving)
+
+
+def _kept(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    layer = partial(bench.chain.layer, LAYER, calls=case.calls)
+    return _at_once(lambda leaf: keep_attention(layer, leaf, again=nullcontext), hidden, arriving)
+
+
+def _at_once(layer: Callable[[Tensor], Tensor], hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        output = layer(leaf)
+    torch.autograd.backward(output, arriving)
+    assert leaf.grad is not None
+    return output.detach(), leaf.grad
+
+
+def _in_chunks(
+    bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    layer = LayerInChunks(bench.chain, LAYER, case.calls, size, _draw)
+    kept = KeptAttention(partial(_rows, bench.device), hidden.shape[1]) if keeps else None
+    output, gradient = OnDevice(torch.empty_like(hidden)), arriving.clone()
+    layer.forward(OnDevice(hidden), output, kept)
+    layer.backward(OnDevice(hidden), gradient, wanted=True, kept=kept)
+    return output.tensor, gradient
+
+
+def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
+    """A set of ranks, one after the other; what they would gather and add up goes from hand to hand."""
+    lengths = case.batch.lengths
+    places = [Dealt(lengths, RANKS, place) for place in range(RANKS)]
+    layers = [
+        LayerInSet(bench.chain, LAYER, case.calls, size or dealt.most, _draw, dealt, KeyStore(1, sum(lengths)))
+        for dealt in places
+    ]
+    inputs = [OnDevice(tokens_of(hidden, dealt.own).contiguous()) for dealt in places]
+    own = [layer.keys(rows) for layer, rows in zip(layers, inputs, strict=True)]
+    gathered = [torch.stack([own[place][part][place] for place in range(RANKS)]) for part in range(2)]
+    outputs, gradients, sums = list[Tensor](), list[Tensor](), list[list[Tensor]]()
+    for layer, rows, dealt in zip(layers, inputs, places, strict=True):
+        output = OnDevice(torch.empty_like(rows.tensor))
+        layer.gather(list(gathered))
+        layer.forward(rows, output)
+        gradient = tokens_of(arriving, dealt.own).clone()
+        layer.backward(rows, gradient, wanted=True)
+        outputs.append(output.tensor)
+        gradients.append(gradient)
+        sums.append(layer.key_gradients())
+    for place, (layer, rows) in enumerate(zip(layers, inputs, strict=True)):
+        added = [torch.stack([one[part][place] for one in sums]).sum(0) for part in range(2)]
+        layer.keys_backward(rows, added, gradients[place])
+    return _in_row(places, outputs, hidden), _in_row(places, gradients, hidden)
+
+
+def _in_row(places: Sequence[Dealt], parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The tokens of all ranks in the order of the row."""
+    row = torch.empty_like(like)
+    for dealt, part in zip(places, parts, strict=True):
+        at = 0
+        for begin, end in dealt.own:
+            row[:, begin:end] = part[:, at : at + end - begin]
+            at += end - begin
+    return row
+
+
+def _draw(_: int, run: Callable[[], Tensor]) -> Tensor:
+    return run()
+
+
+def _rows(device: torch.device, _: str, shape: Sequence[int], dtype: torch.dtype) -> OnDevice:
+    return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=device))

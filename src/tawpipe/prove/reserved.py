@@ -1,0 +1,166 @@
+"""Check of all that a device gives, by four counts, and not only of the tensors that there are.
+
+Every process plans, and trains in the same process after that, as a run does: what planning leaves in torch's allocator
+counts. Rows run whole, in chunks, with inputs of layers in the host's memory, and through a pipeline.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import LlamaForCausalLM
+
+from tawpipe.errors import UserError
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.measure import device_name, request_of
+from tawpipe.plan.predict import Needs, memory_of
+from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes
+from tawpipe.prove.models import dtype_here, rows, sized
+from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.speed import TOKENS
+from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
+from tawpipe.runtime.memory import Taken, give_back
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.peak import peak_of_step
+from tawpipe.runtime.rows import Places
+from tawpipe.runtime.world import World
+from tawpipe.schedule.buffers import Buffer, Kind
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.strategies import build
+from tawpipe.simulate import LinkModel
+
+ROOM = 64 << 20
+"""Bytes that a count may be above the prediction, besides a share of it: the allocator's pieces are of 2 to 20 MiB."""
+
+
+def reserved(world: World) -> Outcome:
+    """Every way to train, one after the other in this process."""
+    found: dict[str, dict[str, Any]] = {}
+    refused: dict[str, str] = {}
+    cuda = world.device.type == "cuda"
+    every = ways(sized(world.device).num_hidden_layers, TOKENS[world.device.type])
+    for name, settings in every.items() if cuda else list(every.items())[-2:]:  # a CPU's memory is one pool
+        try:
+            found[name] = _of(world, settings)
+        except UserError as error:
+            refused[name] = str(error)
+    streams = [streams_of_rows(world.device, layers) for layers in (2, 8)]
+    too_much = [f"{name}: {one}" for name, row in found.items() for one in row["too_much"]]
+    if streams[1] > streams[0]:
+        too_much.append(f"{streams[0]} streams copy the rows of 2 layers, and {streams[1]} those of 8: each has a pool")
+    everyone = [words for words in world.gather_texts("; ".join(too_much)) if words]
+    note = everyone[0] if everyone else f"{len(found)} ways to train"
+    note += "" if cuda else "; tensors alone, as a CPU has one pool"
+    holds = False if everyone else True if cuda else None
+    return Outcome(holds, note, {"ways": found, "refused": refused, "streams": streams, "too_much": everyone})
+
+
+def ways(layers: int, tokens: int) -> dict[str, ScheduleSettings]:
+    """Ways to train whose memory lies in different pools."""
+    chunk = tokens // 4
+    return {
+        "whole rows": ScheduleSettings(micro_batches_per_visit=1),
+        "chunks": ScheduleSettings(micro_batches_per_visit=1, sequence_chunk=chunk),
+        "offloading": ScheduleSettings(micro_batches_per_visit=1, offloaded_layers=layers),
+        "offloading, chunks": ScheduleSettings(
+            micro_batches_per_visit=1, offloaded_layers=layers, sequence_chunk=chunk
+        ),
+        "a pipeline": ScheduleSettings(strategy="1f1b"),
+    }
+
+
+def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
+    """The prediction of a step, and what it took of this process's device."""
+    config, dtype, tokens, device = sized(world.device), dtype_here(world), TOKENS[world.device.type], world.device
+    give_back(device)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        asked = request_of(
+            folder,
+            uniform(
+                world.topology.num_nodes,
+                world.topology.local_size,
+                between=LinkModel(1e9),
+                inside=LinkModel(1e9),
+                device=Device(device_name(device)),
+            ),
+            sequence_length=tokens,
+            global_batch=2 * world.size,
+            dtype=dtype,
+            settings=settings,
+            timed=False,
+            profile="measure",
+            here=device,
+        )
+    needs = memory_of(asked, build(asked.step(settings)))
+    there = live_bytes(device)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
+    try:
+        batches = [rows(config, 2 * world.size, tokens, seed=seed) for seed in range(2)]
+        pipeline.step(batches[0])
+        pipeline.drain()
+        before = live_bytes(device) - there
+        allocated = before + peak_of_step(pipeline.executor, lambda: pipeline.step(batches[1]))
+        taken = Taken.of(device) if device.type == "cuda" else None
+        groups = {f"{lane} {name}": size for (lane, name), size in pipeline.transport.group_bytes.items()}
+    finally:
+        pipeline.close()
+    return {
+        "predicted": dict(needs.parts),
+        "allocated_bytes": allocated,
+        "taken": vars(taken) if taken else {},
+        "group_bytes": groups,
+        "communicator_bytes": asked.communicator_bytes,
+        "too_much": too_much(needs, allocated, taken),
+    }
+
+
+def too_much(needs: Needs, allocated: int, taken: Taken | None) -> list[str]:
+    """What is more than was predicted, in sentences.
+
+    Args:
+        allocated: of tensors.
+        taken: by all counts of a GPU.
+    """
+    tensors = sum(size for name, size in needs.parts.items() if name not in BESIDES)
+    counts = {"allocated": (allocated, tensors)}
+    if taken is not None:
+        kept = needs.device - needs.parts["system"]
+        counts |= {"active": (taken.active, kept), "reserved": (taken.reserved, kept)}
+        counts["driver"] = taken.driver, needs.device
+    return [
+        f"{size / 2**30:.2f} GiB {name}, {most / 2**30:.2f} predicted"
+        for name, (size, most) in counts.items()
+        if size > most * (1 + LIMIT) + ROOM
+    ]
+
+
+def streams_of_rows(device: torch.device, layers: int) -> int:
+    """Streams that are made to copy the rows of so many layers: of each the allocator keeps the memory apart."""
+    counted: list[Any] = []
+    with _counting(counted, device):
+        places = Places(device if device.type == "cuda" else LooksLikeCuda("cpu"))  # type: ignore[arg-type]
+        for layer in range(layers):
+            places.of(Buffer(Kind.OFFLOADED, (0, layer)), (1, 8, 8), torch.float32)
+        places.close()
+    return len(counted)
+
+
+@contextmanager
+def _counting(counted: list[Any], device: torch.device) -> Iterator[None]:
+    stream = torch.cuda.Stream
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        counted.append(stream(*args, **kwargs) if device.type == "cuda" else LaneStream("copies"))
+        return counted[-1]
+
+    with patch.object(torch.cuda, "Stream", made):
+        yield

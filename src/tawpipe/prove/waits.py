@@ -1,0 +1,247 @@
+"""Checks of what stands still: the thread that issues everything, and a layer beside transfers."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.bench import Bench, Case
+from tawpipe.plan.profile import clock_mhz
+from tawpipe.prove.models import dtype_here, made, rows, sized, small
+from tawpipe.prove.outcome import Outcome
+from tawpipe.prove.speed import TOKENS
+from tawpipe.runtime.memory import give_back
+from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
+from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
+
+LENGTH = 48
+MOST_LOST = 0.15
+"""Share of a layer's time that a transfer may cost."""
+LAYER = 1
+LEAST_S = 0.5
+GATHERED = 1 << 26
+"""Elements that all ranks gather together."""
+
+
+def waits(world: World) -> Outcome:
+    """The second step of some strategies, in which torch refuses whatever waits for the device, and copies to it come
+    from page-locked memory: from any other they wait as well, of which torch does not know.
+    """
+    leads: dict[str, float] = {}
+    faults: dict[str, list[str]] = {}
+    refused: dict[str, str] = {}
+    for name, settings in ways(small().num_hidden_layers).items():
+        try:
+            pipeline = Pipeline(made(small()), schedule=settings, check="never", world=world)
+        except UserError as error:
+            refused[name] = str(error)
+            continue
+        try:
+            pipeline.step(rows(small(), 2 * world.size, LENGTH))
+            pipeline.drain()
+            with no_waiting(), unpinned_copies() as found:
+                result = pipeline.step(rows(small(), 2 * world.size, LENGTH, seed=1))
+            issued = time.perf_counter()
+            result.wait()
+            leads[name] = time.perf_counter() - issued
+            pipeline.drain()
+        finally:
+            pipeline.close()
+        if found:
+            faults[name] = sorted(set(found))
+    note = f"{len(leads)} ways to train, none of which waits" if leads else "nothing runs here"
+    if faults:
+        name, words = next(iter(faults.items()))
+        note = f"copies that wait for the device under {', '.join(faults)}: {words[0]} ({len(words)} such under {name})"
+    return Outcome(bool(leads) and not faults, note, {"lead_s": leads, "faults": faults, "refused": refused})
+
+
+def ways(layers: int) -> dict[str, ScheduleSettings]:
+    """Ways to train whose copies differ."""
+    chunk = LENGTH // 3
+    return {
+        "whole rows": ScheduleSettings(),
+        "chunks": ScheduleSettings(sequence_chunk=chunk),
+        "offloading": ScheduleSettings(offloaded_layers=layers),
+        "offloading, chunks": ScheduleSettings(offloaded_layers=layers, sequence_chunk=chunk),
+        "a pipeline": ScheduleSettings(strategy="1f1b"),
+    }
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """A context in which torch raises an error where it would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def unpinned_copies() -> Iterator[list[str]]:
+    """A context with the copies between the device and memory that is not page-locked, in words, as they come."""
+    found: list[str] = []
+    to, copy = Tensor.to, Tensor.copy_
+
+    def note(host: Tensor) -> None:
+        if not host.is_pinned() and host.numel():
+            found.append(
+                f"{tuple(host.shape)} of {str(host.dtype).removeprefix('torch.')} from memory that is not pinned"
+            )
+
+    def watched_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        targets = [*args, kwargs.get("device")]
+        if self.device.type == "cpu" and any(_kind(one) == "cuda" for one in targets):
+            note(self)
+        return to(self, *args, **kwargs)
+
+    def watched_copy(self: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kinds = self.device.type, source.device.type
+        if set(kinds) == {"cpu", "cuda"}:
+            note(self if kinds[0] == "cpu" else source)
+        return copy(self, source, *args, **kwargs)
+
+    with patch.object(Tensor, "to", watched_to), patch.object(Tensor, "copy_", watched_copy):
+        yield found
+
+
+def _kind(target: Any) -> str:
+    if isinstance(target, Tensor):
+        return target.device.type
+    return getattr(target, "type", "") or (str(target).split(":")[0] if isinstance(target, str) else "")
+
+
+def beside(world: World) -> Outcome:
+    """Seconds of a layer alone, beside a receive whose message does not come, and beside gathers of all ranks; and the
+    clock of the device before and after.
+    """
+    limit = timedelta(minutes=10)
+    mate = world.rank ^ 1
+    everyone = [list(range(world.size))]
+    named = {"receive": FAR_BLOCKS[1], "send": FAR_BLOCKS[1], "gather": NEAR_BLOCKS}
+    groups = {
+        name: make_group(everyone, world.rank, world.device, timeout=limit, blocks=blocks, name=f"beside {name}")
+        for name, blocks in named.items()
+    }
+    config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
+    with torch.device("meta"):
+        chain = Chain(made(config))
+    bench = Bench(chain, world.device, dtype, 1024)
+    seconds: dict[str, float] = {}
+    clocks = [clock_mhz(world.device)]
+    try:
+        with bench.case(LAYER, [tokens]) as case:
+            run = _layer(bench, case)
+            seconds["alone"] = _timed(run, world)
+            seconds["beside a receive"] = _beside_a_receive(run, world, mate, groups)
+            seconds["beside gathers"] = _beside_gathers(run, world, groups["gather"])
+    finally:
+        for group in groups.values():
+            dist.destroy_process_group(group)
+        give_back(world.device)
+    clocks.append(clock_mhz(world.device))
+    lost = {name: value / seconds["alone"] - 1 for name, value in seconds.items() if name != "alone"}
+    worst = {name: max(world.gather_numbers(value)) for name, value in lost.items()}
+    note = f"{seconds['alone'] * 1e3:.1f} ms alone, " + ", ".join(
+        f"{value:+.1%} {name}" for name, value in worst.items()
+    )
+    holds = max(worst.values()) < MOST_LOST if world.device.type == "cuda" else None  # threads share processors
+    return Outcome(holds, note, {"seconds": seconds, "lost": worst, "clock_mhz": clocks})
+
+
+def _layer(bench: Bench, case: Case) -> Callable[[], None]:
+    def run() -> None:
+        leaf = case.hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output = bench.chain.layer(LAYER, leaf, case.calls)
+        torch.autograd.backward(output, case.hidden)
+
+    return run
+
+
+def _timed(run: Callable[[], None], world: World) -> float:
+    """Seconds of a run, the median of three series of them."""
+    run()
+    _finish(world)
+    begin = time.perf_counter()
+    run()
+    _finish(world)
+    times = max(1, int(LEAST_S / 3 / max(time.perf_counter() - begin, 1e-6)))
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        _finish(world)
+        taken.append((time.perf_counter() - begin) / times)
+    return statistics.median(taken)
+
+
+def _finish(world: World) -> None:
+    """Wait for the stream that computes, and for no other."""
+    if world.device.type == "cuda":
+        torch.cuda.current_stream(world.device).synchronize()
+
+
+def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: dict[str, dist.ProcessGroup]) -> float:
+    """Two by two: each waits for the other's message, which comes on another communicator when both have measured."""
+    if mate >= world.size:  # of an odd number the last has nobody
+        seconds = _timed(run, world)
+        world.barrier()
+        return seconds
+    there, here = ("send", "receive") if world.rank % 2 else ("receive", "send")
+    message, answer = torch.zeros(2, 1 << 20, device=world.device)
+    for group in (groups["receive"], groups["send"]):  # connections are made now, for which both are needed
+        pair = [dist.P2POp(dist.isend, answer, mate, group), dist.P2POp(dist.irecv, message, mate, group)]
+        for one in dist.batch_isend_irecv(pair):
+            one.wait()
+    work = dist.irecv(message, mate, group=groups[here])
+    assert work is not None
+    seconds = _timed(run, world)
+    world.barrier()
+    dist.send(answer, mate, group=groups[there])
+    work.wait()
+    return seconds
+
+
+def _beside_gathers(run: Callable[[], None], world: World, group: dist.ProcessGroup) -> float:
+    """Beside as many gathers as the layer takes time for: some are issued before every run."""
+    size = (GATHERED if world.device.type == "cuda" else 1 << 16) // world.size
+    own, all_of_them = (torch.zeros(count, device=world.device) for count in (size, size * world.size))
+    pending: list[Any] = []
+
+    def both() -> None:
+        pending.append(dist.all_gather_into_tensor(all_of_them, own, group=group, async_op=True))
+        run()
+
+    try:
+        return _timed_alike(both, world)
+    finally:
+        for work in pending:
+            work.wait()
+
+
+def _timed_alike(run: Callable[[], None], world: World, times: int = 8) -> float:
+    """Seconds of a run, in a series that is as long on all ranks."""
+    run()
+    _finish(world)
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    _finish(world)
+    return (time.perf_counter() - begin) / times

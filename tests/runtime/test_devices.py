@@ -1,0 +1,35 @@
+"""Devices that cannot be used as they should be are named, with what is taken instead."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.runtime.world import LEAST_CONNECTIONS, pick_device, warn_of_few_connections
+
+
+def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypatch, caplog):
+    def refuse(_: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert pick_device("auto", 0) == torch.device("cpu")
+    assert "too old (found version 11040). The CPU is used instead" in caplog.text.replace("..", ".")
+    with pytest.raises(UserError, match="--device: got 'cuda'.*too old"):
+        pick_device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    assert pick_device("auto", 0) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "warns"), [("1", True), (str(LEAST_CONNECTIONS), False), ("32", False), (None, False)]
+)
+def test_too_few_connections_for_all_streams_are_named(said, warns, caplog):
+    with caplog.at_level(logging.WARNING):
+        warn_of_few_connections({"CUDA_DEVICE_MAX_CONNECTIONS": said} if said else {})
+    assert (f"CUDA_DEVICE_MAX_CONNECTIONS={said}" in caplog.text) == warns
