@@ -288,6 +288,16 @@ def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, caps
     assert not list((home / "roomless").glob("model*"))
 
 
+def test_a_page_that_cannot_be_written_costs_no_more_than_the_page(home, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tawpipe.train.page.write_page", full)
+    assert alone(home, "pageless", "--steps", "1", *QUIET, "--report", str(home / "page.html")) == 0
+    said = capsys.readouterr()
+    assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
+
+
 def test_a_folder_that_cannot_be_written(home):
     (home / "file").write_text("in the way")
     expect_refusal(run(home, "file/output"), "--output")

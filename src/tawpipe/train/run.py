@@ -209,8 +209,11 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
-        results.append(("page", config.report))
+        try:
+            write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
+            results.append(("page", config.report))
+        except Exception as error:  # it is drawn from files that anything may have happened to; the run is complete
+            console.notice(f"{config.report} could not be written: {error}")
     console.summary(results)
     if stopped:
         console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
