@@ -298,6 +298,16 @@ def test_a_page_that_cannot_be_written_costs_no_more_than_the_page(home, capsys,
     assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
 
 
+def test_a_weight_that_is_not_a_number_is_named(home, capsys):
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(home / "model"))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
+    model.save_pretrained(home / "poisoned")
+    assert alone(home, "poisoned-run", "--model", str(home / "poisoned"), "--steps", "1", *QUIET) == 2
+    said = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight" in said and "learning-rate" not in said
+
+
 def test_a_folder_that_cannot_be_written(home):
     (home / "file").write_text("in the way")
     expect_refusal(run(home, "file/output"), "--output")
