@@ -308,6 +308,21 @@ def test_a_weight_that_is_not_a_number_is_named(home, capsys):
     assert "model.layers.1.mlp.up_proj.weight" in said and "learning-rate" not in said
 
 
+def test_batches_without_a_token_to_learn_are_left_out_of_steps_and_evaluations(home, capsys):
+    """Questions that fill rows: of many a batch of one row nothing is learned."""
+    chat = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "yes"}]
+    (home / "long.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 10)
+    words = ("--data", str(home / "long.jsonl"), "--validation-data", str(home / "long.jsonl"))
+    words += ("--validation-fraction", "0", "--global-batch", "1", "--packing", "split", "--steps", "12", *QUIET)
+    assert alone(home, "unlearned", *words, "--evaluation.every", "12", "--evaluation.batches", "12") == 0
+    said, found = capsys.readouterr(), rows(home, "unlearned")
+    empty = [row["step"] for row in found if row["loss"] is None]
+    assert 0 < len(empty) < 12 and all((row["tokens"] == 0) == (row["loss"] is None) for row in found)
+    assert said.out.count("no token is learned: left out") == len(empty)
+    assert re.search(rf"left out +{len(empty)} steps", said.out)
+    assert found[-1]["validation_loss"] > 0
+
+
 def test_a_folder_that_cannot_be_written(home):
     (home / "file").write_text("in the way")
     expect_refusal(run(home, "file/output"), "--output")

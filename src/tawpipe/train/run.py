@@ -183,6 +183,8 @@ def run(config: TrainConfig) -> int:
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
     if evaluation.exhausted:
         results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+    if pipeline.without_labels:
+        results.append(("left out", f"{pipeline.without_labels} steps without a token to learn"))
     if saves.stall_s is not None:
         results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
     if evaluation.loss is not None:
