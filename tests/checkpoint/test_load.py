@@ -158,14 +158,20 @@ def test_a_state_without_a_step_comes_back(tmp_path, optimizer):
         one.close()
 
 
-@pytest.mark.parametrize("optimizer", [adamw(1e-2), momentum, partial(SGD, lr=0.05, momentum=0.9, fused=True)])
-def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimizer):
-    bad = [False]  # while it is tried
+def loss_that_may_be_bad() -> tuple[list[bool], Callable[[Tensor, Tensor], Tensor]]:
+    """A switch, and a loss that is not finite while it is on."""
+    bad = [False]
 
-    def loss(logits, labels):
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return total * float("inf") if bad[0] else total
 
+    return bad, loss
+
+
+@pytest.mark.parametrize("optimizer", [adamw(1e-2), momentum, partial(SGD, lr=0.05, momentum=0.9, fused=True)])
+def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimizer):
+    bad, loss = loss_that_may_be_bad()  # not while it is tried
     pipeline, other, never = (make(optimizer, skip_limit=5, loss=loss) for _ in range(3))
     bad[0] = True
     for batch in BATCHES[:2]:
@@ -177,6 +183,42 @@ def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimi
     expected = train(never, BATCHES[2:])
     assert train(pipeline, BATCHES[2:]) == train(other, BATCHES[2:]) == expected
     for one in (pipeline, other, never):
+        one.close()
+
+
+def test_a_bad_step_is_forgotten_by_a_state_from_before_any_step(tmp_path):
+    """Fused SGD, whose first momentum is the first gradient: after the load as in a new pipeline."""
+    bad, loss = loss_that_may_be_bad()
+    fused = partial(SGD, lr=0.05, momentum=0.9, fused=True)
+    pipeline, never = (make(fused, skip_limit=5, loss=loss) for _ in range(2))
+    pipeline.save(tmp_path / "one")
+    train(pipeline, BATCHES[:1])
+    bad[0] = True
+    assert not pipeline.step(BATCHES[0]).finite
+    bad[0] = False
+    pipeline.load(tmp_path / "one")
+    assert train(pipeline) == train(never)
+    assert same(everything(pipeline), everything(never))
+    for one in (pipeline, never):
+        one.close()
+
+
+def test_a_momentum_that_is_switched_on_in_a_bad_step_begins_with_the_next_gradient():
+    bad, loss = loss_that_may_be_bad()
+    pipeline, never = (make(partial(SGD, lr=0.05, fused=True), skip_limit=5, loss=loss) for _ in range(2))
+    for one in (pipeline, never):
+        train(one, BATCHES[:1])
+        for group in one.optimizer.param_groups:
+            group["momentum"] = 0.9
+    torch.use_deterministic_algorithms(True)  # fills memory that nobody has set with NaN
+    try:
+        bad[0] = True
+        assert not pipeline.step(BATCHES[1]).finite
+        bad[0] = False
+        assert train(pipeline, BATCHES[1:]) == train(never, BATCHES[1:])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one in (pipeline, never):
         one.close()
 
 

@@ -137,6 +137,11 @@ def test_booleans_may_stand_alone_and_underscores_are_taken_for_dashes() -> None
     assert (config.virtual_nodes, config.micro_batch, config.export.enabled, config.strict) == (True, 2, False, True)
 
 
+def test_a_prompt_may_name_an_option() -> None:
+    given = load_config(["--sample.prompt", "what is --plan.improve off", "--plan.improve=off"])
+    assert given.sample.prompt == ["what is --plan.improve off"] and given.plan_improve == "off"
+
+
 def test_the_time_of_the_start_names_the_output_folder_once() -> None:
     named = with_output_named(TrainConfig(output="a/{time}"))
     assert "{" not in named.output and named.output.startswith("a/2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tawpipe.errors import UserError
 from tawpipe.pipeline.batches import Deal
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.schedule.settings import ScheduleSettings
 
 Batch = dict[str, Tensor]
+EARLY = ScheduleSettings(early_updates=True)
 
 
 def small(positions: int = 64) -> LlamaForCausalLM:
@@ -69,15 +72,25 @@ def test_other_numbers_are_refused_by_name(name: str, dtype: torch.dtype) -> Non
         deal.local(batch | {name: batch[name].to(dtype)})
 
 
-@pytest.mark.parametrize("skip_limit", [0, 3])
-def test_a_step_in_which_nothing_is_learned_is_refused(skip_limit: int) -> None:
-    pipeline = Pipeline(small(), skip_limit=skip_limit)
-    batch = rows()
-    pipeline.step(batch)
-    pipeline.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
-    with pytest.raises(UserError, match="labels that are all -100"):
+@pytest.mark.parametrize("knobs", [{}, {"skip_limit": 3}, {"schedule": EARLY, "clip_norm": None}])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_in_which_nothing_is_learned_is_left_out_and_said(
+    knobs: dict[str, Any], fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if it had not been: no decay, no momentum, and the next step is none the worse."""
+    batch, weights = rows(), list[Tensor]()
+    empty = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    for given in ([empty, batch, empty, batch], [batch, batch]):
+        make = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=fused)  # noqa: E731
+        pipeline = Pipeline(small(), optimizer=make, **knobs)
+        results = [pipeline.step(one) for one in given]
+        assert [one.tokens > 0 for one in results] == [one is batch for one in given]
         pipeline.drain()
-    pipeline.executor.close()
+        assert pipeline.without_labels == len(given) - 2
+        weights.append(pipeline.parameter("lm_head.weight"))  # type: ignore[arg-type]
+        pipeline.close()
+    assert torch.equal(*weights)
+    assert ["no label to learn" in one.message for one in caplog.records] == [True]  # once
 
 
 def test_rows_may_be_longer_than_the_positions_that_documents_need() -> None:

@@ -107,6 +107,29 @@ def test_adapters_are_checked_although_they_begin_with_zeros():
     pipeline.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lora_alpha": 0}, "nothing that is trained has a gradient, .*0.self_attn.q_proj.lora_A"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+    ],
+)
+def test_adapters_that_would_not_learn_are_refused(given, said):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
+    with pytest.raises(UserError, match=said):
+        Pipeline(peft.get_peft_model(real_model(family_config("llama")), config))
+
+
+def test_trained_tokens_have_a_gradient_wherever_they_are_in_the_vocabulary():
+    peft = pytest.importorskip("peft")
+    for token in (3, 17):
+        config = peft.TrainableTokensConfig(token_indices=[token], task_type="CAUSAL_LM")
+        pipeline = Pipeline(peft.get_peft_model(real_model(family_config("llama")), config))
+        assert "layers checked" in pipeline.checked
+        pipeline.close()
+
+
 def test_a_model_that_does_not_run_alone_is_said_not_to_be_checked():
     model = real_model(family_config("llama"))
     model.loss_function = len  # its own forward pass with labels ends with an error

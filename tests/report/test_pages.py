@@ -216,6 +216,12 @@ def test_the_page_of_a_run(file, tmp_path):
     write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [("model", "tiny")], [("steps", "2 in 1 s")])
     text = whole(tmp_path / "page.html")
     assert "Loss" in text and "predicted" in text and "2 in 1 s" in text and "Gradient norm" not in text
+    plan = yaml.safe_load(file.read_text())
+    strategy = plan["schedule"]["strategy"]
+    least = {name: value for name, value in plan.items() if name not in ("strategy", "step_seconds")}  # trained by, too
+    (run / "plan.yaml").write_text(yaml.safe_dump(least))
+    write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [], [])
+    assert f"{strategy}: " in whole(tmp_path / "page.html")
 
 
 def test_a_page_needs_a_folder(tmp_path):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import tawpipe
 from cases import batches, llama
@@ -64,6 +64,38 @@ def test_schedulers_do_to_a_pipeline_what_they_do_to_a_plain_loop(name):
             pipeline.step(batch)
             advance(ours, 1.0)  # while the step may still run
     assert [group["lr"] for group in pipeline.optimizer.param_groups] == ours.get_last_lr() == theirs.get_last_lr()
+    pipeline.drain()
+    for key, expected in plain.named_parameters():
+        assert torch.allclose(pipeline.parameter(key), expected, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    pipeline.close()
+
+
+@pytest.mark.parametrize("option", ["momentum", "momentum by CyclicLR", "betas", "weight_decay"])
+def test_an_option_that_is_set_back_is_what_it_was(option):
+    """It is there and back again, and the weights are those of a plain loop whose options do the same."""
+    if option.startswith("momentum"):
+        make_one = lambda parameters: SGD(parameters, lr=RATE, momentum=0.9)  # noqa: E731
+    else:
+        make_one = lambda parameters: AdamW(parameters, lr=RATE)  # noqa: E731
+    values = {"momentum": (0.9, 0.2), "betas": ((0.9, 0.999), (0.2, 0.5)), "weight_decay": (0.01, 10.0)}.get(option)
+    plain = llama(torch.float64)
+    optimizer = make_one(plain.parameters())
+    pipeline = tawpipe.Pipeline(
+        llama(torch.float64), optimizer=make_one, dtype=torch.float64, world=ALONE, clip_norm=None
+    )
+    both = optimizer, pipeline.optimizer
+    cycles = [] if values else [CyclicLR(one, RATE / 2, RATE, 2, base_momentum=0.2, max_momentum=0.9) for one in both]
+    for step, batch in enumerate(batches(2, STEPS)):
+        for one in both if values else ():
+            for group in one.param_groups:
+                group[option] = values[step == 1]  # type: ignore[index]
+        optimizer.zero_grad()
+        logits = plain(batch["input_ids"]).logits[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100).backward()
+        optimizer.step()
+        pipeline.step(batch)
+        for cycle in cycles:
+            cycle.step()
     pipeline.drain()
     for key, expected in plain.named_parameters():
         assert torch.allclose(pipeline.parameter(key), expected, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]

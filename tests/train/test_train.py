@@ -287,6 +287,41 @@ def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, caps
     assert not list((home / "roomless").glob("model*"))
 
 
+def test_a_page_that_cannot_be_written_costs_no_more_than_the_page(home, capsys, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tawpipe.train.page.write_page", full)
+    assert alone(home, "pageless", "--steps", "1", *QUIET, "--report", str(home / "page.html")) == 0
+    said = capsys.readouterr()
+    assert "page.html could not be written: " in said.out + said.err and "peak memory per process" in said.out
+
+
+def test_a_weight_that_is_not_a_number_is_named(home, capsys):
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(home / "model"))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
+    model.save_pretrained(home / "poisoned")
+    assert alone(home, "poisoned-run", "--model", str(home / "poisoned"), "--steps", "1", *QUIET) == 2
+    said = capsys.readouterr().err
+    assert "model.layers.1.mlp.up_proj.weight" in said and "learning-rate" not in said
+
+
+def test_batches_without_a_token_to_learn_are_left_out_of_steps_and_evaluations(home, capsys):
+    """Questions that fill rows: of many a batch of one row nothing is learned."""
+    chat = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "yes"}]
+    (home / "long.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 10)
+    words = ("--data", str(home / "long.jsonl"), "--validation-data", str(home / "long.jsonl"))
+    words += ("--validation-fraction", "0", "--global-batch", "1", "--packing", "split", "--steps", "12", *QUIET)
+    assert alone(home, "unlearned", *words, "--evaluation.every", "12", "--evaluation.batches", "12") == 0
+    said, found = capsys.readouterr(), rows(home, "unlearned")
+    empty = [row["step"] for row in found if row["loss"] is None]
+    assert 0 < len(empty) < 12 and all((row["tokens"] == 0) == (row["loss"] is None) for row in found)
+    assert said.out.count("no token is learned: left out") == len(empty)
+    assert re.search(rf"left out +{len(empty)} steps", said.out)
+    assert found[-1]["validation_loss"] > 0
+
+
 def test_a_folder_that_cannot_be_written(home):
     (home / "file").write_text("in the way")
     expect_refusal(run(home, "file/output"), "--output")

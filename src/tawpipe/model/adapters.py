@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which the base weights stay as they are."""
-_MORE_THAN_LORA = ("modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters")
+_MORE_THAN_LORA = (
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "target_parameters",
+    "alora_invocation_tokens",
+)
 
 
 def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> Any:

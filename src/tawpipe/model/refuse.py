@@ -129,6 +129,12 @@ def refuse_adapters(given: nn.Module) -> None:
             "target_parameters",
             "adapters of single parameters change weights while they compute; name layers in target_modules instead",
         )
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs.values()):
+        raise unsupported(
+            "alora_invocation_tokens",
+            f"activated LoRA finds where it begins in the wrapper's own forward pass, which is not run: it would train "
+            f"nothing; {advice}",
+        )
     from peft.tuners.tuners_utils import BaseTuner
 
     if not isinstance(tuner, BaseTuner) or type(tuner).forward is not BaseTuner.forward:

@@ -34,10 +34,16 @@ class WeightSource(Protocol):
 
 
 def flatten(unit: Unit, values: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-    """Lay the parameters of a unit end to end, each converted as it comes."""
+    """Lay the parameters of a unit end to end, each converted as it comes.
+
+    Raises:
+        UserError: a parameter holds NaN, with its name; no loss could be a number.
+    """
     flat = torch.empty(unit.numel, dtype=dtype)
     for slot, value in zip(unit.slots, values, strict=True):
         slot.view(flat).copy_(value)
+        if bool(slot.part(flat).sum().isnan()) and bool(value.isnan().any()):  # infinities may add up to NaN, too
+            raise unsupported(slot.name, "its values must be numbers; there is NaN among those that are given")
     return flat
 
 

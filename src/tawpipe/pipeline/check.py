@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -80,7 +80,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         what was compared and how well it agreed, in a sentence; why it could not be, where the model cannot run alone.
 
     Raises:
-        UserError: the numbers differ, with the block and the quantity.
+        UserError: the numbers differ, with the block and the quantity; or nothing that is trained has a gradient.
     """
     begin = time.perf_counter()
     name = chain.name
@@ -89,7 +89,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         return f"{name} was not checked: {cut.layers} layers of it have {cut.parameters / 1e9:.1f} billion parameters"
     dtype = torch.float64 if cut.parameters <= WIDE_PARAMETERS else torch.float32
     limit = 2e-5 if dtype == torch.float64 else 2e-3
-    batch = _batch(cut.tokens, alone=bool(chain.alone))
+    batch = _batch(cut.tokens, alone=bool(chain.alone), besides=_trained_tokens(chain.model))
     try:
         copy = small_copy(chain, source, cut, dtype)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
@@ -120,10 +120,24 @@ def _quiet() -> Iterator[None]:
         top.setLevel(level)
 
 
-def _batch(vocabulary: int, *, alone: bool) -> MicroBatch:
-    """Documents of random tokens in a row; or each in a row of its own, where padding behind one must not be seen."""
+def _trained_tokens(model: nn.Module) -> list[int]:
+    """The tokens whose embeddings ``peft`` trains by themselves: they have a gradient where they occur, and no other
+    has.
+    """
+    layers: list[Any] = [one for one in model.modules() if hasattr(one, "trainable_tokens_delta")]
+    return sorted({int(token) for layer in layers for tokens in layer.token_indices.values() for token in tokens})
+
+
+def _batch(vocabulary: int, *, alone: bool, besides: Sequence[int] = ()) -> MicroBatch:
+    """Documents of random tokens in a row; or each in a row of its own, where padding behind one must not be seen.
+
+    Args:
+        besides: tokens of which the first ones that are in the vocabulary occur, too.
+    """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, sum(DOCUMENTS)), generator=generator)
+    some = [token for token in besides if token < vocabulary][: DOCUMENTS[0] - 1]
+    ids[0, : len(some)] = torch.tensor(some, dtype=ids.dtype)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, IGNORE)
     if not alone:
         return MicroBatch.of_documents(ids, labels, DOCUMENTS)
@@ -209,6 +223,12 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
     """The largest relative difference; the first one above ``limit``, in the order of computation, is an error."""
     largest = 0.0
     scale = max((float(g.norm()) for g in plain[1].values()), default=0.0)
+    if plain[1] and not scale:
+        raise UserError(
+            "check",
+            f"{name}, in which nothing that is trained has a gradient, {next(iter(plain[1]))} for one",
+            "a model whose loss depends on what is trained; check: never leaves the look at it out",
+        )
 
     def quantities() -> Iterator[tuple[str, str, float]]:
         for index, (expected, value) in enumerate(zip(plain[2], ours[2], strict=True)):

@@ -9,6 +9,7 @@ Usage:
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 import zlib
@@ -68,6 +69,8 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies import strategy_of
+
+logger = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -146,6 +149,10 @@ class Pipeline:
         self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
         self.bin_tokens = bin_tokens
         self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
+        self.without_labels = 0
+        """Steps of this pipeline whose labels were all -100 and which were left out, of those whose numbers were looked
+        at.
+        """
         dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, self.world)[0]]
         self.limit = StepLimit(timeout.total_seconds())
         """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
@@ -380,7 +387,8 @@ class Pipeline:
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
     ) -> StepResult:
-        """Forward, backward and update on one global batch. Returns while the step still runs.
+        """Forward, backward and update on one global batch. Returns while the step still runs. One without a label to
+        learn updates nothing (``without_labels``).
 
         Args:
             batch: the global batch, alike on all processes: ``input_ids`` and ``labels`` [rows, S] in the Hugging Face
@@ -513,10 +521,13 @@ class Pipeline:
             self.limit.took(took_s)
         if self.limit.seconds != before:
             self._apply_limit()
-        if not result.tokens:
-            raise UserError("batch", "labels that are all -100", "at least one label to learn in a global batch")
-        if result.finite:
+        if result.finite and result.tokens:
             self.skipped = 0
+            return
+        if result.finite:
+            self.without_labels += 1
+            if self.without_labels == 1 and self.world.rank == 0:
+                logger.warning("a global batch has no label to learn: its step, like all such, is left out")
             return
         if self.skipped < self.skip_limit:
             self.skipped += 1

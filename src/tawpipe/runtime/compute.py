@@ -86,6 +86,11 @@ class StepInput:
         """Labels that count, of micro-batches that no other rank counts."""
         return sum(batch.tokens for m, batch in self.micro_batches.items() if self._counts(m))
 
+    @property
+    def learns(self) -> bool:
+        """True if this rank's micro-batches have a label that counts, whoever counts it."""
+        return any(batch.tokens for batch in self.micro_batches.values())
+
     def _counts(self, m: int) -> bool:
         return m in self.counted if self.counted is not None else not (self.place and self.is_shared(m))
 

@@ -62,7 +62,7 @@ class Optimizers(Protocol):
     """``UnitOptimizers``, or something that stands for it in a measurement."""
 
     def step(
-        self, unit: int, finite: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None
+        self, unit: int, updates: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None
     ) -> None: ...
 
 
@@ -126,7 +126,7 @@ class StepResult:
     @property
     def finite(self) -> bool:
         """False if loss or norm, of this step or of one before it, was not finite. The weights were not touched, unless
-        updates are early.
+        updates are early. True for a step without ``tokens``, which is left out and has no loss.
         """
         return bool(self._read(3))
 
@@ -207,6 +207,7 @@ class Executor:
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
         self._factor = torch.ones((), dtype=torch.float64, device=self.device)
         self._finite = torch.ones((), dtype=torch.float64, device=self.device)
+        self._updates = torch.ones((), dtype=torch.float64, device=self.device)
         self._run: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: lambda action, step: compute.forward(action, self._buffers, step.given),
             Op.BACKWARD: lambda action, step: compute.backward(action, self._buffers, step.given),
@@ -355,6 +356,7 @@ class Executor:
         tokens += step.given.tokens
         self.transport.all_reduce(action, tokens)
         self._factor.copy_(1 / (step.given.scale * tokens[0].clamp(min=1)))
+        self._updates.copy_(tokens[0] > 0)
 
     @torch.no_grad()
     def _norm(self, action: Action, step: _Step) -> None:
@@ -375,19 +377,23 @@ class Executor:
         alike = (sums[4] * self.transport.topology.world_size == sums[3].square()).to(torch.float64)
         tokens = sums[2].clamp(min=1)
         mean = 1 / (step.given.scale * tokens)
-        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / sums[2]
+        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / tokens
         clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
         finite = (norm + loss).isfinite().to(torch.float64) * alike
         if NORM in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
             finite = self._finite.pow_(step.rule.memory).mul_(finite)
+            if not scaled:
+                self._updates.copy_(finite * (sums[2] > 0))
+        loss = sums[1] / sums[2]
         step.result.copy_(torch.stack([loss, norm, sums[2], finite, alike]), non_blocking=True)
 
     @torch.no_grad()
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
         self._buffers[home_gradient(action.unit)].mul_(self._factor)
-        finite = self._finite if NORM in action.reads else None
-        self.optimizers.step(action.unit, finite, step.rule.rate, step.rule.chosen)
+        # Where updates are early, a rank that sees a label itself need not look: that may be a host sync.
+        updates = None if COUNT in action.reads and step.given.learns else self._updates
+        self.optimizers.step(action.unit, updates, step.rule.rate, step.rule.chosen)
         self.storage.refresh(action.unit)

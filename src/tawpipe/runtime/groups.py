@@ -35,6 +35,7 @@ class PipelineOptimizer(Optimizer):
         super().__init__([group for _, group in groups], {})
         self.defaults = dict(groups[0][0][1])  # by which schedulers see what it has
         self._begun = [dict(group) for group in self.param_groups]
+        self._changed = [{"lr"} for _ in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_begun"):
@@ -45,12 +46,16 @@ class PipelineOptimizer(Optimizer):
         """Does nothing: ``Pipeline.step`` has updated the weights."""
 
     def chosen(self) -> tuple[dict[str, Any], ...]:
-        """Of every group the learning rate, and the other options that have changed."""
+        """Of every group the learning rate, and the other options that differ from those of the beginning or once did:
+        who was told of a change is told when it is taken back.
+        """
+        for group, begun, changed in zip(self.param_groups, self._begun, self._changed, strict=True):
+            changed |= {key for key, value in group.items() if key in begun.keys() - {"params"} and value != begun[key]}
         return tuple(
             {
                 key: value.item() if isinstance(value, torch.Tensor) else value
                 for key, value in group.items()
-                if key == "lr" or (key != "params" and key in begun and value != begun[key])
+                if key in changed
             }
-            for group, begun in zip(self.param_groups, self._begun, strict=True)
+            for group, changed in zip(self.param_groups, self._changed, strict=True)
         )

@@ -63,8 +63,9 @@ def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes:
 
 
 def _begins_unset(optimizer: Optimizer) -> bool:
-    """torch's fused SGD makes its momentum in the first step, and leaves it unset if that one is left out."""
-    return isinstance(optimizer, torch.optim.SGD) and not optimizer.state
+    """torch's fused SGD makes its momentum in the first step with one, and leaves it unset if that one is left out."""
+    first = ((group["momentum"], group["params"][0]) for group in optimizer.param_groups if group["params"])
+    return isinstance(optimizer, torch.optim.SGD) and any(own and not optimizer.state.get(p) for own, p in first)
 
 
 class UnitOptimizers:
@@ -87,7 +88,6 @@ class UnitOptimizers:
                     pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
                 self.pieces[unit] = pieces
         self._factory = factory
-        self._keeps = any(self.states_per_element)
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -133,12 +133,12 @@ class UnitOptimizers:
                     whose[id(piece.value)].state[piece.value] = state
 
     def step(
-        self, unit: int, finite: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None
+        self, unit: int, updates: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Update the unit from its home gradients, unless ``finite`` is zero.
+        """Update the unit from its home gradients, unless ``updates`` is zero.
 
         Args:
-            finite: a one-element tensor on the device of the gradients; None for no such condition.
+            updates: a one-element tensor on the device of the gradients; None for no such condition.
             rate: multiplies every group's learning rate.
             chosen: options of ``groups``, the learning rate among them; those from the beginning by default.
         """
@@ -149,17 +149,16 @@ class UnitOptimizers:
                     group["lr"] = group["lr"] * rate
                 else:
                     group["lr"] = group["initial_lr"] * rate
-        self._step(self.optimizers.get(unit, ()), finite)
+        self._step(self.optimizers.get(unit, ()), updates)
 
-    def _step(self, optimizers: Sequence[Any], finite: Tensor | None) -> None:
+    def _step(self, optimizers: Sequence[Any], updates: Tensor | None) -> None:
         for optimizer in optimizers:
-            on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if on_device and not (self._keeps and _begins_unset(optimizer)):
-                # The fused step looks at this flag on the device: no host sync for the finite check.
-                optimizer.grad_scale, optimizer.found_inf = (
-                    None,
-                    None if finite is None else (finite == 0).to(torch.float32),
-                )
-            elif finite is not None and not bool(finite):
+            fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+            # The fused step looks at a flag on the device: no host sync for the finite check.
+            on_device = fused and not _begins_unset(optimizer)
+            if not on_device and updates is not None and not bool(updates):
                 continue
+            if fused:  # always: what it was told of an earlier step holds until it is told anew
+                left_out = (updates == 0).to(torch.float32) if on_device and updates is not None else None
+                optimizer.grad_scale, optimizer.found_inf = None, left_out
             optimizer.step()

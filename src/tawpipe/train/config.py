@@ -389,7 +389,10 @@ def located(error: UserError, argv: Sequence[str]) -> UserError:
 
 
 def _words(argv: Sequence[str]) -> list[str]:
-    return [word.replace("--plan.improve", "--plan-improve", 1) for word in argv]
+    """The words with ``--plan.improve``, which is no group's, as the parser has it; values stay as they are."""
+    dotted = "--plan.improve"
+    is_option = lambda word: word.partition("=")[0] == dotted  # noqa: E731
+    return [word.replace(dotted, "--plan-improve", 1) if is_option(word) else word for word in argv]
 
 
 def with_output_named(config: TrainConfig, *, now: time.struct_time | None = None) -> TrainConfig:

@@ -54,7 +54,7 @@ def perplexity(loss: float) -> float:
     >>> round(perplexity(math.log(7)), 6), perplexity(1e4)
     (7.0, inf)
     """
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 class Evaluation:
@@ -113,7 +113,9 @@ class Evaluation:
         return ", ".join([*measured, *([str(self.retrieval)] if self.retrieval else [])])
 
     def _validate(self, source: PackedDataset) -> float:
-        """Mean loss per token over the first batches of the held-out documents, always the same ones."""
+        """Mean loss per token over the first batches of the held-out documents, always the same ones; not a number if
+        nothing of them is learned.
+        """
         by_position = None
         if buckets := self.config.evaluation.by_position:
             edges = position_edges(buckets, self.config.document_tokens)
@@ -121,19 +123,22 @@ class Evaluation:
         total, tokens = 0.0, 0
         for batch in self._batches.validation(source):
             result = self.pipeline.evaluate(batch, measure=by_position)
-            total, tokens = total + result.loss * result.tokens, tokens + result.tokens
+            if result.tokens:  # the loss of none is not a number
+                total, tokens = total + result.loss * result.tokens, tokens + result.tokens
         if by_position is not None:
             self.by_position = by_position.means(self.pipeline.world)
-        mean = torch.tensor([total / max(1, tokens)], dtype=torch.float64)
+        mean = torch.tensor([total / tokens if tokens else math.nan], dtype=torch.float64)
         return float(self.pipeline.world.broadcast(mean))
 
 
 def loss_words(loss: float) -> str:
     """A loss per token as the console says it.
 
-    >>> loss_words(1.5)
-    '1.5000 (perplexity 4.482)'
+    >>> loss_words(1.5), loss_words(math.nan)
+    ('1.5000 (perplexity 4.482)', 'not a number: is any token of the held-out batches learned?')
     """
+    if math.isnan(loss):
+        return "not a number: is any token of the held-out batches learned?"
     return f"{loss:.4f} (perplexity {perplexity(loss):.4g})"
 
 

@@ -227,7 +227,8 @@ class Training:
                     f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "
                     "Lower --learning-rate, or look at the data of this step"
                 )
-            self._left_out *= skipped
+            if result.tokens:
+                self._left_out *= skipped
             now = time.perf_counter()
             seconds, self._last = now - self._last, now
             # Counts all tokens of the batch: masked ones are computed too.
@@ -254,10 +255,10 @@ class Training:
                 imbalance = self._look_for_stragglers(done.step)
                 if bins is not None:
                     values["compute_imbalance"] = imbalance
-            extra = ""
+            extra = [] if result.tokens else ["no token is learned: left out"]
             if evaluate and not self._pending:
                 values |= self._evaluate(done.step)
-                extra = str(self.evaluation)
+                extra.append(str(self.evaluation))
             if self._writer is not None and (problem := self._writer.write(done.step, values)):
                 self.console.notice(f"step {done.step}: no row was written, training goes on without: {problem}")
             self.tracking.log(done.step, values)
@@ -270,7 +271,7 @@ class Training:
                 grad_norm=result.grad_norm,
                 tokens_per_second=per_second,
                 shares={name: values.get(key) for key, name in SHARES.items()},
-                extra=extra,
+                extra=", ".join(extra),
                 line=done.step % self.config.log.every == 0 or done.step in (self.first + 1, self.config.steps),
             )
 

@@ -191,7 +191,8 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         predicted, median = plan["step_seconds"], took[len(took) // 2]
         cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
         table = Table(("", "predicted", "median", "difference"), [["seconds per step", *cells]])
-    yield Section("Plan", f"{plan['strategy']}: {plan['reason']}", table)
+    strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # plans to train by need not repeat it
+    yield Section("Plan", f"{strategy}: {plan['reason']}", table)
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:

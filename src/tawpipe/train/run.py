@@ -189,6 +189,8 @@ def run(config: TrainConfig) -> int:
     results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
     if evaluation.exhausted:
         results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+    if pipeline.without_labels:
+        results.append(("left out", f"{pipeline.without_labels} steps without a token to learn"))
     if saves.stall_s is not None:
         results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
     if evaluation.loss is not None:
@@ -217,8 +219,11 @@ def run(config: TrainConfig) -> int:
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
 
-        write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
-        results.append(("page", config.report))
+        try:
+            write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
+            results.append(("page", config.report))
+        except Exception as error:  # it is drawn from files that anything may have happened to; the run is complete
+            console.notice(f"{config.report} could not be written: {error}")
     console.summary(results)
     if stopped:
         console.notice(f"stopped after step {training.last}; {how_this_process_goes_on(config)}")
