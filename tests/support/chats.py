@@ -2,8 +2,6 @@
 
 import copy
 
-from transformers import PreTrainedTokenizerBase
-
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.render import Document, Renderer
