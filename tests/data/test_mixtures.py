@@ -146,6 +146,15 @@ def test_a_document_of_several_sets_is_on_one_side(tmp_path, together, fraction)
         assert out
 
 
+def test_a_weight_of_which_nothing_would_be_seen_is_refused(tmp_path):
+    one, other = (rows(tmp_path / name, "one", range(20)) for name in ("a.jsonl", "b.jsonl"))
+    for weights in (("1", "1e-17"), ("1e308", "1e308")):
+        with pytest.raises(UserError, match=r"--data: got '.*\.jsonl=1e.*a weight"):
+            prepared(tmp_path, *(f"{file}={weight}" for file, weight in zip((one, other), weights, strict=True)))
+    rare = prepared(tmp_path, f"{one}=1", f"{other}=1e-8")
+    assert [rare.train.sample(n).tokens > 0 for n in (0, 1 << 20)] == [True, True]
+
+
 def test_documents_in_shares_take_from_a_small_set_again():
     assert in_shares([np.array([10, 10, 10]), np.array([2])], [1, 1]).tolist() == [0, *[3] * 8]
 
