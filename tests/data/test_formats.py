@@ -1,6 +1,5 @@
 """Files, folders and columns: every form in which data sets come, and what is said of what does not fit."""
 
-import copy
 import csv
 import gzip
 import json
@@ -14,13 +13,14 @@ import pyarrow.parquet
 import pytest
 from transformers import AddedToken
 
+from chats import learned, tokens_of, with_own
 from tawpipe.data.chat import with_template
 from tawpipe.data.columns import Columns, RawRow
-from tawpipe.data.encode import Encoder, Tokens
+from tawpipe.data.encode import Encoder
 from tawpipe.data.hub import load
 from tawpipe.data.prepare import prepare_data
 from tawpipe.data.read import RowReader
-from tawpipe.data.render import Document, Renderer
+from tawpipe.data.render import Renderer
 from tawpipe.data.report import ReadCounts, Skipped
 from tawpipe.data.settings import DataSettings
 from tawpipe.data.sources import find_files, find_sets
@@ -202,33 +202,6 @@ def tokenizer():
     trained = train_tokenizer(["the answer to every question is a number of the house " * 20], 400)
     trained.add_special_tokens({"additional_special_tokens": [AddedToken("<|im_start|>"), AddedToken("<|im_end|>")]})
     return trained
-
-
-def with_own(tokenizer, template):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
-
-
-def tokens_of(renderer: Renderer, encoder: Encoder, row: RawRow) -> Tokens:
-    document = renderer.render(row)
-    assert isinstance(document, Document), document
-    return encoder.encode([document])[0]
-
-
-def learned(tokenizer, row: dict, *names: str, as_chat=False) -> tuple[str, list[str]]:
-    """The row as text, and the texts between what does not count."""
-    columns = Columns.of(settings := DataSettings(columns=list(names)))
-    raw = columns.row("here", row)
-    assert isinstance(raw, RawRow), raw
-    tokens = tokens_of(Renderer(tokenizer, settings.column_names(), as_chat=as_chat), Encoder(tokenizer), raw)
-    parts, last = [], False
-    for token, counts in zip(tokens.ids.tolist(), tokens.counts.tolist(), strict=True):
-        if counts:
-            parts = parts if last else [*parts, []]
-            parts[-1].append(token)
-        last = counts
-    return tokenizer.decode(tokens.ids.tolist()), [tokenizer.decode(part) for part in parts]
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])

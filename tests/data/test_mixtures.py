@@ -120,6 +120,41 @@ def test_validation_of_a_mixture_has_its_shares(tmp_path):
     assert tokens["one"] / sum(tokens.values()) == pytest.approx(0.5, abs=0.1)
 
 
+SHARED = ["ab a", "a b", "ab bc", "abc a", "abc bcd cde", "ab bc ca", "abcdefgh efghijkl a", "abcdefghijkl a bc l"]
+"""The documents of every set, a letter each."""
+
+
+@pytest.mark.parametrize("together", SHARED)
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_a_document_of_several_sets_is_on_one_side(tmp_path, together, fraction):
+    files = []
+    for number, letters in enumerate(together.split()):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text("\n".join(json.dumps({"text": letter * 9}) for letter in letters))
+    some = {"packing": "balanced", "validation_fraction": fraction}
+    data = prepared(tmp_path, *(f"{file}=1" for file in files), **some)
+
+    def texts(one: RowSource) -> set[str]:
+        assert isinstance(one, PackedDataset)
+        rows = [data.tokenizer.decode(one.sample(n).input_ids[0], skip_special_tokens=True) for n in range(len(one))]
+        return {str(row)[0] for row in rows}
+
+    trained = [texts(one) for one in data.sets]
+    out = texts(data.validation) if data.validation is not None else set()
+    assert all(trained) and not out & set.union(*trained)
+    if any(len(letters) > 1 for letters in together.split()):
+        assert out
+
+
+def test_a_weight_of_which_nothing_would_be_seen_is_refused(tmp_path):
+    one, other = (rows(tmp_path / name, "one", range(20)) for name in ("a.jsonl", "b.jsonl"))
+    for weights in (("1", "1e-17"), ("1e308", "1e308")):
+        with pytest.raises(UserError, match=r"--data: got '.*\.jsonl=1e.*a weight"):
+            prepared(tmp_path, *(f"{file}={weight}" for file, weight in zip((one, other), weights, strict=True)))
+    rare = prepared(tmp_path, f"{one}=1", f"{other}=1e-8")
+    assert [rare.train.sample(n).tokens > 0 for n in (0, 1 << 20)] == [True, True]
+
+
 def test_documents_in_shares_take_from_a_small_set_again():
     assert in_shares([np.array([10, 10, 10]), np.array([2])], [1, 1]).tolist() == [0, *[3] * 8]
 

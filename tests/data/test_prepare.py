@@ -103,11 +103,11 @@ def test_copies_stay_on_one_side_and_no_side_is_empty_by_chance():
     identities = np.array([5, 6, 5, 7, 5], np.uint64)
     for seed in range(50):
         for fraction in (1e-9, 0.5, 0.999999):
-            train, validation = split_documents(identities, fraction, seed)
+            ((train, validation),) = split_documents([identities], fraction, seed)
             assert len(train) and len(validation)
             assert not set(identities[train]) & set(identities[validation])
-    assert len(split_documents(identities, 0.0, 0)[1]) == 0
-    assert len(split_documents(np.array([5, 5], np.uint64), 0.5, 0)[1]) == 0
+    assert len(split_documents([identities], 0.0, 0)[0][1]) == 0
+    assert len(split_documents([np.array([5, 5], np.uint64)], 0.5, 0)[0][1]) == 0
 
 
 def test_validation_files_of_their_own(corpus, settings_for):

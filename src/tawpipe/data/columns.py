@@ -19,6 +19,9 @@ NEEDED: dict[RowKind, tuple[tuple[str, ...], ...]] = {
 }
 """Of each group a row of the kind has at least one."""
 
+EMPTY = (None, "", [])
+"""Values of a column that holds nothing in a row: tables give every row the columns of all."""
+
 SEEN = 1000
 """Sets of columns whose kinds are remembered."""
 
@@ -27,7 +30,7 @@ USUAL_ORDER: tuple[RowKind, ...] = ("chat", "instruction", "text")
 
 @dataclass(frozen=True)
 class RawRow:
-    """The columns of one document that are of use, under tawpipe's names for them."""
+    """The columns of one document that are of use and hold something, under tawpipe's names for them."""
 
     where: str
     kind: RowKind
@@ -61,15 +64,15 @@ class Columns:
         return {self._column(name) for name in (*TEXT, *CHATS, *PROMPTS, *ANSWERS, *BESIDES)}
 
     def row(self, where: str, item: Mapping[str, Any]) -> RawRow | Skipped:
-        """The row, told by the columns that hold something, or else by those that there are."""
-        names = tuple(item), tuple(name for name, value in item.items() if value is not None)
+        """The row, told by the columns that hold something, or else by those that there are; of use are the former."""
+        names = tuple(item), tuple(name for name, value in item.items() if value not in EMPTY)
         known = self._seen.get(names)
         if known is None:
             kind = self.kind(names[1]) or self.kind(names[0])
             if kind is None:
                 return self.lacking("row", where, names[0])
             wanted = [name for group in NEEDED[kind] for name in group] + list(BESIDES if kind != "text" else ())
-            known = kind, [(name, column) for name in wanted if (column := self._column(name)) in item]
+            known = kind, [(name, column) for name in wanted if (column := self._column(name)) in names[1]]
             if len(self._seen) < SEEN:
                 self._seen[names] = known
         kind, columns = known

@@ -184,21 +184,27 @@ def held_out(identities: NDArray[np.uint64], fraction: float, seed: int) -> NDAr
 
 
 def split_documents(
-    identities: NDArray[np.uint64], fraction: float, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers of the training and of the validation documents.
+    sets: Sequence[NDArray[np.uint64]], fraction: float, seed: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Numbers of the training and of the validation documents of every set, given by their identities.
 
-    In a small corpus chance may leave one side empty: validation then gets, or training keeps, all copies of one
-    document. A corpus of one distinct document is all training.
+    A document of several sets is on one side in all of them. In a small set chance may leave one side empty: training
+    then keeps one document of it, and validation gets one, if every set still has another to train on. A set of one
+    distinct document is all training.
     """
-    out = held_out(identities, fraction, seed)
-    distinct = np.unique(identities)
-    if fraction == 0 or len(distinct) < 2:
-        out = np.zeros(len(identities), np.bool_)
-    elif out.all() or not out.any():
-        mixed = _mixed(identities, seed)
-        out = mixed != mixed.max() if out.all() else mixed == mixed.min()
-    return np.flatnonzero(~out), np.flatnonzero(out)
+    out = [held_out(one, fraction, seed) for one in sets]
+    if fraction > 0 and any(one.all() or not one.any() for one in out):
+        distinct = [one[np.argsort(_mixed(one, seed))] for one in map(np.unique, sets)]
+        chosen = np.concatenate([one[held_out(one, fraction, seed)] for one in distinct])
+        for one in distinct:
+            if np.isin(one, chosen).all():
+                chosen = chosen[chosen != one[-1]]
+        for one in distinct:
+            if not np.isin(one, chosen).any():
+                more = (np.append(chosen, identity) for identity in one)
+                chosen = next((some for some in more if not any(np.isin(o, some).all() for o in distinct)), chosen)
+        out = [np.isin(one, chosen) for one in sets]
+    return [(np.flatnonzero(~one), np.flatnonzero(one)) for one in out]
 
 
 def in_shares(lengths: Sequence[NDArray[np.int64]], weights: Sequence[float]) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tawpipe.data.render import Document
+from tawpipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 PART_CHARACTERS = 1 << 18
 """A longer text is tokenised in parts, cut before a space: a tokenizer holds some 100 bytes for every token of a text,
 and works on different texts in parallel only. At such a cut a few tokens may differ from those of the whole text."""
+
+ANCHORS = ("\n", "\ue000", ".")
+"""Letters behind which the middle of a document is tokenised; the later ones for texts with which the first merges."""
 
 BATCH_CHARACTERS = 1 << 22
 """Characters that are tokenised at once."""
@@ -48,17 +52,22 @@ class Encoder:
         self.begin: list[int] = [tokenizer.bos_token_id] if begins else []  # pyright: ignore[reportAttributeAccessIssue]
         """Tokens with which a text begins."""
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._anchor = self._find_anchor()
+        self._anchors = self._find_anchors()
 
-    def _find_anchor(self) -> list[int]:
-        """The tokens of a line break, if text behind one is tokenised otherwise than at the beginning of a text.
+    def _find_anchors(self) -> dict[str, list[int]]:
+        """Letters and their tokens, if text behind a line break is tokenised otherwise than at the beginning of a text.
 
         Tokenizers of the SentencePiece family put a space before every text. In the middle of a document that space
         would be wrong, so there a piece is tokenised behind a line break, whose tokens are then taken away.
         """
-        line_break, alone, behind = self._plain(["\n", "a", "\na"])
-        is_prefix = behind[: len(line_break)] == line_break
-        return line_break if is_prefix and behind[len(line_break) :] != alone else []
+        (alone,) = self._plain(["a"])
+        found, inside = dict[str, list[int]](), list[int]()
+        for anchor in ANCHORS:
+            own, behind = self._plain([anchor, anchor + "a"])
+            inside = inside or behind[len(own) :]
+            if behind == own + inside and inside != alone:
+                found[anchor] = own
+        return found
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
@@ -76,12 +85,8 @@ class Encoder:
             [(part, piece.counts) for piece in document.pieces for part in split_text(piece.text)]
             for document in documents
         ]
-        anchored = bool(self._anchor)
-        texts = [
-            "\n" + text if anchored and place else text
-            for document in parts
-            for place, (text, _) in enumerate(document)
-        ]
+        anchor = next(iter(self._anchors), "")
+        texts = [anchor + text if place else text for document in parts for place, (text, _) in enumerate(document)]
         encoded = self._in_batches(texts)
         return [self._join(document, part, encoded) for document, part in zip(documents, parts, strict=True)]
 
@@ -97,18 +102,35 @@ class Encoder:
     def _join(self, document: Document, parts: list[tuple[str, bool]], encoded: Iterator[list[int]]) -> Tokens:
         begin, end = ([], []) if document.complete else (self.begin, self._end)
         ids, counts = list[NDArray[np.uint32]](), list[NDArray[np.bool_]]()
-        for place, (_, part_counts) in enumerate(parts):
-            tokens = next(encoded)
+        for place, (text, part_counts) in enumerate(parts):
+            tokens = self._inside(text, next(encoded)) if place else next(encoded)
             if place == 0 and tokens[:1] != begin:  # the text may have it already
                 ids.append(np.array(begin, np.uint32))
                 counts.append(np.zeros(len(begin), np.bool_))
             if place == len(parts) - 1 and tokens[-1:] == end:
                 end = []
-            ids.append(np.array(tokens[len(self._anchor) :] if place else tokens, np.uint32))
+            ids.append(np.array(tokens, np.uint32))
             counts.append(np.full(len(ids[-1]), part_counts, np.bool_))
         ids.append(np.array(end, np.uint32))
         counts.append(np.ones(len(end), np.bool_))
         return Tokens(np.concatenate(ids), np.concatenate(counts))
+
+    def _inside(self, text: str, tokens: list[int]) -> list[int]:
+        """The text's tokens in the middle of a document, out of those behind the first anchor.
+
+        The two may have merged, as two line breaks do that have a token of their own; then behind another anchor.
+
+        Raises:
+            UserError: every anchor merges with this text.
+        """
+        for number, (anchor, own) in enumerate(self._anchors.items()):
+            tokens = self._plain([anchor + text])[0] if number else tokens
+            if tokens[: len(own)] == own:
+                return tokens[len(own) :]
+        if self._anchors:
+            name = self._tokenizer.name_or_path or "the given one"
+            raise UserError("--tokenizer", name, f"one that does not merge {text[:9]!r} with any letter before it")
+        return tokens
 
     def encode_all(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
         """Tokenise any number of documents, holding about BATCH_CHARACTERS of them at a time."""

@@ -137,9 +137,9 @@ class _Preparation:
         found = [self.text.corpus(one.files, "--data") for one in self.sets]
         corpora, reused = [corpus for corpus, _ in found], all(was_there for _, was_there in found)
         fraction = 0.0 if self.validation_files else self.settings.validation_fraction
-        split = [split_documents(corpus.identities, fraction, self.seed) for corpus in corpora]
+        split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         if fraction > 0 and not any(len(out) for _, out in split):
-            self.notes.append("no validation: the training files hold only one distinct document")
+            self.notes.append("no validation: too few distinct documents to hold one out")
         read = ReadCounts.merged([corpus.counts for corpus in corpora])
         first = corpora[0], split[0][0]
         packing = self._packing(read, lambda: self._packed(*first, "balanced"))

@@ -7,12 +7,12 @@ template) does not count; text that it shall write does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.data.chat import ChatRenderer, Piece
-from tawpipe.data.columns import RawRow, RowKind
+from tawpipe.data.columns import EMPTY, RawRow, RowKind
 from tawpipe.data.messages import ASSISTANT, Malformed, read_messages, read_tools
 from tawpipe.data.report import Skipped
 from tawpipe.data.settings import ANSWERS, CHATS, PROMPTS
@@ -78,7 +78,8 @@ class Renderer:
         return document
 
     def _chat(self, row: RawRow) -> Document | Skipped:
-        messages = read_messages(_first(row.columns, CHATS), self._names)
+        chats = {name: read_messages(row.columns.get(name), self._names) for name in CHATS}
+        messages = chats[self._meant(chats)]
         if not any(message["role"] == ASSISTANT for message in messages):
             return Skipped("empty", row.where, "without an assistant's turn")
         if (system := self._text(row.columns, "system")) and messages[0]["role"] != "system":
@@ -92,9 +93,9 @@ class Renderer:
     def _instruction(self, row: RawRow) -> Document | Skipped:
         """The prompt as it is written and then the completion; other names than completion in paragraphs."""
         columns = row.columns
-        prompt, answer = (next(name for name in group if name in columns) for group in (PROMPTS, ANSWERS))
-        if isinstance(columns[prompt], list) and isinstance(columns[answer], list):
-            given, said = (read_messages(columns[name], self._names) for name in (prompt, answer))
+        prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
+        if isinstance(columns.get(answer), list) and isinstance(columns.get(prompt, []), list):
+            given, said = (read_messages(columns.get(name), self._names) for name in (prompt, answer))
             return self._rendered(row, given + said, first=len(given)) if said else _without_answer(row)
         parts = [part for name in (prompt, "input") if (part := self._text(columns, name))]
         system, said = self._text(columns, "system"), self._text(columns, answer)
@@ -108,6 +109,19 @@ class Renderer:
         pieces = (Piece(given, False), Piece(said, True))
         return Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)
 
+    def _meant(self, group: Mapping[str, object]) -> str:
+        """The one of some columns for one use that holds something; those that the settings name come first.
+
+        Raises:
+            Malformed: several do, and say different things.
+        """
+        filled = [name for name, value in group.items() if value not in EMPTY] or list(group)
+        first, *others = [name for name in filled if name in self._names] or filled
+        if any(group[name] != group[first] for name in others):
+            columns = " and ".join(repr(self._names.get(name, name)) for name in (first, *others))
+            raise Malformed(f"with both {columns} filled, of which --columns names one ({first}=...)")
+        return first
+
     def _text(self, columns: dict[str, Any], name: str) -> str:
         """The column's text; none at all is an empty text."""
         value = columns.get(name)
@@ -120,11 +134,6 @@ class Renderer:
 
 def _without_answer(row: RawRow) -> Skipped:
     return Skipped("empty", row.where, "without an answer to learn")
-
-
-def _first(columns: dict[str, Any], names: Sequence[str]) -> Any:
-    """The value of the first of these columns that holds something."""
-    return next((columns[name] for name in names if columns.get(name) is not None), None)
 
 
 def raw_text(row: RawRow) -> str:

@@ -29,6 +29,9 @@ FORMATS: dict[str, Format] = {
 """Formats that hold rows, by the end of the file's name."""
 PACKED = {".gz": "gz", ".zst": "zst"}
 
+SMALLEST_SHARE = 1e-9
+"""Of the tokens of a mixture; of a smaller one no run would see anything."""
+
 
 @dataclass(frozen=True, order=True)
 class SourceFile:
@@ -90,6 +93,10 @@ def find_sets(entries: Sequence[str], setting: str = "--data") -> list[SourceSet
         return [SourceSet(", ".join(without), None, find_files(without, setting))]
     if without:
         raise UserError(setting, without[0], "a weight for every data set, or for none: a.jsonl=0.7 b.jsonl=0.3")
+    total = sum(weight or 0.0 for _, weight in parsed)
+    for entry, (_, weight) in zip(entries, parsed, strict=True):
+        if weight is not None and not weight >= SMALLEST_SHARE * total:
+            raise UserError(setting, entry, f"a weight of {SMALLEST_SHARE:g} of all weights or more, or no such entry")
     return [SourceSet(name, weight, find_files([name], setting)) for name, weight in parsed]
 
 

@@ -29,7 +29,7 @@ from tawpipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Part of every cache key: raised whenever the same settings and files give other tokens or other files."""
 
 
