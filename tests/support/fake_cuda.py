@@ -346,6 +346,7 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         stack.enter_context(patch.object(transport, "_all_gather", peers.gathered))
         stack.enter_context(patch.object(transport, "_reduce_scatter", peers.gathered))
         stack.enter_context(patch.object(transport, "nccl_options", lambda *_, **__: None))
+        stack.enter_context(patch.object(transport, "taken_outside_torch", lambda _: 0))
         stack.enter_context(patch.object(Offer, "of", classmethod(lambda cls, _: cls())))
         stack.enter_context(patch.object(CudaLane, "submit", submitted))
         record = lambda tensor, stream: ledger.record(tensor, stream.stream)  # noqa: E731
