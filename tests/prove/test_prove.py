@@ -175,7 +175,7 @@ def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
     assert ways["numbers"]["ways"].keys() == {"offloading, chunks", "a pipeline"}
     for row in ways["numbers"]["ways"].values():
         predicted = sum(size for name, size in row["predicted"].items() if name != "system")
-        assert row["allocated_bytes"] == pytest.approx(predicted, rel=memory.LIMIT)
+        assert 0.8 * predicted < row["allocated_bytes"] <= (1 + memory.LIMIT) * predicted, "of the fullest stage"
 
 
 def test_memory_of_a_row_is_as_predicted():
