@@ -17,7 +17,7 @@ from tawpipe.prove.checks import Check
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS, HINT, HOLDS, UNPROVEN, Outcome
 from tawpipe.prove.run import prove
-from tawpipe.prove.stand_in import LooksLikeCuda, read_as_a_gpu_does
+from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda, read_as_a_gpu_does
 from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World
@@ -120,11 +120,8 @@ def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> di
     travel = Compute.travel
 
     def careless(self: Compute, *given: Any) -> None:
-        recorded, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda *_: None  # type: ignore[method-assign]
-        try:
-            travel(self, *given)
-        finally:
-            torch.Tensor.record_stream = recorded  # type: ignore[method-assign]
+        self.stream = LaneStream("nobody's")  # type: ignore[attr-defined]
+        travel(self, *given)
 
     Compute.travel = careless  # type: ignore[method-assign]
     try:
@@ -179,7 +176,7 @@ def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
     assert ways["numbers"]["ways"].keys() == {"offloading, chunks", "a pipeline"}
     for row in ways["numbers"]["ways"].values():
         predicted = sum(size for name, size in row["predicted"].items() if name != "system")
-        assert row["allocated_bytes"] == pytest.approx(predicted, rel=memory.LIMIT)
+        assert 0.8 * predicted < row["allocated_bytes"] <= (1 + memory.LIMIT) * predicted, "of the fullest stage"
 
 
 @pytest.mark.slow
