@@ -33,11 +33,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prove(arguments: argparse.Namespace) -> int:
-    import torch
-
     from tawpipe.model.attention_kernel import activate_flash
     from tawpipe.prove.checks import CHECKS
-    from tawpipe.prove.models import sized
+    from tawpipe.prove.models import dtype_here, sized
     from tawpipe.prove.run import prove
     from tawpipe.runtime.world import connect
 
@@ -46,7 +44,7 @@ def _prove(arguments: argparse.Namespace) -> int:
         if name not in known:
             raise UserError("--only", name, f"some of {', '.join(known)}")
     world = connect(device=arguments.device)
-    activate_flash(world.device, torch.bfloat16, lambda: sized(world.device))  # as the training run does
+    activate_flash(world.device, dtype_here(world), lambda: sized(world.device))  # as the training run does
     found = prove(world, Path(arguments.out), only=arguments.only)
     world.leave()
     return 1 if found.failed else 0

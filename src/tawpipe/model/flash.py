@@ -227,6 +227,7 @@ def _kernel_gradients(
     part: Part,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    sums = sums.contiguous()  # CUDA's kernel asks for no strides: it reads on from the first element
     if not on_cuda(query):
         key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
         backward: Callable[..., Any] = ops._scaled_dot_product_flash_attention_for_cpu_backward
@@ -234,7 +235,6 @@ def _kernel_gradients(
         options = {"attn_mask": part.hidden(query), "scale": scale}
         return backward(gradient, query, key, value, output, sums, 0.0, part.is_square, **options)
     given = [one.transpose(1, 2) for one in (gradient, query, key, value, output)]
-    sums = sums.contiguous()  # the kernel asks for no strides: it reads on from the first element
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
     more = *_of_cuda(part, query, key), state, torch.empty_like(state)
     of_query, of_key, of_value = ops._flash_attention_backward(*given, sums, *more, **_seen(part, scale))
