@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,9 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 MARK = "\ue000"
 """A content that no message has."""
+
+ALIKE = 8
+"""Letters by which the place is known at which a model is asked."""
 
 
 class Piece(NamedTuple):
@@ -117,6 +121,13 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._fallback = None if tokenizer.chat_template else NAMED[fallback_template(tokenizer)]
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Any special token; those that end a turn may have no name in the configuration, but in tokenizer.json."""
+        added = [str(one) for one in self._tokenizer.added_tokens_decoder.values() if one.special]
+        special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def pieces(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
@@ -194,38 +205,39 @@ class ChatRenderer:
         self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, number: int, done: int
     ) -> tuple[int, int]:
         """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""
-        before = self._prefix(whole, messages[:number], tools, add_generation_prompt=True)
-        after = self._prefix(whole, messages[: number + 1], tools, add_generation_prompt=False)
-        if before is not None and after is not None and done <= before < after:
-            return before, after
+        asked = self._beginning(messages[:number], tools, add_generation_prompt=True)
+        said = self._beginning(messages[: number + 1], tools, add_generation_prompt=False)
+        is_prefix = bool(asked) and whole.startswith(asked)
+        if is_prefix and said and whole.startswith(said) and done <= len(asked) < len(said):
+            return len(asked), len(said)
         # Some templates write earlier turns otherwise than the last one (they drop what the model thought), so that
         # the beginning of a chat is no prefix of it. The turn is then what differs if it says something else.
         other = self._apply([*messages[:number], {"role": ASSISTANT, "content": MARK}, *messages[number + 1 :]], tools)
         begin = _alike(whole, other)
         end = len(whole) - _alike(whole[begin:][::-1], other[begin:][::-1])
-        begin = begin if before is None else before
-        if not done <= begin < end:
+        if is_prefix:
+            begin = len(asked)
+        elif asked and whole[:begin].rstrip().endswith(asked.rstrip()[-ALIKE:]):
+            # A space that only the template's answers have in front of them is the model's to write.
+            begin -= max(0, _space_behind(whole[:begin]) - _space_behind(asked))
+        for token in self._special.finditer(whole, done):
+            if token.start() < begin < token.end():
+                begin = token.start()
+            if begin <= token.start() <= end < token.end():  # what ends the turn
+                end = token.end()
+                break
+        if other == whole or not done <= begin < end:
             raise Malformed("in which the chat template does not show what the assistant says")
-        for token in self._tokenizer.all_special_tokens:
-            if whole.startswith(token, end):
-                return begin, end + len(token)
         return begin, end
 
-    def _prefix(
-        self,
-        whole: str,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool,
-    ) -> int | None:
-        if not messages:
-            return None
+    def _beginning(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
+        """The messages alone; empty where there are none or the template refuses them."""
         try:
-            text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
+            return self._apply(messages, tools, add_generation_prompt=add_generation_prompt) if messages else ""
         except Malformed:
-            return None
-        return len(text) if whole.startswith(text) else None
+            return ""
 
     def _apply(
         self,
@@ -249,6 +261,11 @@ def _alike(one: str, other: str) -> int:
     """Letters in which both begin alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _space_behind(text: str) -> int:
+    """Letters of white space at the end."""
+    return len(text) - len(text.rstrip())
 
 
 def _refusals_named(render: Callable[[], Any]) -> Any:
