@@ -132,18 +132,23 @@ class ChatRenderer:
     def pieces(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
     ) -> tuple[Piece, ...]:
-        """The chat as a whole, where what the assistant says from message ``first`` on counts.
+        """The chat as a whole, where what the assistant says from message ``first`` on counts, but for weights of 0.
 
         Raises:
             Malformed: the template refuses it or leaves something out.
         """
         template = self._fallback or self._tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
         self._check(template, messages, tools)
+        said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        learned = [number for number in said if number >= first and messages[number].get("weight", 1) != 0]
         if GENERATION.search(template):
-            whole, turns = self._marked(template, messages, tools, first)
+            whole, turns = self._marked(template, messages, tools)
+            if learned != said and len(turns) != len(said):
+                raise Malformed("of whose answers not all are learned, and the chat template does not mark each")
+            turns = turns if learned == said else [turns[said.index(number)] for number in learned]
         else:
             whole = self._apply(messages, tools)
-            turns = self._found(whole, messages, tools, first)
+            turns = self._found(whole, messages, tools, learned)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in whole:
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
@@ -173,7 +178,7 @@ class ChatRenderer:
             raise Malformed("with tool calls, which the chat template does not show (--chat-template chatml does)")
 
     def _marked(
-        self, template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int
+        self, template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[tuple[int, int]]]:
         """The chat, and begin and end of what the template itself says is the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -181,24 +186,16 @@ class ChatRenderer:
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, "conversations": [messages], "tools": tools}
         arguments |= {"chat_template": template, "return_assistant_tokens_mask": True}
         (whole,), (turns,) = _refusals_named(lambda: render_jinja_template(**arguments))
-        if not first:
-            return whole, turns
-        said = sum(message["role"] == ASSISTANT for message in messages)
-        if len(turns) != said:
-            raise Malformed(
-                "of a prompt and an answer, whose assistant's turns the chat template does not mark one by one"
-            )
-        return whole, turns[sum(message["role"] == ASSISTANT for message in messages[:first]) :]
+        return whole, turns
 
     def _found(
-        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int
+        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, learned: list[int]
     ) -> list[tuple[int, int]]:
-        """Begin and end of what the assistant says, each turn between two beginnings of the chat."""
+        """Begin and end of what the assistant says in these messages, each between two beginnings of the chat."""
         turns, done = list[tuple[int, int]](), 0
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == ASSISTANT:
-                turns.append(self._turn(whole, messages, tools, number, done))
-                done = turns[-1][1]
+        for number in learned:
+            turns.append(self._turn(whole, messages, tools, number, done))
+            done = turns[-1][1]
         return turns
 
     def _turn(
