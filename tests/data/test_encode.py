@@ -2,7 +2,7 @@
 
 import pytest
 
-from chat_families import FAMILIES
+from chat_families import FAMILIES, TRAINED
 from tawpipe.data.encode import Encoder
 from tawpipe.data.render import Document, Piece
 
@@ -22,3 +22,19 @@ def test_no_line_break_of_an_answer_is_lost(name, breaks, text):
     ids = found.ids.tolist()[:-1]
     assert tokenizer.decode(ids) == tokenizer.decode(plain)
     assert tokenizer.decode([one for one, counts in zip(ids, found.counts, strict=False) if counts]) == answer
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_prompt_begins_as_documents_do(name):
+    """With the token that begins a text, if documents have it, and never with two."""
+    for tokenizer in (FAMILIES[name][0], TRAINED):
+        for text in ("a number", "", "\n\na"):
+            for given in (text, f"{tokenizer.bos_token or ''}{text}"):
+                encoder = Encoder(tokenizer)
+                (found,) = encoder.encode([Document("text", (Piece(given + "b", True),))])
+                begins = found.ids.tolist()[:1] == [tokenizer.bos_token_id]
+                ids = encoder.beginning(given)
+                assert sum(one == tokenizer.bos_token_id for one in ids) == begins
+                alone, whole = (str(tokenizer.decode(some)) for some in (ids, encoder.beginning(given + "b")))
+                assert alone.lstrip(" ") == whole.removesuffix("b").lstrip(" ")
+    assert Encoder(TRAINED).beginning("a")[0] == TRAINED.bos_token_id

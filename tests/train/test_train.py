@@ -110,7 +110,7 @@ def test_samples_are_what_transformers_writes(trained):
     texts = [json.loads(line) for line in (trained / "first" / "samples.jsonl").read_text().splitlines()]
     assert [one["prompt"] for one in texts] == [*PROMPTS]
     for one in texts:
-        ids = tokenizer(one["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        ids = tokenizer(one["prompt"], return_tensors="pt").input_ids
         written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
         assert one["text"] == tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,9 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 MARK = "\ue000"
 """A content that no message has."""
+
+ALIKE = 8
+"""Letters by which the place is known at which a model is asked."""
 
 
 class Piece(NamedTuple):
@@ -118,21 +122,33 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._fallback = None if tokenizer.chat_template else NAMED[fallback_template(tokenizer)]
 
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Any special token; those that end a turn may have no name in the configuration, but in tokenizer.json."""
+        added = [str(one) for one in self._tokenizer.added_tokens_decoder.values() if one.special]
+        special = sorted({*self._tokenizer.all_special_tokens, *added}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, special)) or "(?!)")
+
     def pieces(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
     ) -> tuple[Piece, ...]:
-        """The chat as a whole, where what the assistant says from message ``first`` on counts.
+        """The chat as a whole, where what the assistant says from message ``first`` on counts, but for weights of 0.
 
         Raises:
             Malformed: the template refuses it or leaves something out.
         """
         template = self._fallback or self._tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
         self._check(template, messages, tools)
+        said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        learned = [number for number in said if number >= first and messages[number].get("weight", 1) != 0]
         if GENERATION.search(template):
-            whole, turns = self._marked(template, messages, tools, first)
+            whole, turns = self._marked(template, messages, tools)
+            if learned != said and len(turns) != len(said):
+                raise Malformed("of whose answers not all are learned, and the chat template does not mark each")
+            turns = turns if learned == said else [turns[said.index(number)] for number in learned]
         else:
             whole = self._apply(messages, tools)
-            turns = self._found(whole, messages, tools, first)
+            turns = self._found(whole, messages, tools, learned)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in whole:
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
@@ -162,7 +178,7 @@ class ChatRenderer:
             raise Malformed("with tool calls, which the chat template does not show (--chat-template chatml does)")
 
     def _marked(
-        self, template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int
+        self, template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[tuple[int, int]]]:
         """The chat, and begin and end of what the template itself says is the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -170,62 +186,55 @@ class ChatRenderer:
         arguments: dict[str, Any] = {**self._tokenizer.special_tokens_map, "conversations": [messages], "tools": tools}
         arguments |= {"chat_template": template, "return_assistant_tokens_mask": True}
         (whole,), (turns,) = _refusals_named(lambda: render_jinja_template(**arguments))
-        if not first:
-            return whole, turns
-        said = sum(message["role"] == ASSISTANT for message in messages)
-        if len(turns) != said:
-            raise Malformed(
-                "of a prompt and an answer, whose assistant's turns the chat template does not mark one by one"
-            )
-        return whole, turns[sum(message["role"] == ASSISTANT for message in messages[:first]) :]
+        return whole, turns
 
     def _found(
-        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, first: int
+        self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, learned: list[int]
     ) -> list[tuple[int, int]]:
-        """Begin and end of what the assistant says, each turn between two beginnings of the chat."""
+        """Begin and end of what the assistant says in these messages, each between two beginnings of the chat."""
         turns, done = list[tuple[int, int]](), 0
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == ASSISTANT:
-                turns.append(self._turn(whole, messages, tools, number, done))
-                done = turns[-1][1]
+        for number in learned:
+            turns.append(self._turn(whole, messages, tools, number, done))
+            done = turns[-1][1]
         return turns
 
     def _turn(
         self, whole: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, number: int, done: int
     ) -> tuple[int, int]:
         """Begin and end in ``whole`` of the assistant's message ``number``, its end-of-turn token included."""
-        before = self._prefix(whole, messages[:number], tools, add_generation_prompt=True)
-        after = self._prefix(whole, messages[: number + 1], tools, add_generation_prompt=False)
-        if before is not None and after is not None and done <= before < after:
-            return before, after
+        asked = self._beginning(messages[:number], tools, add_generation_prompt=True)
+        said = self._beginning(messages[: number + 1], tools, add_generation_prompt=False)
+        is_prefix = bool(asked) and whole.startswith(asked)
+        if is_prefix and said and whole.startswith(said) and done <= len(asked) < len(said):
+            return len(asked), len(said)
         # Some templates write earlier turns otherwise than the last one (they drop what the model thought), so that
         # the beginning of a chat is no prefix of it. The turn is then what differs if it says something else.
         other = self._apply([*messages[:number], {"role": ASSISTANT, "content": MARK}, *messages[number + 1 :]], tools)
         begin = _alike(whole, other)
         end = len(whole) - _alike(whole[begin:][::-1], other[begin:][::-1])
-        begin = begin if before is None else before
-        if not done <= begin < end:
+        if is_prefix:
+            begin = len(asked)
+        elif asked and whole[:begin].rstrip().endswith(asked.rstrip()[-ALIKE:]):
+            # A space that only the template's answers have in front of them is the model's to write.
+            begin -= max(0, _space_behind(whole[:begin]) - _space_behind(asked))
+        for token in self._special.finditer(whole, done):
+            if token.start() < begin < token.end():
+                begin = token.start()
+            if begin <= token.start() <= end < token.end():  # what ends the turn
+                end = token.end()
+                break
+        if other == whole or not done <= begin < end:
             raise Malformed("in which the chat template does not show what the assistant says")
-        for token in self._tokenizer.all_special_tokens:
-            if whole.startswith(token, end):
-                return begin, end + len(token)
         return begin, end
 
-    def _prefix(
-        self,
-        whole: str,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool,
-    ) -> int | None:
-        if not messages:
-            return None
+    def _beginning(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
+    ) -> str:
+        """The messages alone; empty where there are none or the template refuses them."""
         try:
-            text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
+            return self._apply(messages, tools, add_generation_prompt=add_generation_prompt) if messages else ""
         except Malformed:
-            return None
-        return len(text) if whole.startswith(text) else None
+            return ""
 
     def _apply(
         self,
@@ -249,6 +258,11 @@ def _alike(one: str, other: str) -> int:
     """Letters in which both begin alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _space_behind(text: str) -> int:
+    """Letters of white space at the end."""
+    return len(text) - len(text.rstrip())
 
 
 def _refusals_named(render: Callable[[], Any]) -> Any:

@@ -79,6 +79,11 @@ class Encoder:
         )
         return encoded["input_ids"]  # pyright: ignore[reportReturnType]
 
+    def beginning(self, text: str) -> list[int]:
+        """The tokens of a document that begins with this text and goes on; perhaps none, of an empty text."""
+        (tokens,) = self._plain([text])
+        return tokens if tokens[:1] == self.begin else self.begin + tokens
+
     def encode(self, documents: Sequence[Document]) -> list[Tokens]:
         """The tokens of each document, in order."""
         parts = [

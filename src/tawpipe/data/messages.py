@@ -39,7 +39,8 @@ class Malformed(Exception):
 
 
 def read_messages(value: object, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Messages with ``role`` and ``content``, perhaps ``tool_calls``, and whatever else they have but nulls.
+    """Messages with ``role`` and ``content``, perhaps ``tool_calls`` and ``weight`` (0: an answer that is not learned),
+    and whatever else they have but nulls.
 
     Args:
         names: as ``DataSettings.column_names`` gives them.
@@ -72,6 +73,8 @@ def _message(number: int, value: object, names: Mapping[str, str]) -> dict[str, 
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _calls(number, calls)
     message["content"] = _content(number, message)
+    if message["role"] == ASSISTANT and message.get("weight", 1) not in (0, 1):
+        raise Malformed("with an answer whose weight is other than 0 and 1", f"message {number}: {message['weight']!r}")
     return message
 
 

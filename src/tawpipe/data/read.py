@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,19 +121,22 @@ class RowReader:
 
     def _table(self, file: SourceFile, stream: BinaryIO) -> Iterator[RawRow | Skipped]:
         """Fields by the names in the first line; a field in quotes may go over several lines."""
-        csv.field_size_limit(LONGEST_FIELD)
         text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        table = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",")
-        names = next(table, [])
+        table = _records(text, "\t" if file.format == "tsv" else ",")
+        _, names = next(table, (1, []))
+        if names is None:
+            yield Skipped("file", file.path, "with a quote in the first line that is not closed")
+            return
         if len(set(names)) < len(names):
             yield Skipped("file", file.path, "with two columns of one name", f"the first line says {names}")
             return
-        end = table.line_num
-        for fields in table:
-            where, end = f"{file.path}, line {end + 1}", table.line_num
-            if not fields:
+        for line, fields in table:
+            where = f"{file.path}, line {line}"
+            if fields is None:
+                yield Skipped("row", where, "with a quote that is not closed")
+            elif not fields:
                 continue
-            if len(fields) != len(names):
+            elif len(fields) != len(names):
                 detail = f"{len(fields)} instead of {len(names)}"
                 yield Skipped("row", where, "another number of fields than the first line has", detail)
             elif any("\udc80" <= letter <= "\udcff" for field in fields if not field.isascii() for letter in field):
@@ -166,6 +170,50 @@ class RowReader:
         except (pyarrow.ArrowException, ValueError) as error:
             reason = str(error).partition("\n")[0]
             yield Skipped("file", f"{file.path}, after row {number}", "not readable as parquet", reason)
+
+
+class _Lines:
+    """Lines of a text, of which those since ``taken`` was cleared are kept, to be given again."""
+
+    def __init__(self, text: Iterator[str]) -> None:
+        self._text, self._again = text, deque[str]()
+        self.taken: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        self.taken.append(self._again.popleft() if self._again else next(self._text))
+        return self.taken[-1]
+
+    def give_again(self, lines: Sequence[str]) -> None:
+        self._again.extendleft(reversed(lines))
+
+
+def _records(text: Iterator[str], delimiter: str) -> Iterator[tuple[int, list[str] | None]]:
+    """Number of the first line and fields of every record; None for a line with a quote that is not closed.
+
+    Such a quote would take in all lines up to the next one, which then has text right behind it, or up to the end of
+    the file. Then the record is given up, and its lines behind the first are read anew.
+    """
+    csv.field_size_limit(LONGEST_FIELD)
+    lines, number = _Lines(text), 1
+    table = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        lines.taken.clear()
+        try:
+            fields = next(table, None)
+        except csv.Error:
+            first, *rest = lines.taken
+            lines.give_again(rest)
+            fields = None if first.count('"') % 2 else next(csv.reader([first], delimiter=delimiter))
+            yield number, fields
+            number += 1
+            continue
+        if fields is None:
+            return
+        yield number, fields
+        number += len(lines.taken)
 
 
 def _open(file: SourceFile) -> BinaryIO:

@@ -115,8 +115,8 @@ class Renderer:
         Raises:
             Malformed: several do, and say different things.
         """
-        filled = [name for name, value in group.items() if value not in EMPTY] or list(group)
-        first, *others = [name for name in filled if name in self._names] or filled
+        filled = [name for name, value in group.items() if value not in EMPTY]
+        first, *others = [name for name in filled if name in self._names] or filled or list(group)[:1]
         if any(group[name] != group[first] for name in others):
             columns = " and ".join(repr(self._names.get(name, name)) for name in (first, *others))
             raise Malformed(f"with both {columns} filled, of which --columns names one ({first}=...)")

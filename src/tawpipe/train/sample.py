@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tawpipe.console import Console
 from tawpipe.data.chat import ChatRenderer
+from tawpipe.data.encode import Encoder
 from tawpipe.data.prepared import PreparedData
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.build import longest_allowed
@@ -181,8 +182,10 @@ class Samples:
         return self.last
 
     def _encode(self, prompt: str) -> list[int]:
-        text = ChatRenderer(self._tokenizer).question(prompt) if self._chat else prompt
-        return self._tokenizer.encode(text, add_special_tokens=False) or [self._tokenizer.eos_token_id or 0]
+        if self._chat:
+            question = ChatRenderer(self._tokenizer).question(prompt)
+            return self._tokenizer.encode(question, add_special_tokens=False)
+        return Encoder(self._tokenizer).beginning(prompt) or [self._tokenizer.eos_token_id or 0]
 
     def _written(self, ids: list[int], prompt: int) -> str:
         """What was added, in the place where it stands: some tokenizers spell a beginning otherwise."""
