@@ -118,7 +118,7 @@ def request_of(cell: Cell, machine: Emulation, links: Links | None = None, memor
             cell.nodes,
             cell.local,
             between=link(between.bytes_per_s, between.latency_s, machine),
-            inside=LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10),
+            inside=LinkModel(machine.inside_bytes_per_s, machine.inside_latency_s),
         ),
         global_batch=workload.micro_batches,
         micro_batch=1,

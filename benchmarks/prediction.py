@@ -43,7 +43,8 @@ class Emulation:
 
     Args:
         action_s: of every action: the lane's thread, the call, the check of the message.
-        latency_s: of a message between nodes, besides the link's; inside one a tenth of it.
+        latency_s: of a message between nodes, besides the link's.
+        inside_latency_s: of a message inside a node.
         link_latencies: of its link's latencies, how many a message takes: a send waits until the receiver has said that
             it is ready.
         inside_bytes_per_s: of a node's loopback.
@@ -54,6 +55,7 @@ class Emulation:
 
     action_s: float = 1.5e-3
     latency_s: float = 1e-3
+    inside_latency_s: float = 1e-4
     link_latencies: float = 2.0
     inside_bytes_per_s: float = 1.2e9
     add_s: float = 5e-10
@@ -63,7 +65,7 @@ class Emulation:
 
 def links_of(row: dict[str, Any], machine: Emulation) -> tuple[LinkModel, LinkModel]:
     """The links between nodes and inside, by what was measured before the row; of older rows by their names."""
-    inside = LinkModel(machine.inside_bytes_per_s, machine.latency_s / 10)
+    inside = LinkModel(machine.inside_bytes_per_s, machine.inside_latency_s)
     if "links" in row:
         links = Links.from_spelled_out(row["links"])
         return link(links.bytes_per_s, links.latency_s, machine), inside

@@ -30,7 +30,7 @@ def numbers(world: World, *, out: str, only: list[str]) -> dict[str, Any]:
 
 
 def test_numbers_of_several_processes_hold(pool, tmp_path):
-    numbers = ["exact", "bits", "chunks", "order"]
+    numbers = ["exact", "chunks", "order"]
     found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"), only=numbers)[0]
     assert json.loads((tmp_path / "found.json").read_text()) == found
     assert {name: row["status"] for name, row in found["checks"].items()} == dict.fromkeys(numbers, HOLDS)
@@ -38,6 +38,14 @@ def test_numbers_of_several_processes_hold(pool, tmp_path):
     assert {"tawpipe-spread", "tawpipe-whole", "hsdp", "flat", "weipipe"} <= differences.keys()
     assert max(differences.values()) < exactness.LIMIT
     assert any("NCCL" in claim for claim in found["unproven"])
+
+
+@pytest.mark.slow
+def test_bits_do_not_depend_on_which_lanes_are_late(pool, tmp_path):
+    found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"), only=["bits"])[0]
+    row = found["checks"]["bits"]
+    assert row["status"] == HOLDS, row["note"]
+    assert {"tawpipe-spread", "1f1b", "zero-bubble", "weipipe"} <= set(row["numbers"]["strategies"])
 
 
 def test_rows_over_the_processes_of_a_node_hold(pool, tmp_path):
@@ -167,6 +175,7 @@ def test_copies_that_wait_for_a_device_are_found(monkeypatch):
     assert found == ["(2, 3) of float32 from memory that is not pinned"]
 
 
+@pytest.mark.slow
 def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
     found = pool.run(f"{__name__}:numbers", 1, 2, out=str(tmp_path / "found.json"), only=["beside", "reserved"])[0]
     beside, ways = found["checks"]["beside"], found["checks"]["reserved"]
@@ -186,6 +195,7 @@ def test_memory_of_a_row_is_as_predicted():
     assert row["passing_error"] == pytest.approx(0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_everything_holds_that_a_cpu_can_tell(tmp_path):
     out = tmp_path / "found.json"
     assert main(["prove", "--device", "cpu", "--out", str(out)]) == 0
@@ -236,11 +246,8 @@ def test_a_script_that_ends_badly_or_not_at_all_fails(monkeypatch):
         assert "RANK" not in how["env"] and "TAWPIPE_LOCAL_LAUNCHER" not in how["env"] and how["env"]["KEPT"] == "1"
 
 
-def test_a_kernel_that_is_not_the_best_fails_and_offloading_may_change_no_loss(monkeypatch):
+def test_offloading_may_change_no_loss(monkeypatch):
     here = alone(torch.device("cpu"))
-    for name, ok in (("flash attention 3", True), ("flash attention 2; 3 would be faster", False)):
-        monkeypatch.setattr(speed, "kernel_of_model", lambda *_, name=name: name)
-        assert speed.kernel(here) == Outcome(ok, name, {"kernel": name})
     settings: list[int] = []
 
     def seconds(world: World, config: Any, dtype: Any, given: Any, tokens: int) -> Any:
