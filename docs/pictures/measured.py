@@ -30,6 +30,7 @@ GROUPS: dict[tuple[str, str], list[Bar]] = {
         Bar("flat, one ring over all devices", ("flat",)),
         Bar("HSDP", ("hsdp-ours",)),
         Bar("WeiPipe", ("weipipe",)),
+        Bar("zero bubble, made for the links", ("zero-bubble",)),
     ],
     ("rival", "as torch ships them"): [
         Bar("FSDP2, tuned", ("fsdp2", "fsdp2-node")),
@@ -40,7 +41,7 @@ GROUPS: dict[tuple[str, str], list[Bar]] = {
         Bar("zero-bubble (ZBV)", ("zbv",)),
     ],
 }
-SUITES = (("2026-11-21-base-6-all", "computing is the limit"), ("2026-11-21-link-bound", "the slow link is the limit"))
+SUITES = (("2026-11-25-base-6", "computing is the limit"), ("2026-11-25-link-bound", "the slow link is the limit"))
 TOP, PITCH, LEFT, BAR_WIDTH = 108, 24, (244, 576), 252
 
 
