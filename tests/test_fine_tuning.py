@@ -98,6 +98,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     plan, train, ask, *others = commands()
@@ -127,6 +128,7 @@ def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path,
     assert not Path("partly/model/adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     run_of = ["train", *GIVEN, "--output", "state"]

@@ -43,8 +43,6 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B": "llama-8b",
 }
 """Models that nobody has here, and what is there instead."""
-QUICK = {"start.md"}
-"""Pages whose commands run with every `make test`; those of the others take minutes."""
 GIVEN = ["--model", "small-model", "--data", "corpus/*.txt"]
 SMALL = ["--nproc", "1", "--nodes", "1", "--sequence-length", "64", "--micro-batch", "1"]
 SMALL += ["--steps", "2", "--plan", "none", "--check", "never", "--sample.tokens", "2", "--cache-dir", "cache"]
@@ -129,7 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _pages() -> list[Any]:
     pages = sorted({one.page for one in TO_RUN})
-    return [page if page in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in pages]
+    return [pytest.param(page, marks=pytest.mark.slow) for page in pages]
 
 
 @pytest.mark.parametrize("page", _pages())

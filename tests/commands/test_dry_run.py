@@ -49,6 +49,7 @@ def rows(text: str, title: str) -> dict[str, str]:
     return {line[2:].partition("  ")[0]: line[2:].partition("  ")[2].strip() for line in found}
 
 
+@pytest.mark.slow
 def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path, capsys) -> None:
     threads = torch.get_num_threads()
     assert main(["train", "--dry-run", *SMALL, "--nodes", "2", "--nproc", "4"]) == 0

@@ -15,7 +15,13 @@ ROWS = ((5, 9, 3), (17,), (1, 2, 14), (3,), (8, 9))
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local", "ranks"), [(1, 2, 2), (2, 2, 2), pytest.param(1, 4, 4, marks=pytest.mark.slow), (1, 4, 2)]
+    ("nodes", "local", "ranks"),
+    [
+        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+        (2, 2, 2),
+        pytest.param(1, 4, 4, marks=pytest.mark.slow),
+        (1, 4, 2),
+    ],
 )
 def test_the_numbers_of_one_process(pool, nodes, local, ranks):
     """In chunks and not, with sets that have fewer micro-batches than others, clipped, for several steps of AdamW."""

@@ -72,6 +72,7 @@ def test_the_answer_fits_and_a_hundredth_more_does_not(machine, memory):
     assert tokens == sorted(tokens, reverse=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(memory=st.integers(20_000, 5_000_000), more=st.integers(0, 500_000), host=st.integers(1, 500_000))
 def test_more_memory_never_shortens(memory, more, host):

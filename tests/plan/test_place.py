@@ -114,6 +114,7 @@ def test_a_slow_link_keeps_less_and_the_plan_says_where():
     assert "from the solver" in describe(asked, striped)
 
 
+@pytest.mark.slow
 def test_homes_stay_in_memory():
     """Nothing is kept beyond what homes in turn need, unless a limit leaves room for it."""
     asked = uneven(local=2)

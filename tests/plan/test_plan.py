@@ -218,6 +218,7 @@ def test_memory_rules_strategies_out(found):
         plan.text()
 
 
+@pytest.mark.slow
 def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
     free = next(one for one in search(plan_request(machine)) if one.strategy == "tawpipe-spread")

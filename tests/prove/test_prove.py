@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import states
 from tawpipe.cli import main
 from tawpipe.plan.predict import Needs
 from tawpipe.prove import checks, documents, endings, exactness, memory, reserved, run, speed, waits
 from tawpipe.prove.checks import Check
+from tawpipe.prove.freed import Freed
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS, HINT, HOLDS, UNPROVEN, Outcome
 from tawpipe.prove.run import prove
@@ -131,11 +133,22 @@ def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> di
         self.stream = LaneStream("nobody's")  # type: ignore[attr-defined]
         travel(self, *given)
 
-    Compute.travel = careless  # type: ignore[method-assign]
+    few, all_of_them = ["flat", "1f1b", "zero-bubble"], exactness._names
+    Compute.travel, exactness._names = careless, lambda: few  # type: ignore[method-assign]
     try:
         return numbers(world, out=out, only=only)
     finally:
-        Compute.travel = travel  # type: ignore[method-assign]
+        Compute.travel, exactness._names = travel, all_of_them  # type: ignore[method-assign]
+
+
+def test_one_process_drops_nothing_on_another_lane() -> None:
+    pipeline = states.make()
+    freed = Freed(pipeline)
+    with freed.watching():
+        pipeline.step(states.BATCHES[0])
+        pipeline.drain()
+    pipeline.close()
+    assert freed._made and freed.faults == []
 
 
 def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monkeypatch):

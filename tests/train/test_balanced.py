@@ -33,6 +33,7 @@ def alone(home: Path, output: str, *words: str) -> int:
     return main([*command(home, output, *BALANCED, "--nproc", "1", *words)[2:]])
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, capsys):
     assert alone(home, "one") == 0
     said = capsys.readouterr().out

@@ -158,6 +158,7 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
     assert set(rows(home, "knows")[-1]["retrieval_found"].values()) == {1.0}
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_without_a_step(home, capsys):
     """It says what the run that trained the model said at its end."""
     words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto", "--packing", "split")

@@ -145,6 +145,7 @@ def alone(home: Path, output: str, *words: str) -> int:
     return main(given[:at] + given[at + 2 :])
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_run_with_muon_goes_on_bit_by_bit_and_begins_with_its_own_numbers(tmp_path, capsys):
     make_small(tmp_path, files=60, layers=2, positions=64)
     scratch = ("--optimizer.name", "muon", "--optimizer.schedule", "wsd", "--steps", "4", "--learning-rate", "1e-2")
