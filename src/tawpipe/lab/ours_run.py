@@ -282,5 +282,5 @@ def _row(action: Action) -> str:
 class _NoOptimizer:
     """An optimizer for workloads that leave the optimizer's arithmetic out."""
 
-    def step(self, unit: int, finite: Tensor | None, rate: float, chosen: object) -> None:
+    def step(self, unit: int, updates: Tensor | None, rate: float, chosen: object) -> None:
         pass
