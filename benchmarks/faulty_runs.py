@@ -83,7 +83,7 @@ class Bench:
 
     def config(self, output: Path, topology: str, *words: str) -> TrainConfig:
         nodes, local, more = TOPOLOGIES[topology]
-        limits = ("--timeouts.first-step-s", "8", "--timeouts.step-s", "3", "--timeouts.save-s", "4")
+        limits = ("--timeouts.first-step-s", "20", "--timeouts.step-s", "8", "--timeouts.save-s", "12")
         shape = ("--nodes", str(nodes), "--nproc", str(nodes * local))
         return load_config([*self.words(output, steps=STEPS, every=EVERY), *limits, *shape, *more, *words])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tawpipe.plan import pipelines
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.page import memory_parts
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
@@ -518,3 +520,8 @@ def test_what_a_mixture_of_experts_needs_is_not_guessed():
     assert chain_flops(chain, [64])
     chain.config.num_experts = 8
     assert chain_flops(chain, [64]) is None
+
+
+def test_pages_show_parts_of_memory_that_only_some_strategies_have():
+    one, other = (SimpleNamespace(memory=parts) for parts in ({"homes": 2**30}, {"homes": 2**31, "apart": 2**29}))
+    assert memory_parts([one, other]) == {"homes": [1, 2], "apart": [0, 0.5]}  # type: ignore[list-item]

@@ -9,7 +9,7 @@ from typing import Any
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
 from tawpipe.plan.plan_file import load_plan, replay
-from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.predict import Prediction, memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, Candidate
 from tawpipe.plan.what_if import Forecast, what_if
@@ -108,12 +108,11 @@ def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
         "Of a device, on the average.",
         figures=[stacked_bars(names, parts, unit="s", chosen=chosen)],
     )
-    kinds = {kind: [one.memory[kind] / 2**30 for one in made] for kind in made[0].memory} if made else {}
     limit = request.memory_bytes / 2**30 if request.memory_bytes else None
     yield Section(
         "Memory of a device",
         f"At its highest; {SYSTEM}.",
-        figures=[stacked_bars(names, kinds, unit="GiB", limit=limit, chosen=chosen)],
+        figures=[stacked_bars(names, memory_parts(made), unit="GiB", limit=limit, chosen=chosen)],
     )
     if request.topology.num_nodes > 1:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
@@ -175,7 +174,7 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     if best is None:
         return
     shown = [(one.strategy, one.prediction) for one in longest.rows if one.prediction is not None]
-    parts = {kind: [made.memory[kind] / 2**30 for _, made in shown] for kind in shown[0][1].memory}
+    parts = memory_parts([made for _, made in shown])
     names = [name for name, _ in shown]
     figure = stacked_bars(names, parts, unit="GiB", limit=limit or None, chosen=best.strategy)
     yield Section("Memory of a device", f"At its highest, with the longest row; {SYSTEM}.", figures=[figure])
@@ -208,3 +207,9 @@ def _over_lengths(rows: Sequence[LongestRow], limit: float, chosen: str) -> Iter
         if any(map(any, held)):
             line = limit if name == "device" else 0.0
             yield Section(f"Memory of {where} over the length", words, figures=[figure(held, "GiB", line)])
+
+
+def memory_parts(made: Sequence[Prediction]) -> dict[str, list[float]]:
+    """GiB of every part of memory that some of these have."""
+    parts = dict.fromkeys(kind for one in made for kind in one.memory)
+    return {kind: [one.memory.get(kind, 0) / 2**30 for one in made] for kind in parts}
