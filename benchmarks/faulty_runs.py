@@ -84,7 +84,7 @@ class Bench:
     def config(self, output: Path, topology: str, *words: str) -> TrainConfig:
         nodes, local, more = TOPOLOGIES[topology]
         limits = ("--timeouts.first-step-s", "20", "--timeouts.step-s", "8", "--timeouts.save-s", "12")
-        shape = ("--nodes", str(nodes), "--nproc", str(nodes * local))
+        shape = ("--nodes", str(nodes), "--nproc", str(nodes * local), "--max-restarts", "4")  # of which faults speak
         return load_config([*self.words(output, steps=STEPS, every=EVERY), *limits, *shape, *more, *words])
 
     def start(self, config: TrainConfig, restart: int, *, watch: bool = False) -> Start:
