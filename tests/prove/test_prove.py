@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import states
 from tawpipe.cli import main
@@ -139,6 +140,13 @@ def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> di
         return numbers(world, out=out, only=only)
     finally:
         Compute.travel, exactness._names = travel, all_of_them  # type: ignore[method-assign]
+
+
+def test_tensors_without_memory_are_not_counted() -> None:
+    before = memory.live_bytes(CPU)
+    with FakeTensorMode():
+        held = torch.empty(1 << 20)
+    assert held.device.type == "cpu" and memory.live_bytes(CPU) < before + (1 << 20)
 
 
 def test_one_process_drops_nothing_on_another_lane() -> None:

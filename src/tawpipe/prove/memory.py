@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe.pipeline.pipeline import Pipeline
@@ -128,7 +129,8 @@ def live_bytes(device: torch.device) -> int:
     """Bytes of all tensors on a device, counted once for those that share them."""
     storages: dict[int, int] = {}
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and one.device.type == device.type:
+        real = issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor)
+        if real and one.device.type == device.type:
             storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
     return sum(storages.values())
 
