@@ -77,3 +77,15 @@ def test_the_answer_is_said_where_something_passes_between_nodes():
     assert alone.hides == "" and alone.hiding == {} and weights_hide_from(asked_of(1)) is None
     assert '"hides_from": null' in alone.json_text()
     assert keys_hide_from(replace(asked_of(), key_value_bytes=0)) is None
+
+
+def test_nothing_is_said_of_weights_where_seconds_do_not_grow_with_tokens():
+    """On a busy machine short blocks that are timed may seem to take equally long."""
+    asked = asked_of()
+    flat = BlockCost(Seconds(1e-9), Seconds(3e-9))
+    ends, layers = asked.profile.blocks[0], [flat] * (len(asked.profile.blocks) - 2)
+    asked = replace(asked, profile=replace(asked.profile, blocks=(ends, *layers, ends)))
+    assert weights_hide_from(asked) is None
+    found = longest_of(asked)
+    assert '"document_in_a_node": null' in found.json_text()
+    assert "by formula" not in found.hides and found.hides.endswith("by the clock)")

@@ -9,7 +9,7 @@ given the keys and values of all others while it computes attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, sqrt
+from math import sqrt
 
 from tawpipe.plan.predict import Prediction
 from tawpipe.plan.request import PlanRequest
@@ -47,7 +47,7 @@ def hides_from(played: Callable[[int], Prediction], least: int, most: int, preci
 
 def weights_hide_from(request: PlanRequest) -> float | None:
     """Tokens of a document over the devices of one node at which the weights of a layer arrive while the layer before
-    computes forward; None on one node.
+    computes forward; None on one node, or where seconds were not seen to grow with tokens.
     """
     if request.topology.num_nodes == 1:
         return None
@@ -71,11 +71,11 @@ def keys_hide_from(request: PlanRequest) -> float | None:
     return per_token * request.topology.world_size / min(pairs)
 
 
-def _tokens(cost: Seconds, seconds: float) -> float:
-    """The length of a document that takes so long."""
+def _tokens(cost: Seconds, seconds: float) -> float | None:
+    """The length of a document that takes so long; None if no length does."""
     left, linear, square = seconds - cost.fixed, cost.per_token, cost.per_pair
     if left <= 0:
         return 0.0
     if not square:
-        return left / linear if linear else inf
+        return left / linear if linear else None
     return (sqrt(linear**2 + 4 * square * left) - linear) / (2 * square)

@@ -230,10 +230,12 @@ class Longest:
         devices = "a device" if found["sequence_ranks"] == 1 else f"over {found['sequence_ranks']} devices"
         words += f"from rows of {tokens:,} tokens {devices} on" if tokens else "at no length that fits"
         words += f" (less than {EXPOSED:.0%} of a step waits for it, by the clock)"
-        words += f"; by formula, weights hide behind one document over the {topology.local_size} devices of a node "
-        words += f"from {node:,.0f} tokens on"
+        if node is not None:
+            words += "; by formula, weights hide behind one document over "
+            words += f"the {topology.local_size} devices of a node from {node:,.0f} tokens on"
         if everywhere is not None:
-            words += f", and context parallelism over all {topology.world_size} devices from {everywhere:,.0f} on"
+            words += "; by formula," if node is None else ", and"
+            words += f" context parallelism over all {topology.world_size} devices from {everywhere:,.0f} on"
         return words
 
     @property
