@@ -34,6 +34,20 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_by_a_name_have_their_address(page):
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named, defined = set(re.findall(r"\]\[([^]]+)\]", text)), re.findall(r"^\[([^]]+)\]: https://\S+$", text, re.M)
+    assert named == set(defined) and len(defined) == len(named)
+
+
+def test_a_cell_of_the_comparison_is_of_the_copy_that_was_read():
+    text, repository = _text("docs/compare.md"), r"github\.com/([\w.-]+/[\w.-]+)/"
+    read = set(re.findall(rf"{repository}tree/(\w+)\)", text))
+    cited = set(re.findall(rf"{repository}(?:blob|tree)/(\w+)/", text))
+    assert len(cited) > 5 and cited <= read
+
+
 def test_every_guard_exists():
     named = set(re.findall(r"`(test_\w+)`", _text("docs/pitfalls.md")))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
