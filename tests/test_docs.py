@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -46,6 +47,19 @@ def test_a_cell_of_the_comparison_is_of_the_copy_that_was_read():
     read = set(re.findall(rf"{repository}tree/(\w+)\)", text))
     cited = set(re.findall(rf"{repository}(?:blob|tree)/(\w+)/", text))
     assert len(cited) > 5 and cited <= read
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_the_longest_rows_are_those_that_were_measured(name):
+    measured = json.loads(_text("benchmarks/results/2026-11-25-longest/longest.json"))
+    tokens = {row["side"]: row["tokens"] for row in measured["rows"]}
+    table = re.search(r"^\|.*tokens;.*\n((?:\|.*\n)+)", _text(name), flags=re.MULTILINE)
+    assert table, "no table of longest rows"
+    shown = set(re.findall(r"\d+,\d{3}", table[1].replace("chunks of 1,024", "")))
+    assert len(shown) > 8 and shown <= {f"{number:,}" for number in tokens.values()}
+    pairs = ("tawpipe-chunked", "deepspeed"), ("tawpipe-chunked-host", "deepspeed-kept-host")
+    for own, other in pairs:
+        assert f"{tokens[own] / tokens[other]:.1f} times" in _text(name)
 
 
 def test_every_guard_exists():
