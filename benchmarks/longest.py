@@ -4,16 +4,20 @@
     python benchmarks/longest.py --memory-gib 0.08 --shape 256,4,4,1,896,2048 --out DIR    # 15 minutes on two cores
 
 Memory is what a step takes of anonymous memory above the loaded model (weights, gradients, states of AdamW), per
-process; bytes in files have a column of their own. Two short rows, and a third where the step is long, give memory as a
-line in the tokens; that predicts the longest row, which is then looked for: what is written down has run, and a row at
-most a tenth longer has taken too much, of memory or of time, and was ended there.
+process: it stands for a device's. Bytes in files have a column of their own; a folder in memory stands for the host's.
+Two short rows, and a third where the step is long, give memory as a line in the tokens; that predicts the longest row,
+which is then looked for: what is written down has run, and a row at most a tenth longer has taken too much, of memory
+or of time, and was ended there.
 
 All sides first train on the same row, and have to agree on losses and norms of gradients. After that our own count of
 memory is compared with what steps take. Rows that ``longest.json`` in --out has already are not run again, unless it
-was made with other settings. ``huggingface`` is transformers' model with gradient checkpointing, ``-chunked-loss`` the
-same with logits of 1,024 positions at a time; ``fsdp2`` that on two processes with a row each, ``deepspeed`` that with
-DeepSpeed's tiled MLP (for which ``deepspeed`` has to be installed); ``tawpipe`` computes whole rows,
-``tawpipe-chunked`` rows in chunks, ``-files`` with layers' inputs in files, ``-x2`` one row on two processes.
+was made with other settings. A side is a system and a place.
+
+Systems: ``huggingface`` is transformers' model with gradient checkpointing, ``-chunked-loss`` the same with logits of
+1,024 positions at a time; ``fsdp2`` that on two processes with a row each. ``deepspeed`` is DeepSpeed's ALST, tiled MLP
+and tiled loss, ``-kept`` the same without gradient checkpointing, ``-x2`` one row on two processes by Ulysses; they
+need ``pip install deepspeed``. ``tawpipe`` computes whole rows, ``-chunked`` rows in chunks, ``-x2`` one row on two
+processes. Places, where that waits which the backward pass needs: the device; ``-host``, its memory; ``-files``.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from longest_model import LOSS_TOKENS, Shape
 from longest_page import page
 from longest_probe import THREADS, CannotMeasure, Job, Reading, measure
-from longest_sides import LOSS_TOKENS, SIDES, TWO, Shape, predicted_bytes
+from longest_sides import SIDES, TWO, parts_of, predicted_bytes
 
 WARM_TOKENS = 64
 """Of the row before the one that is measured."""
@@ -137,7 +142,7 @@ class Benchmark:
         }
 
     def job(self, side: str, *lengths: int, shape: Shape | None = None) -> Job:
-        processes = 2 if side in TWO else 1
+        processes = 2 if parts_of(side)[0] in TWO else 1
         return Job(side, processes, asdict(shape or self.shape), self.args.chunk, lengths, self.args.out)
 
     def equality(self) -> None:
@@ -178,20 +183,22 @@ class Benchmark:
             print(f"{side} {tokens:,} tokens: {taken}, {said}", flush=True)
             return reading
 
-        row: dict[str, Any] = {"system": side, "processes": 2 if side in TWO else 1}
-        row |= dict.fromkeys(("tokens", "peak_gib", "file_gib", "seconds", "binds", "why_not"))
+        system, place = parts_of(side)
+        row: dict[str, Any] = {"side": side, "system": system, "place": place or "device"}
+        row["processes"] = 2 if system in TWO else 1
+        row |= dict.fromkeys(("tokens", "peak_gib", "elsewhere_gib", "seconds", "binds", "why_not"))
         try:
             best, readings = longest(probe, **limits, first=self.args.chunk)
             row["readings"] = [asdict(one) for one in readings]
             if best is not None:
                 row |= {"tokens": best.tokens, "peak_gib": best.peak_bytes / 2**30, "seconds": best.seconds}
-                row |= {"file_gib": best.file_bytes / 2**30, "binds": _binds(readings)}
+                row |= {"elsewhere_gib": best.file_bytes / 2**30, "binds": _binds(readings)}
             else:
                 row["why_not"] = f"not even {GRAIN} tokens fit"
         except CannotMeasure as error:
             row["why_not"] = str(error)
-        kept = [one for one in self.content["rows"] if one["system"] != side]
-        self.content["rows"] = sorted([*kept, row], key=lambda one: SIDES.index(one["system"]))
+        kept = [one for one in self.content["rows"] if one["side"] != side]
+        self.content["rows"] = sorted([*kept, row], key=lambda one: SIDES.index(one["side"]))
         self.write()
 
     def count(self, side: str, tokens: int, shape: Shape) -> None:
@@ -207,11 +214,11 @@ class Benchmark:
 
     def write(self) -> None:
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
-        (self.args.out / "README.md").write_text(page(self.content))
+        (self.args.out / "table.md").write_text(page(self.content))
 
     def missing(self) -> list[str]:
         """Sides that have no row yet, or one that says why not."""
-        there = {one["system"] for one in self.content["rows"] if one["tokens"] is not None}
+        there = {one["side"] for one in self.content["rows"] if one["tokens"] is not None}
         return [side for side in self.args.systems if side not in there]
 
     def uncounted(self) -> list[tuple[str, int, Shape]]:

@@ -4,7 +4,7 @@ A process loads its side and trains on a short row, so that weights, gradients a
 From then on the kernel's count of its anonymous pages is read every few milliseconds, and a step that takes more than
 it may is ended there and then. What was too short to be seen is in the kernel's own record of the most resident pages,
 which is cleared before the step, and of which pages of files are taken off. Open files in the side's folder are
-counted by themselves.
+counted by themselves; a folder in memory stands for the host's beside a device.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ EVERY_S, FILES_EVERY_S = 0.002, 0.25
 LOADING_S = 300.0
 THREADS = 1
 """Of a process: two that share a core wait for each other."""
+HOST = Path("/dev/shm")
+"""A file system in memory: the kernel counts what lies there with no process."""
 MEMORY, SECONDS = "memory", "seconds"
 
 
@@ -48,7 +50,7 @@ class Job:
         shape: the fields of ``longest_sides.Shape``.
         chunk: tokens of a layer's chunk, where ours has chunks.
         lengths: the last is measured.
-        folder: where files may be made.
+        folder: where files may be made, except for those that stand for the host's memory.
     """
 
     side: str
@@ -89,7 +91,8 @@ def measure(job: Job, *, most_bytes: float = math.inf, most_seconds: float = mat
     """
     context = get_context("forkserver")  # torch is loaded once, and every process is fresh nevertheless
     context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(dir=job.folder, prefix="inputs-") as folder:
+    place = HOST if job.side.endswith("-host") else job.folder
+    with tempfile.TemporaryDirectory(dir=place, prefix="inputs-") as folder:
         pipes, processes = [], []
         port = _free_port()
         try:
@@ -194,7 +197,8 @@ def _receive(pipe: connection.Connection, timeout_s: float) -> Any:
 def _work(pipe: connection.Connection, job: Job, rank: int, port: int, folder: str) -> None:
     import torch
 
-    from longest_sides import CannotRun, Shape, make_side, row
+    from longest_model import CannotRun, Shape, row
+    from longest_sides import make_side
     from tawpipe.errors import UserError
 
     torch.set_num_threads(THREADS)

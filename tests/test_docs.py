@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -32,6 +33,33 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_by_a_name_have_their_address(page):
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named, defined = set(re.findall(r"\]\[([^]]+)\]", text)), re.findall(r"^\[([^]]+)\]: https://\S+$", text, re.M)
+    assert named == set(defined) and len(defined) == len(named)
+
+
+def test_a_cell_of_the_comparison_is_of_the_copy_that_was_read():
+    text, repository = _text("docs/compare.md"), r"github\.com/([\w.-]+/[\w.-]+)/"
+    read = set(re.findall(rf"{repository}tree/(\w+)\)", text))
+    cited = set(re.findall(rf"{repository}(?:blob|tree)/(\w+)/", text))
+    assert len(cited) > 5 and cited <= read
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_the_longest_rows_are_those_that_were_measured(name):
+    measured = json.loads(_text("benchmarks/results/2026-11-25-longest/longest.json"))
+    tokens = {row["side"]: row["tokens"] for row in measured["rows"]}
+    table = re.search(r"^\|.*tokens;.*\n((?:\|.*\n)+)", _text(name), flags=re.MULTILINE)
+    assert table, "no table of longest rows"
+    shown = set(re.findall(r"\d+,\d{3}", table[1].replace("chunks of 1,024", "")))
+    assert len(shown) > 8 and shown <= {f"{number:,}" for number in tokens.values()}
+    pairs = ("tawpipe-chunked", "deepspeed"), ("tawpipe-chunked-host", "deepspeed-kept-host")
+    for own, other in pairs:
+        assert f"{tokens[own] / tokens[other]:.1f} times" in _text(name)
 
 
 def test_every_guard_exists():

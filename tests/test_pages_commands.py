@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pages import PAGES, ROOT, Command, commands, complaint, inline_options, known_options
+from pages import PAGES, ROOT, Command, commands, complaint, inline_options, inline_scripts, known_options
 from tawpipe.cli import main
 from tawpipe.data.chat import PLAIN
 from tawpipe.data.tokenizer import train_tokenizer
@@ -74,6 +74,22 @@ def test_options_in_the_text_of_pages_exist():
         for page in PAGES
         for option, code in inline_options(page)
         if option not in known and not any(one.startswith(option.removesuffix(".") + ".") for one in known)
+    }
+    assert not unknown
+
+
+def test_scripts_in_the_text_of_pages_are_there_and_have_these_options(tmp_path: Path):
+    (tmp_path / "page.md").write_text("Run `python benchmarks/none.py\n--out DIR`, not `python -m pip`.")
+    assert [*inline_scripts(tmp_path / "page.md")] == [("benchmarks/none.py", "--out", "DIR")]
+    scripts = [(page.name, *words) for page in PAGES for words in inline_scripts(page)]
+    missing = {(page, file) for page, file, *_ in scripts if not (ROOT / file).exists()}
+    assert not missing and len(scripts) > 25
+    unknown = {
+        (page, file, word)
+        for page, file, *words in scripts
+        if file.startswith("benchmarks/")
+        for word in words
+        if word.startswith("--") and f'"{word}"' not in (ROOT / file).read_text(encoding="utf-8")
     }
     assert not unknown
 

@@ -94,6 +94,16 @@ def inline_options(page: Path) -> Iterator[tuple[str, str]]:
                 yield option, code
 
 
+def inline_scripts(page: Path) -> Iterator[tuple[str, ...]]:
+    """The words of every ``python FILE ...`` in the text of a page, where a command may go over two lines."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", text):
+        words = _program_first(code.split())
+        words = words[2:] if words[:3:2] == ["python", "pytest"] else words
+        if words[:1] in (["python"], ["pytest"]) and len(words) > 1 and not words[1].startswith("-"):
+            yield tuple(words[1:])
+
+
 def known_options() -> set[str]:
     """Every option of every command of tawpipe, and of torchrun."""
     options = {"--import", "--config", "--print-config", *(leaf.option for leaf in train_options().leaves.values())}
