@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab.cluster.links import Links
+from tawpipe_lab.cluster.links import Links
 
 COLORS = {"ours": "#2a6fdb", "shipped": "#b0b4bb"}
 COLUMNS = (

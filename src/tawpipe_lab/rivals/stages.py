@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from tawpipe.errors import UserError
-from tawpipe.lab.rivals.traffic import ranks_of_stages
-from tawpipe.lab.workload import Known, RealWorkload
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe_lab.rivals.traffic import ranks_of_stages
+from tawpipe_lab.workload import Known, RealWorkload
 
 BALANCES = ("layers", "cost")
 

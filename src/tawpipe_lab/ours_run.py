@@ -13,12 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.contender import check_clipping
-from tawpipe.lab.lengths import DealtWorkload
-from tawpipe.lab.ours import computed, schedule_of, settings_of
-from tawpipe.lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
-from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
@@ -36,13 +30,19 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
+from tawpipe_lab.contender import check_clipping
+from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.ours import computed, schedule_of, settings_of
+from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
 
 HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
 """Activations that have memory here, those of sets besides."""
 
 
 class PipelineContender:
-    """A strategy as a user of the library runs it; see `tawpipe.lab.contender.Contender`."""
+    """A strategy as a user of the library runs it; see `tawpipe_lab.contender.Contender`."""
 
     origin = "ours"
     sleeper = None

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.lab.cluster import delay
-from tawpipe.lab.cluster.delay import ends_of
+from tawpipe_lab.cluster import delay
+from tawpipe_lab.cluster.delay import ends_of
 
 INTERFACE = "lab0"
 """A node's link, inside its namespace."""

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import Contender, check_grid, check_sharding, read_settings
-from tawpipe.lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
-from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import TimedWorkload, Workload, check_whole
 from tawpipe.topology import Topology
+from tawpipe_lab.contender import Contender, check_grid, check_sharding, read_settings
+from tawpipe_lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import TimedWorkload, Workload, check_whole
 
 NAMES = ("zero3", "zero-hpz")
 
@@ -65,7 +65,7 @@ class ZeroSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """DeepSpeed's ZeRO-3; see `tawpipe.lab.contender.Maker`.
+    """DeepSpeed's ZeRO-3; see `tawpipe_lab.contender.Maker`.
 
     ``zero3`` shards over all ranks; ``zero-hpz`` does the same and besides keeps a copy of the weights in every node
     (``zero_hpz_partition_size`` of the node's size), from which it gathers while it holds.

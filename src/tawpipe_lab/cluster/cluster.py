@@ -18,12 +18,12 @@ from typing import NoReturn
 
 from tawpipe.environment import ERROR_PREFIX, LOCAL_LAUNCHER
 from tawpipe.errors import RunError, UserError
-from tawpipe.lab.cluster import enter, network
-from tawpipe.lab.cluster.guard import claimed, signals_held, signals_raise
-from tawpipe.lab.cluster.links import Links, measure_links
-from tawpipe.lab.cluster.network import INTERFACE, MAX_NODES, Traffic, own_traffic
-from tawpipe.lab.cluster.rates import parse_latency, parse_rate, parse_rates
 from tawpipe.launch.launcher import Shape, launch
+from tawpipe_lab.cluster import enter, network
+from tawpipe_lab.cluster.guard import claimed, signals_held, signals_raise
+from tawpipe_lab.cluster.links import Links, measure_links
+from tawpipe_lab.cluster.network import INTERFACE, MAX_NODES, Traffic, own_traffic
+from tawpipe_lab.cluster.rates import parse_latency, parse_rate, parse_rates
 
 __all__ = ["DEFAULT_NAME", "Cluster", "Traffic", "own_traffic"]
 

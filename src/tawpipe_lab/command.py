@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.lab.cluster.cluster import DEFAULT_NAME, Cluster
-from tawpipe.lab.cluster.rates import format_rate, parse_rates
 from tawpipe.options import CommandParser
+from tawpipe.report.site import Page
+from tawpipe_lab.cluster.cluster import DEFAULT_NAME, Cluster
+from tawpipe_lab.cluster.rates import format_rate, parse_rates
 
+LINE = "make a cluster with unequal links out of one machine, and measure in it"
+RESULTS = "results.json"
 MESSAGES = (100_000, 1_000_000)
 """Bytes of messages with which the links of a new cluster are measured."""
 
@@ -26,6 +31,28 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("--", " ".join(command), f"nothing, because `tawpipe lab {arguments.command}` runs no command")
     arguments.words = command
     return arguments.run(arguments)
+
+
+def pages(folder: Path) -> Iterator[Page]:
+    """The page of a folder with results of ``tawpipe lab compare``, for ``tawpipe open``."""
+    if (folder / RESULTS).is_file():
+        line = "Strategies side by side: seconds, bytes and memory of every cell."
+        yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
+
+
+def _comparison(folder: Path) -> str:
+    from tawpipe_lab.compare import TRACES
+    from tawpipe_lab.page import compare_page
+
+    path = folder / RESULTS
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["rows"]
+        name = rows[0]["suite"]
+        recordings = folder / TRACES if any((folder / TRACES).glob("*/rank-*.json")) else None
+        return compare_page(name, content["environment"], rows, recordings)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError("PATH", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -70,10 +97,10 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from tawpipe.lab.compare import TRACES, compare
-    from tawpipe.lab.page import write_compare_page
-    from tawpipe.lab.suite import load_suite
     from tawpipe.report.page import check_page
+    from tawpipe_lab.compare import TRACES, compare
+    from tawpipe_lab.page import write_compare_page
+    from tawpipe_lab.suite import load_suite
 
     suite = load_suite(arguments.suite)
     if arguments.only:

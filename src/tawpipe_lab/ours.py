@@ -13,10 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.lab.bounds import workload_model
-from tawpipe.lab.lengths import DealtWorkload, dealt
-from tawpipe.lab.real_modules import real_model_spec
-from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
 from tawpipe.plan.pipelines import hops
 from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.program import PipelineShape
@@ -31,6 +27,10 @@ from tawpipe.schedule.strategies import Spread, build, find, register, shares_of
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe_lab.bounds import workload_model
+from tawpipe_lab.lengths import DealtWorkload, dealt
+from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
 
 
 class NoGrouping(Spread):

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from schedules import NAMES, shapes, step_for
 from tawpipe.errors import UserError
-from tawpipe.lab.bounds import (
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.strategies import build, step_of
+from tawpipe.simulate import LinkModel, play
+from tawpipe.topology import Topology
+from tawpipe_lab.bounds import (
     PIPELINES,
     SHARDED,
     schedule_bounds,
@@ -17,11 +21,8 @@ from tawpipe.lab.bounds import (
     workload_costs,
     workload_model,
 )
-from tawpipe.lab.workload import TimedWorkload
-from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build, step_of
-from tawpipe.simulate import LinkModel, dependency_bound, play
-from tawpipe.topology import Topology
+from tawpipe_lab.critical import dependency_bound
+from tawpipe_lab.workload import TimedWorkload
 
 THREE_BY_TWO = Topology.grid(3, 2)
 LINK = LinkModel(50e6)

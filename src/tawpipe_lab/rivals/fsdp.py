@@ -6,7 +6,7 @@ What they do on the CPU with gloo, which has no streams:
   by ``set_modules_to_forward_prefetch``. A gather issued by ``FSDPModule.unshard(async_op=True)`` runs in gloo's
   threads while the device computes. The knob ``prefetch`` does that, from hooks around each layer, for so many layers
   ahead.
-* The reduction blocks, and gloo runs it as an all-reduce: twice the bytes (see `tawpipe.lab.rivals.fsdp_collectives`).
+* The reduction blocks, and gloo runs it as an all-reduce: twice the bytes (see `tawpipe_lab.rivals.fsdp_collectives`).
   With ``reduction="ring"`` it sends the bytes of a reduce-scatter and runs in the background, through the public hook:
   what FSDP2 does on a GPU with NCCL.
 * HSDP's all-reduce between nodes blocks; no hook replaces it.
@@ -24,20 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
-from tawpipe.lab.lengths import dealt
-from tawpipe.lab.rivals.context_parallel import KeysOfAll
-from tawpipe.lab.rivals.fsdp_collectives import (
+from tawpipe.topology import Topology
+from tawpipe_lab.contender import Contender, check_clipping, check_grid, check_sharding, read_settings
+from tawpipe_lab.lengths import dealt
+from tawpipe_lab.rivals.context_parallel import KeysOfAll
+from tawpipe_lab.rivals.fsdp_collectives import (
     BackgroundReduction,
     HierarchicalGather,
     HierarchicalReduction,
     RingReduction,
     TransferLanes,
 )
-from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload, check_whole
-from tawpipe.topology import Topology
+from tawpipe_lab.rivals.task import task_of
+from tawpipe_lab.sleeper import BusyTime
+from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload, check_whole
 
 CONTEXT_PARALLEL = "fsdp2-cp"
 """For timed workloads with keys and values only."""
@@ -80,13 +80,13 @@ class ShardedSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """FSDP2 in one of its settings; see `tawpipe.lab.contender.Maker`.
+    """FSDP2 in one of its settings; see `tawpipe_lab.contender.Maker`.
 
     ``fsdp2`` shards over all ranks; ``fsdp2-node`` does the same, and keeps weights sharded inside the node from the
     forward to the backward pass (integer ``reshard_after_forward``); ``hsdp`` shards inside the node and replicates
     across nodes, with the all-reduce in the last round only; ``fsdp2-hierarchical`` is fsdp2 with gathers and
     reductions of ours, in the background; ``fsdp2-cp`` has every document computed by all ranks
-    (`tawpipe.lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn.
+    (`tawpipe_lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn.
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}

@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import Known, RealWorkload
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import Known, RealWorkload
 
 
 class Task(Protocol):
@@ -66,9 +66,9 @@ class Task(Protocol):
 def task_of(workload: Known, busy: BusyTime) -> Task:
     """The workload for one contender on one rank."""
     if isinstance(workload, RealWorkload):
-        from tawpipe.lab.real_modules import RealTask
+        from tawpipe_lab.real_modules import RealTask
 
         return RealTask(workload)
-    from tawpipe.lab.rivals.timed_modules import TimedTask
+    from tawpipe_lab.rivals.timed_modules import TimedTask
 
     return TimedTask(workload, busy)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tawpipe.errors import RunError
-from tawpipe.lab.cluster import network, probe
+from tawpipe_lab.cluster import network, probe
 
 LOW = 0.8
 """Share of its name below which a link is not what it is called."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tawpipe.lab.rivals.fsdp_collectives import TransferLanes, all_gather
 from tawpipe.runtime.lanes import CpuEvent
 from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.topology import Topology
+from tawpipe_lab.rivals.fsdp_collectives import TransferLanes, all_gather
 
 LANE = "SEQ"
 

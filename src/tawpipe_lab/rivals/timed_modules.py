@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.workload import TimedPart, TimedWorkload
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import TimedPart, TimedWorkload
 
 INITIAL_WEIGHT = 0.01
 LEARNING_RATE = 1e-4
@@ -151,7 +151,7 @@ def timed_loss(output: Tensor) -> Tensor:
 
 
 class TimedTask:
-    """The timed workload for rivals; see `tawpipe.lab.rivals.task.Task`.
+    """The timed workload for rivals; see `tawpipe_lab.rivals.task.Task`.
 
     Its parts are layers, with an embedding and a head where these have weights or time.
 

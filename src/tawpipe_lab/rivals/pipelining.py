@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import Contender, check_clipping, read_settings
-from tawpipe.lab.rivals.stages import stages_of
-from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.rivals.traffic import stages_per_rank
-from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import Known, LengthsWorkload, Workload, check_whole
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.topology import Topology
+from tawpipe_lab.contender import Contender, check_clipping, read_settings
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.task import task_of
+from tawpipe_lab.rivals.traffic import stages_per_rank
+from tawpipe_lab.sleeper import BusyTime
+from tawpipe_lab.workload import Known, LengthsWorkload, Workload, check_whole
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
 ZBV_NEEDS = "2.13"
@@ -51,7 +51,7 @@ class PipelineSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """One of torch's pipeline schedules; see `tawpipe.lab.contender.Maker`."""
+    """One of torch's pipeline schedules; see `tawpipe_lab.contender.Maker`."""
     check_clipping(name, workload, knobs)
     if isinstance(workload, LengthsWorkload):
         raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tawpipe.lab.sleeper import BusyTime
 from tawpipe.runtime.lanes import CpuEvent, CpuLane, Failure
 from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.topology import Topology
+from tawpipe_lab.sleeper import BusyTime
 
 # torch 2.13 renamed it; 2.11 has only the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,6 +1,6 @@
 """One rank of a measurement: makes all contenders of a cell and alternates single steps of them.
 
-Started by ``compare`` inside a node of a cluster: ``python -m tawpipe.lab.worker JOB RESULT``. Single steps alternate,
+Started by ``compare`` inside a node of a cluster: ``python -m tawpipe_lab.worker JOB RESULT``. Single steps alternate,
 A B C A B C, so that drift of the machine hits all alike. Rank 0 writes what it measured; a contender that fails in a
 step ends the launch with a note that says which, and ``compare`` goes on without it.
 """
@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.cluster.cluster import own_traffic
-from tawpipe.lab.contender import Contender, Maker
-from tawpipe.lab.ours_run import OurContender, PipelineContender
-from tawpipe.lab.rivals import deepspeed, fsdp, pipelining
-from tawpipe.lab.sleeper import Pace, Slowdown
-from tawpipe.lab.workload import RealWorkload, Workload, from_spelled_out
 from tawpipe.topology import Topology
 from tawpipe.train.metrics import peak_memory_bytes
+from tawpipe_lab import ours
+from tawpipe_lab.cluster.cluster import own_traffic
+from tawpipe_lab.contender import Contender, Maker
+from tawpipe_lab.ours_run import OurContender, PipelineContender
+from tawpipe_lab.rivals import deepspeed, fsdp, pipelining
+from tawpipe_lab.sleeper import Pace, Slowdown
+from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out
 
 STEP_TIMEOUT = timedelta(minutes=5)
 

@@ -12,8 +12,8 @@ strategies:
   - {strategy: fsdp2, knobs: {micro_batches_per_gather: 2}}
   - {strategy: tawpipe-spread, knobs: {micro_batches_per_visit: 2}}
 
-A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe.lab.workload`. A timed one with
-``mix: {model: nemotron, tick_s: 0.00001}`` in the place of seconds has the layers of `tawpipe.lab.mixes`.
+A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe_lab.workload`. A timed one with
+``mix: {model: nemotron, tick_s: 0.00001}`` in the place of seconds has the layers of `tawpipe_lab.mixes`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
-from tawpipe.lab.mixes import MIXES
-from tawpipe.lab.sleeper import Slowdown
-from tawpipe.lab.workload import KINDS, RealWorkload, Workload, spell_out
 from tawpipe.schedule.pipelines.work import BlockTimes
+from tawpipe_lab.mixes import MIXES
+from tawpipe_lab.sleeper import Slowdown
+from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out
 
 PARTS = ("forward", "backward_input", "backward_weight")
 """Of a block's times."""
@@ -119,7 +119,7 @@ class Suite:
 
 def shipped_suites() -> list[str]:
     """Names of the suites that come with the package."""
-    folder = resources.files("tawpipe.lab") / "suites"
+    folder = resources.files("tawpipe_lab") / "suites"
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
@@ -130,7 +130,7 @@ def load_suite(name: str) -> Suite:
         UserError: there is none, or it is not of the form that the module's head shows.
     """
     if name in shipped_suites():
-        text = (resources.files("tawpipe.lab") / "suites" / f"{name}.yaml").read_text(encoding="utf-8")
+        text = (resources.files("tawpipe_lab") / "suites" / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         path = Path(name)
         if not path.is_file():

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.bounds import PIPELINES, schedule_bytes
-from tawpipe.lab.real_modules import real_model_spec
-from tawpipe.lab.rivals import fsdp
-from tawpipe.lab.rivals.traffic import pipeline_bytes, sharded_traffic, stages_per_rank
-from tawpipe.lab.workload import RealWorkload
 from tawpipe.schedule.footprint import Widths
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import PIPELINES, schedule_bytes
+from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.rivals import fsdp
+from tawpipe_lab.rivals.traffic import pipeline_bytes, sharded_traffic, stages_per_rank
+from tawpipe_lab.workload import RealWorkload
 
 WIDTH = 4
 """Bytes of an element, fp32 everywhere."""

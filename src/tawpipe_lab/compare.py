@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import RunError, UserError
-from tawpipe.lab import ours
-from tawpipe.lab.bounds import (
+from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
+from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import (
     Bounds,
     activation_sizes,
     schedule_bounds,
@@ -32,19 +36,15 @@ from tawpipe.lab.bounds import (
     workload_costs,
     workload_model,
 )
-from tawpipe.lab.bounds_real import LinkBounds, real_bounds
-from tawpipe.lab.cluster.cluster import Cluster
-from tawpipe.lab.cluster.links import Links
-from tawpipe.lab.cluster.rates import parse_latency, parse_rates
-from tawpipe.lab.lengths import DealtWorkload, dealt
-from tawpipe.lab.real_modules import real_model_spec
-from tawpipe.lab.suite import Cell, Entry, Suite
-from tawpipe.lab.table import write_chart, write_table
-from tawpipe.lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
-from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
-from tawpipe.schedule.footprint import Widths, costs
-from tawpipe.simulate import LinkModel
-from tawpipe.topology import Topology
+from tawpipe_lab.bounds_real import LinkBounds, real_bounds
+from tawpipe_lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.cluster.rates import parse_latency, parse_rates
+from tawpipe_lab.lengths import DealtWorkload, dealt
+from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.suite import Cell, Entry, Suite
+from tawpipe_lab.table import write_chart, write_table
+from tawpipe_lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
 
 CLUSTER = "tawpipe-compare"
 TRACES = "traces"
@@ -230,7 +230,7 @@ def _launch(
         "traces": str(folder / TRACES) if traces else "",
     }
     job.write_text(json.dumps(content), encoding="utf-8")
-    command = [sys.executable, "-m", "tawpipe.lab.worker", str(job), str(result)]
+    command = [sys.executable, "-m", "tawpipe_lab.worker", str(job), str(result)]
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",

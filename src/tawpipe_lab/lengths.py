@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from tawpipe.errors import UserError
-from tawpipe.lab.workload import PASSES, LengthsWorkload, TimedWorkload
 from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, Work, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate.cost_model import KEYS_SHARE, MicroBatchSize
 from tawpipe.topology import Topology
+from tawpipe_lab.workload import PASSES, LengthsWorkload, TimedWorkload
 
 PACKINGS = ("balanced", "tokens", "in turn", "node", "rows")
 

@@ -24,18 +24,19 @@ from statistics import fmean
 from typing import Any, Literal
 
 from tawpipe.errors import UserError
-from tawpipe.lab.lengths import DealtWorkload
-from tawpipe.lab.rivals.stages import stages_of
-from tawpipe.lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
-from tawpipe.lab.workload import TimedWorkload
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import TRAVELLING, Kind
 from tawpipe.schedule.footprint import Widths, far_widths
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import borders_passed, link_elements
-from tawpipe.simulate import BlockCost, CostModel, LinkModel, dependency_bound
+from tawpipe.simulate import BlockCost, CostModel, LinkModel
 from tawpipe.topology import Topology
+from tawpipe_lab.critical import dependency_bound
+from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
+from tawpipe_lab.workload import TimedWorkload
 
 WeightsScope = Literal["visit", "step", "replica"]
 GradientsScope = Literal["visit", "step"]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab.table import cells_of, describe, order_of, title
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
 from tawpipe.report.page import Section, Table, page_text, timeline_section
+from tawpipe_lab.table import cells_of, describe, order_of, title
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
 

@@ -11,9 +11,9 @@ from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 from tawpipe.errors import UserError
-from tawpipe.lab.sleeper import Sleeper
-from tawpipe.lab.workload import Known, RealWorkload, Workload
 from tawpipe.topology import Topology
+from tawpipe_lab.sleeper import Sleeper
+from tawpipe_lab.workload import Known, RealWorkload, Workload
 
 Settings = TypeVar("Settings")
 
