@@ -19,7 +19,7 @@ from tawpipe.schedule.pipelines.program import PipelineShape
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
-from tawpipe.schedule.settings import RENAMED, ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
@@ -136,8 +136,7 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
         raise UserError("strategy", name, f"one of {', '.join(rows())}")
     for knob in knobs:
         if knob not in KNOBS:
-            expected = f"its name of today: {RENAMED[knob]}" if knob in RENAMED else f"one of {', '.join(KNOBS)}"
-            raise UserError(f"knob of {name}", knob, expected)
+            raise UserError(f"knob of {name}", knob, f"one of {', '.join(KNOBS)}")
     usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
     wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
     own = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}

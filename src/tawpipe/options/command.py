@@ -25,7 +25,6 @@ class Options(Generic[T]):
         cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text or of numbers) or
             dataclasses of them. Every field has a default.
         prog: the command as the user types it.
-        renamed: keys of earlier versions, with what takes their place.
         choices: of settings whose values stand in a table: key -> value -> what it means.
         leading: the keys that ``--help`` shows, each with an example; it shows all where there are none.
         elsewhere: what other programs call a setting, see ``Names``.
@@ -37,12 +36,11 @@ class Options(Generic[T]):
         *,
         prog: str,
         description: str,
-        renamed: Mapping[str, str] | None = None,
         choices: Choices | None = None,
         leading: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        self.cls, self.prog, self.description, self.renamed = cls, prog, description, dict(renamed or {})
+        self.cls, self.prog, self.description = cls, prog, description
         self.members = with_choices(tree(cls), choices or {})
         self.leaves = {one.path: one for one in all_of(self.members) if isinstance(one, Leaf)}
         self.groups = [one for one in all_of(self.members) if isinstance(one, Group)]
@@ -137,8 +135,6 @@ class Options(Generic[T]):
             return word
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if new := self.renamed.get(name.removeprefix("--").replace("-", "_")):
-            raise UserError("command line", name, f"its name of today: {new}")
         if name not in self._parser._option_string_actions:
             names = Names([*self._by_key, "config", "print_config", "help"], self._elsewhere, options=True)
             hint = names.meant(name) or f"{self.prog} {HELP_ALL} shows all of them"
@@ -158,8 +154,6 @@ class Options(Generic[T]):
                 if not isinstance(value, Mapping):
                     raise UserError(f"{name} in {place_in(file, path)}", value, "a mapping of settings")
                 values |= self._from_mapping(value, file, path)
-            elif new := self.renamed.get(name):
-                raise UserError(f"--config {place_in(file, path)}", name, f"its name of today: {new}")
             elif (leaf := self.leaves.get(path)) is None:
                 names = Names(self._by_key, self._elsewhere, options=False)
                 hint = names.meant(name) or f"{self.prog} --print-config shows all of them"

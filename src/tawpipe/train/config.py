@@ -20,7 +20,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.schedule.balance import USUAL_BIN
-from tawpipe.schedule.settings import RENAMED, ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
 
@@ -358,15 +358,10 @@ def train_options() -> Options[TrainConfig]:
     """The settings of ``tawpipe train``."""
     head = (TrainConfig.__doc__ or "").strip()
     choices = {"schedule.strategy": {name: one.summary for name, one in strategies().items()}}
-    groups = {"finite_check": "optimizer"}
-    renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
-    renamed["text_column"] = "columns, as text=COLUMN"
-    renamed["log.tensorboard"] = "log.trackers; none stands for false"
     return Options(
         TrainConfig,
         prog="tawpipe train",
         description=head,
-        renamed=renamed,
         choices=choices,
         leading=LEADING,
         elsewhere=ELSEWHERE,
