@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,8 @@ from tawpipe.options.settings import Choices, Group, Leaf, all_of, tree, with_ch
 from tawpipe.options.values import kinds_of
 
 T = TypeVar("T")
+Values = dict[tuple[str, ...], Any]
+"""Values of settings, by their paths."""
 
 
 class Options(Generic[T]):
@@ -48,23 +50,37 @@ class Options(Generic[T]):
         self._by_key = {leaf.key: leaf for leaf in self.leaves.values()}
         self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
 
-    def parse(self, argv: Sequence[str]) -> T:
+    def parse(self, argv: Sequence[str], below: Callable[[T, Values], Values] = lambda *_: {}) -> T:
         """Settings from a command line. ``--help`` and ``--print-config`` print and raise SystemExit(0).
+
+        Args:
+            below: gives values that hold where the command line and its files say nothing, from what these say: the
+                settings with usual values for the rest, and the values that were given.
 
         Raises:
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         """
         given = self._given(argv)
-        values: dict[tuple[str, ...], Any] = {}
+        values: Values = {}
         for file in given.config:
-            values |= self._from_mapping(read_mapping(file), file)
+            values |= self.values_in(file)
         words = vars(given)
         values |= {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
         config = self._build(self.cls, self.members, values)
+        if lower := below(config, values):
+            config = self._build(self.cls, self.members, {**lower, **values})
         if given.print_config:
             print(self.to_yaml(config), end="")
             raise SystemExit(0)
         return config
+
+    def values_in(self, file: str) -> Values:
+        """What a YAML file of settings gives.
+
+        Raises:
+            UserError: an unknown key, a value of the wrong type, an unreadable file.
+        """
+        return self._from_mapping(read_mapping(file), file)
 
     def located(self, error: UserError, argv: Sequence[str]) -> UserError:
         """The same error with the file and the line of its setting, if that is from a file of this command line."""
@@ -141,12 +157,10 @@ class Options(Generic[T]):
             raise UserError("command line", name, f"no such option; {hint}")
         return name + equals + value
 
-    def _from_mapping(
-        self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()
-    ) -> dict[tuple[str, ...], Any]:
+    def _from_mapping(self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()) -> Values:
         """The settings that a file gives, each under its path."""
         groups = {group.path for group in self.groups}
-        values: dict[tuple[str, ...], Any] = {}
+        values: Values = {}
         for key, value in mapping.items():
             path = (*above, str(key))
             name = ".".join(path)
