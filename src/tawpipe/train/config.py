@@ -130,9 +130,10 @@ class LogConfig:
     progress: Literal["auto", "off"] = "auto"
     """auto draws a line with a bar at the bottom of a terminal, and prints plain lines elsewhere; off prints plain
     lines everywhere."""
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where the numbers of every step go besides: tensorboard (files under tensorboard/ in the output folder), wandb,
-    mlflow, trackio; none for nowhere. Each but the first needs its library: pip install 'tawpipe[wandb]'."""
+    trackers: list[str] = field(default_factory=lambda: ["none"])
+    """Where the numbers of every step go besides metrics.jsonl, which `tawpipe open` shows: tensorboard (files under
+    tensorboard/ in the output folder), wandb, mlflow, trackio; none for nowhere. Each needs its library:
+    pip install 'tawpipe[wandb]'."""
     project: str = ""
     """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
