@@ -32,12 +32,6 @@ from typing import Any
 
 from prediction import FAR, Emulation, link
 from tawpipe.errors import UserError
-from tawpipe.lab.bounds import workload_model
-from tawpipe.lab.cluster.links import Links
-from tawpipe.lab.compare import compare, link_of, links_of
-from tawpipe.lab.ours import OWN_NAMES
-from tawpipe.lab.suite import Cell, Entry, Suite
-from tawpipe.lab.workload import TimedWorkload
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly, predict
@@ -49,6 +43,12 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.strategies import strategies
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
+from tawpipe_lab.bounds import workload_model
+from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.compare import compare, link_of, links_of
+from tawpipe_lab.ours import OWN_NAMES
+from tawpipe_lab.suite import Cell, Entry, Suite
+from tawpipe_lab.workload import TimedWorkload
 
 NEVER = 10**15
 """Bytes: recomputing less is left out, which a timed layer cannot do in all ways."""

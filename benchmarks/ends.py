@@ -13,8 +13,9 @@ from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
 from tawpipe.schedule.strategies import build, step_of
-from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, dependency_bound, play
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
+from tawpipe_lab.critical import dependency_bound
 
 LAYER, ENDS, LAYERS = 218_112_000, (525_336_576, 525_340_672), 32
 STRATEGIES = ("tawpipe-spread", "tawpipe-step", "hsdp", "flat")

@@ -26,9 +26,9 @@ import torch
 
 from faulty_runs import Bench, fingerprint
 from tawpipe.errors import RunError
-from tawpipe.lab.cluster.cluster import Cluster
-from tawpipe.lab.cluster.network import INTERFACE, call, switch_of
 from tawpipe.train.metrics import last_step
+from tawpipe_lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.network import INTERFACE, call, switch_of
 
 NAME, RATE = "tawpipe-faults", "100mbit"
 STEPS, EVERY, AT = 200, 20, 70

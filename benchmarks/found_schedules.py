@@ -22,8 +22,6 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab.mixes import MIXES
-from tawpipe.lab.rivals.stages import balanced_cuts
 from tawpipe.schedule.pipelines.arrange import arrange
 from tawpipe.schedule.pipelines.generate import generate
 from tawpipe.schedule.pipelines.layout import Layout
@@ -31,6 +29,8 @@ from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
 from tawpipe.schedule.pipelines.solve import heuristics, solve
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
+from tawpipe_lab.mixes import MIXES
+from tawpipe_lab.rivals.stages import balanced_cuts
 
 DEVICES, MICRO_BATCHES = 4, 8
 LAYERS, SHARE, SECONDS = 12, 0.5, 60.0

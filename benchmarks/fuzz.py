@@ -30,8 +30,6 @@ from tawpipe.checkpoint.names import MARKER
 from tawpipe.checkpoint.resume import read_run
 from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
-from tawpipe.lab.cluster.rates import parse_rates
-from tawpipe.lab.suite import load_suite
 from tawpipe.plan.machine import Device, machine_from
 from tawpipe.plan.measure import machine_of
 from tawpipe.plan.plan_file import load_plan, planned_settings, request_from
@@ -40,6 +38,8 @@ from tawpipe.runtime.faults import parse_faults
 from tawpipe.schedule.actions import Action
 from tawpipe.train.checks import validate
 from tawpipe.train.config import TrainConfig, load_config, train_options
+from tawpipe_lab.cluster.rates import parse_rates
+from tawpipe_lab.suite import load_suite
 
 ODD: tuple[Any, ...] = (
     None,
@@ -131,7 +131,7 @@ def targets(folder: Path) -> dict[str, Callable[[random.Random], Any]]:
         "step": 7,
         "spans": [["COMPUTE FORWARD b1 m0 | W0.0 -> x.0.2", 0.0, 1.0]],
     }
-    suite = yaml.safe_load(Path("src/tawpipe/lab/suites/smoke.yaml").read_text(encoding="utf-8"))
+    suite = yaml.safe_load(Path("src/tawpipe_lab/suites/smoke.yaml").read_text(encoding="utf-8"))
     settings = yaml.safe_load(train_options().to_yaml(TrainConfig(data=["README.md"], output=str(folder / "out"))))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
 

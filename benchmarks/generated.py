@@ -3,7 +3,7 @@
     python benchmarks/generated.py --out benchmarks/results/DATE-generated
     python benchmarks/generated.py --mixes nemotron nemotron:28 --cells 4x8 --out DIR
 
-Costs are those of ``tawpipe.lab.mixes``; transfers take no time unless ``--hop`` says otherwise. The first cell is the
+Costs are those of ``tawpipe_lab.mixes``; transfers take no time unless ``--hop`` says otherwise. The first cell is the
 example that the authors of AdaPtis published: Nemotron Nano v2 9B on 4 positions with 8 micro-batches, in hundredths of
 a millisecond, 1F1B with 14 layers a stage 133,121, theirs 89,870.
 
@@ -30,7 +30,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab.mixes import MIXES
 from tawpipe.schedule.pipelines.arrange import arrange
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
 from tawpipe.schedule.pipelines.layout import Layout
@@ -39,6 +38,7 @@ from tawpipe.schedule.pipelines.moves import Moves, Plan
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
 from tawpipe.schedule.pipelines.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe_lab.mixes import MIXES
 
 CELLS = ("4x8", "4x32", "6x8", "6x30")
 TURNS = (2, 3, 4)

@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from tawpipe.lab.cluster.cluster import Cluster
-from tawpipe.lab.cluster.links import Links
+from tawpipe_lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.links import Links
 
 RATES = ("50mbit", "100mbit", "200mbit", "300mbit", "400mbit", "1gbit")
 LATENCIES = ("none", "5ms", "25ms")

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe import Pipeline
-from tawpipe.lab.real_modules import ATTENTION
 from tawpipe.model.batch import IGNORE
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe_lab.real_modules import ATTENTION
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 1024,

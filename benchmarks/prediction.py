@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tawpipe.lab import ours
-from tawpipe.lab.bounds import activation_sizes, workload_costs
-from tawpipe.lab.cluster.links import Links
-from tawpipe.lab.cluster.rates import parse_rates
-from tawpipe.lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import activation_sizes, workload_costs
+from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.cluster.rates import parse_rates
+from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload, from_spelled_out
 
 FRAMES = 1448 / 1514
 """Share of a link's bytes that was payload when links were not measured: frames of 1,500 bytes."""

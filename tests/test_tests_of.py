@@ -14,7 +14,7 @@ PACKAGE = SRC / "tawpipe"
 
 def test_every_module_is_imported_by_a_test() -> None:
     modules = [path for path in sorted(SRC.rglob("*.py")) if path.name != "__init__.py"]
-    assert PACKAGE / "__main__.py" in modules and len(modules) > 250
+    assert PACKAGE / "__main__.py" in modules and SRC / "tawpipe_lab" / "command.py" in modules and len(modules) > 250
     looked_at = {file for test in (ROOT / "tests").rglob("test_*.py") for file in reached(test)}
     assert [str(path.relative_to(SRC)) for path in modules if path not in looked_at] == []
 

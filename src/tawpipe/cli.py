@@ -12,8 +12,10 @@ import importlib
 import importlib.metadata
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
+from tawpipe.commands.brought import brought
 from tawpipe.environment import ERROR_PREFIX, USER_ERROR
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch.torchrun import leave_words, print_refusal
@@ -24,12 +26,15 @@ COMMANDS = {
     "prove": "check on these devices what the tests check elsewhere, and write one file",
     "plan": "predict what every strategy would cost on some machines, and choose one",
     "train": "train a causal language model; `tawpipe train --help` lists the settings",
+    "chat": "ask a trained model in the terminal",
     "checkpoint": "list, verify or prune the checkpoints of a run",
     "trace": "show when everything in a recorded step ran: a picture and a trace to zoom into",
     "open": "show the pages of a run, a plan, a recorded step or a comparison in a browser",
-    "lab": "make a cluster with unequal links out of one machine, and measure in it",
 }
-"""The words after ``tawpipe``, each with its line in the help; the module of that name in ``commands`` has ``run``."""
+"""The words after ``tawpipe``, each with its line in the help; the module of that name in ``commands`` has ``run``.
+
+Installed packages bring others (``commands.brought``), which are looked for when the word is none of these.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,14 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``tawpipe``; those of this process by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    others = {} if words[:1] and words[0] in COMMANDS else brought()
+    parser = _parser(others)
     if not words:
         parser.print_help()
         return 0
     try:
         words = _import_modules(words)
         # The first word decides; what follows belongs to the command.
-        command = importlib.import_module(f"tawpipe.commands.{parser.parse_args(words[:1]).command}")
+        name = parser.parse_args(words[:1]).command
+        command = others[name] if name in others else importlib.import_module(f"tawpipe.commands.{name}")
         return command.run(words[1:])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -98,7 +105,7 @@ def _import_modules(words: list[str]) -> list[str]:
     return left
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
     description = "Train long-context language models where the activations stay and the weights travel."
     parser = argparse.ArgumentParser(prog="tawpipe", description=description)
     parser.add_argument(
@@ -109,6 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tawpipe {importlib.metadata.version('tawpipe')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, line in COMMANDS.items():
+    for name, line in (COMMANDS | {name: module.LINE for name, module in others.items()}).items():
         commands.add_parser(name, help=line, add_help=False)
     return parser

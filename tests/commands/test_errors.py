@@ -148,31 +148,6 @@ def test_other_commands_name_the_nearest_option_too(capsys: pytest.CaptureFixtur
     assert said.startswith("tawpipe: error: command line: got '--") and meant in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "today"),
-    [
-        ("schedule.builder", "schedule.strategy (tawpipe-spread, flat, hsdp, weipipe, ...)"),
-        ("schedule.placement", "schedule.strategy (tawpipe-spread, tawpipe-striped or tawpipe-whole)"),
-        ("schedule.kept_units", "schedule.step_cache"),
-        ("schedule.weights_scope", "schedule.step_cache (all for the scope step)"),
-        ("schedule.weights_wire", "schedule.weights_compression (none, int8 or fp8)"),
-        ("schedule.gradients_wire", "schedule.gradients_compression (none, int8 or fp8)"),
-        ("optimizer.finite_check", "schedule.early_updates (true for a finite_check of false)"),
-    ],
-)
-def test_names_of_before_are_refused_with_those_of_today(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, before: str, today: str
-) -> None:
-    option = f"--{before.replace('_', '-')}"
-    said = refused(capsys, option, "x")
-    assert said == f"tawpipe: error: command line: got '{option}'; its name of today: {today}\n"
-    assert refused(capsys, f"--{before}=x") == said
-    group, _, key = before.partition(".")
-    (tmp_path / "old.yaml").write_text(f"{group}: {{{key}: x}}\n")
-    said = refused(capsys, "--config", "old.yaml")
-    assert said == f"tawpipe: error: --config old.yaml, line 1: got '{before}'; its name of today: {today}\n"
-
-
 def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'stray'" in refused(capsys, "--steps", "3", "stray")
 

@@ -131,14 +131,13 @@ def test_what_is_printed_reads_back_as_the_same_settings(tmp_path: Path, capsys)
     [
         (["--egs", "3"], "command line: got '--egs'; no such option; did you mean --eggs"),
         (["--eggs"], "--eggs: got 'nothing'; a whole number"),
-        (["--amount", "3"], "command line: got '--amount'; its name of today: eggs"),
         (["flour"], "command line: got 'flour'; options start with --"),
         (["--oven.mode", "side"], "--oven.mode: got 'side'; "),
     ],
 )
 def test_words_that_are_no_setting_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as refused:
-        options(renamed={"amount": "eggs"}).parse(words)
+        options().parse(words)
     assert str(refused.value).startswith(message)
 
 

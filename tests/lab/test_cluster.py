@@ -16,9 +16,9 @@ import pytest
 from processes import is_alive, wait_for
 from tawpipe.cli import main
 from tawpipe.errors import RunError, UserError
-from tawpipe.lab.cluster import network
-from tawpipe.lab.cluster.cluster import Cluster, Traffic, own_traffic
-from tawpipe.lab.cluster.rates import format_rate, parse_rates
+from tawpipe_lab.cluster import network
+from tawpipe_lab.cluster.cluster import Cluster, Traffic, own_traffic
+from tawpipe_lab.cluster.rates import format_rate, parse_rates
 
 MB = 10**6
 PREFIX = f"test{os.getpid()}"
@@ -215,7 +215,7 @@ LOOK = """
 import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
-from tawpipe.lab.cluster.cluster import own_traffic
+from tawpipe_lab.cluster.cluster import own_traffic
 seen = dict(os.environ, argv=sys.argv[1:], counted=asdict(own_traffic()), interfaces=os.listdir("/sys/class/net"))
 Path(os.environ["OUT"], os.environ["RANK"]).write_text(json.dumps(seen))
 """
@@ -309,7 +309,7 @@ def test_up_exec_down_and_nobody_elses_things_are_touched() -> None:
 
 HOLDER = """
 import sys
-from tawpipe.lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.cluster import Cluster
 with Cluster.create(2, rate="50mbit", name=sys.argv[1]) as cluster:
     cluster.launch([sys.executable, "-c", sys.argv[2]], local=2)
 """

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.lab.contender import check_clipping, check_grid, check_sharding, read_settings
-from tawpipe.lab.ours_run import OurContender
-from tawpipe.lab.rivals.context_parallel import KeysOfAll
-from tawpipe.lab.rivals.task import task_of
-from tawpipe.lab.rivals.traffic import (
+from tawpipe.schedule.actions import Lane
+from tawpipe.topology import Topology
+from tawpipe_lab.contender import check_clipping, check_grid, check_sharding, read_settings
+from tawpipe_lab.ours_run import OurContender
+from tawpipe_lab.rivals.context_parallel import KeysOfAll
+from tawpipe_lab.rivals.task import task_of
+from tawpipe_lab.rivals.traffic import (
     nodes_of_stages,
     pipeline_bytes,
     ranks_of_stages,
     sharded_traffic,
     stages_per_rank,
 )
-from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.workload import RealWorkload, TimedWorkload
-from tawpipe.schedule.actions import Lane
-from tawpipe.topology import Topology
+from tawpipe_lab.sleeper import BusyTime
+from tawpipe_lab.workload import RealWorkload, TimedWorkload
 from timed import LAYERS, WORKLOAD
 
 

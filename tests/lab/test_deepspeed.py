@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from pool import WorkerPool
 from tawpipe.errors import UserError
-from tawpipe.lab.bounds import shipped_bounds
-from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
-from tawpipe.lab.worker import make
-from tawpipe.lab.workload import TimedWorkload
 from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe_lab.bounds import shipped_bounds
+from tawpipe_lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe_lab.worker import make
+from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, STEPS, WORKLOAD
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.lab.cluster.enter import Entry
-from tawpipe.lab.cluster.guard import claimed, signals_held, signals_raise
+from tawpipe_lab.cluster.enter import Entry
+from tawpipe_lab.cluster.guard import claimed, signals_held, signals_raise
 
 NAME = f"guard-{os.getpid()}"
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.bounds import Bounds
-from tawpipe.lab.compare import bounds_of, link_of
-from tawpipe.lab.lengths import PACKINGS, DealtWorkload, dealt
-from tawpipe.lab.suite import Cell, Entry, read_suite
-from tawpipe.lab.table import write_table
-from tawpipe.lab.worker import make
-from tawpipe.lab.workload import PASSES, LengthsWorkload, TimedWorkload, from_spelled_out, spell_out
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import Bounds
+from tawpipe_lab.compare import bounds_of, link_of
+from tawpipe_lab.lengths import PACKINGS, DealtWorkload, dealt
+from tawpipe_lab.suite import Cell, Entry, read_suite
+from tawpipe_lab.table import write_table
+from tawpipe_lab.worker import make
+from tawpipe_lab.workload import PASSES, LengthsWorkload, TimedWorkload, from_spelled_out, spell_out
 from timed import WORKLOAD
 
 PRODUCTION = LengthsWorkload(

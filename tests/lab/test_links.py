@@ -12,21 +12,21 @@ import pytest
 from processes import is_alive
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.lab.bounds import Bounds, workload_costs
-from tawpipe.lab.cluster import network
-from tawpipe.lab.cluster.cluster import Cluster
-from tawpipe.lab.cluster.delay import ends_of
-from tawpipe.lab.cluster.links import Links
-from tawpipe.lab.cluster.probe import PORT
-from tawpipe.lab.cluster.rates import parse_latency
-from tawpipe.lab.compare import bounds_of, compare, link_of, message_sizes
-from tawpipe.lab.ours import INSIDE, schedule_of
-from tawpipe.lab.page import compare_page
-from tawpipe.lab.suite import Cell, Entry, Suite, load_suite
-from tawpipe.lab.table import describe, title
-from tawpipe.lab.workload import TimedWorkload
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
+from tawpipe_lab.bounds import Bounds, workload_costs
+from tawpipe_lab.cluster import network
+from tawpipe_lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.delay import ends_of
+from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.cluster.probe import PORT
+from tawpipe_lab.cluster.rates import parse_latency
+from tawpipe_lab.compare import bounds_of, compare, link_of, message_sizes
+from tawpipe_lab.ours import INSIDE, schedule_of
+from tawpipe_lab.page import compare_page
+from tawpipe_lab.suite import Cell, Entry, Suite, load_suite
+from tawpipe_lab.table import describe, title
+from tawpipe_lab.workload import TimedWorkload
 
 MB = 10**6
 NAME = f"test{os.getpid()}links"
@@ -71,8 +71,8 @@ def test_a_delayed_link_carries_no_more_than_its_name_and_no_byte_comes_early(cl
 def test_messages_are_measured_no_larger_than_what_a_link_carries_soon(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tawpipe.lab.cluster.links.MESSAGE_S", 0.02)
-    monkeypatch.setattr("tawpipe.lab.cluster.links.SHORT_S", 0.001)
+    monkeypatch.setattr("tawpipe_lab.cluster.links.MESSAGE_S", 0.02)
+    monkeypatch.setattr("tawpipe_lab.cluster.links.SHORT_S", 0.001)
     links = cluster.links([10**9])
     assert links is not None
     assert [size for size, _ in links.both_ways] == [200_000] and links.idle[0] == 10_000
@@ -190,7 +190,7 @@ def test_a_row_says_that_its_links_are_not_what_they_are_called(
 ) -> None:
     poor = replace(READ, named=100.0 * MB)
     monkeypatch.setattr(Cluster, "links", lambda *_: poor)
-    monkeypatch.setattr("tawpipe.lab.compare._launch", lambda *_, **__: (0, "nobody is started"))
+    monkeypatch.setattr("tawpipe_lab.compare._launch", lambda *_, **__: (0, "nobody is started"))
     said: list[str] = []
     suite = Suite("poor", (replace(CELL, nodes=2, latency=None),), (Entry("flat"),), samples=1)
     rows = compare(suite, tmp_path, tell=said.append)

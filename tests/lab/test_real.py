@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 from pool import WorkerPool
 from selected import asked_for, quick_ones
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.bounds_real import real_bounds
-from tawpipe.lab.compare import check_losses
-from tawpipe.lab.real_modules import make_model, random_tokens, real_model_spec
-from tawpipe.lab.rivals import fsdp, pipelining
-from tawpipe.lab.suite import load_suite, read_suite
-from tawpipe.lab.table import write_chart, write_table
-from tawpipe.lab.worker import make
-from tawpipe.lab.workload import RealWorkload
 from tawpipe.runtime.world import World
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds_real import real_bounds
+from tawpipe_lab.compare import check_losses
+from tawpipe_lab.real_modules import make_model, random_tokens, real_model_spec
+from tawpipe_lab.rivals import fsdp, pipelining
+from tawpipe_lab.suite import load_suite, read_suite
+from tawpipe_lab.table import write_chart, write_table
+from tawpipe_lab.worker import make
+from tawpipe_lab.workload import RealWorkload
 
 STEPS = 2
 SETTINGS: dict[str, Any] = {

@@ -16,24 +16,24 @@ from torch.distributed.tensor import DTensor
 from pool import WorkerPool
 from selected import asked_for, quick_ones
 from tawpipe.errors import UserError
-from tawpipe.lab import bounds, ours
-from tawpipe.lab.rivals import deepspeed, fsdp
-from tawpipe.lab.rivals.fsdp_collectives import (
+from tawpipe.runtime.world import World
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab import bounds, ours
+from tawpipe_lab.rivals import deepspeed, fsdp
+from tawpipe_lab.rivals.fsdp_collectives import (
     HierarchicalGather,
     HierarchicalReduction,
     RingReduction,
     TransferLanes,
 )
-from tawpipe.lab.rivals.pipelining import ZBV_NEEDS
-from tawpipe.lab.rivals.stages import stages_of
-from tawpipe.lab.rivals.timed_modules import INITIAL_WEIGHT
-from tawpipe.lab.sleeper import BusyTime, Sleeper
-from tawpipe.lab.worker import make, makers
-from tawpipe.lab.workload import TimedWorkload
-from tawpipe.runtime.world import World
-from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.simulate import LinkModel
-from tawpipe.topology import Topology
+from tawpipe_lab.rivals.pipelining import ZBV_NEEDS
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.worker import make, makers
+from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, STEPS, WORKLOAD
 
 DOCUMENTS = {**WORKLOAD, "micro_batches": 2, "keys_bytes": 40_000}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tawpipe.lab.compare import disturbance
-from tawpipe.lab.sleeper import BusyTime, Pace, Sleeper, Slowdown
-from tawpipe.lab.suite import load_suite, read_suite
-from tawpipe.lab.workload import TimedWorkload
+from tawpipe_lab.compare import disturbance
+from tawpipe_lab.sleeper import BusyTime, Pace, Sleeper, Slowdown
+from tawpipe_lab.suite import load_suite, read_suite
+from tawpipe_lab.workload import TimedWorkload
 
 MANY = 400
 

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.lab import ours
-from tawpipe.lab.bounds import schedule_bytes, shipped_bounds, workload_costs, workload_model
-from tawpipe.lab.mixes import MIXES
-from tawpipe.lab.rivals.stages import balanced_cuts, stages_of
-from tawpipe.lab.rivals.timed_modules import TimedChain, TimedLayer, TimedTask
-from tawpipe.lab.sleeper import BusyTime
-from tawpipe.lab.suite import read_suite
-from tawpipe.lab.workload import TimedWorkload, from_spelled_out, spell_out
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import schedule_bytes, shipped_bounds, workload_costs, workload_model
+from tawpipe_lab.mixes import MIXES
+from tawpipe_lab.rivals.stages import balanced_cuts, stages_of
+from tawpipe_lab.rivals.timed_modules import TimedChain, TimedLayer, TimedTask
+from tawpipe_lab.sleeper import BusyTime
+from tawpipe_lab.suite import read_suite
+from tawpipe_lab.workload import TimedWorkload, from_spelled_out, spell_out
 
 PLAIN = TimedWorkload(4, 4_000, 0.1, 0.2, 0.1, 8, 100)
 ENDS = replace(PLAIN, embedding_bytes=8_000, head_bytes=8_080, head_s=0.3)

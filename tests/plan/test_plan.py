@@ -30,10 +30,9 @@ from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
 from tawpipe.plan.page import memory_parts
 from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
+from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
-from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
@@ -312,68 +311,6 @@ def test_recompute_is_spelled_as_it_is_read(setting):
     model = llama(4)
     of_blocks = recompute_of_blocks(setting, model)
     assert recompute_of_blocks(spell_recompute(of_blocks[1:-1]), model) == of_blocks
-
-
-FIRST_FORMAT = {
-    "micro_batches_per_visit": 4,
-    "look_ahead": 3,
-    "gradient_buffers": 1,
-    "offloaded_layers": 0,
-    "gradients_scope": "visit",
-    "recompute": "none:2,full",
-}
-"""Names that have stayed."""
-
-
-@pytest.mark.parametrize(
-    ("schedule", "today"),
-    [
-        (
-            {"builder": "tawpipe", "placement": "striped", "homes": "0,1,0", "weights_scope": "visit", "kept_units": 3},
-            {"strategy": "tawpipe-striped", "homes": "0,1,0", "step_cache": 3},
-        ),
-        (
-            {"builder": "tawpipe", "placement": "spread", "homes": "", "weights_scope": "step", "kept_units": 0},
-            {"strategy": "tawpipe-spread", "step_cache": "all"},
-        ),
-        (
-            {"builder": "hsdp", "weights_scope": "visit", "kept_units": 0, "gradients_scope": "step"},
-            {"strategy": "hsdp", "step_cache": 0, "gradients_scope": "step"},
-        ),
-        (
-            {"builder": "weipipe", "weights_scope": "visit", "kept_units": 0},
-            {"strategy": "weipipe", "step_cache": 0},
-        ),
-        (
-            {"builder": "tawpipe", "placement": "whole", "weights_scope": "visit", "weights_wire": "int8"},
-            {"strategy": "tawpipe-whole", "step_cache": 0, "weights_compression": "int8"},
-        ),
-    ],
-)
-def test_a_plan_of_the_first_format_is_followed(schedule, today):
-    written = {"weights_wire": "dtype", "gradients_wire": "dtype", **FIRST_FORMAT, **schedule}
-    assert planned_settings(written, DEFAULT) == ScheduleSettings(**{**FIRST_FORMAT, **today})
-
-
-def first_format(asked: PlanRequest) -> dict:
-    """A plan as the first format had it."""
-    step = step_of(asked, "tawpipe-striped", step_cache=2)
-    candidate = Candidate(step.strategy.name, step, predict(asked, step), True)
-    plan = yaml.safe_load(Plan.of(asked, [candidate]).text())
-    same = {name: value for name, value in plan["schedule"].items() if name in (*FIRST_FORMAT, "homes")}
-    old = {"builder": "tawpipe", "placement": "striped", "weights_scope": "visit", "kept_units": 2}
-    plan["schedule"] = {**old, **same, "weights_wire": "dtype", "gradients_wire": "dtype"}
-    del plan["clock"]["settings"]
-    plan["clock"]["clip"] = not asked.settings.early_updates
-    return {**plan, "format": 1}
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_plan_of_the_first_format_is_played_again(tmp_path, early):
-    asked = plan_request(settings=ScheduleSettings(early_updates=early))
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(first_format(asked)))
-    step = replay(tmp_path / "plan.yaml")[0].schedule.step
-    assert step == step_of(asked, "tawpipe-striped", step_cache=2)
 
 
 @pytest.mark.parametrize("block_units", [[[0], [1], []], [[0], [1], [2], [9]]])

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: no errors, no requests, no scrolling sideways on a phone, sliders that answer."""
+"""Pages in headless Chromium: no errors, no requests, no scrolling sideways on a phone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from html_pages import check_page_text
 from plan_requests import plan_request, profile
 from schedules import llama
 from tawpipe.commands.open import find_pages
-from tawpipe.plan import what_if
 from tawpipe.plan.page import write_plan_page
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import replay
-from tawpipe.plan.predict import predict
 from tawpipe.plan.search import search
 from tawpipe.report import predicted_bars
 from tawpipe.report.site import write_pages
@@ -37,19 +35,8 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def grid(plan) -> Iterator[what_if.Grid]:
-    """A coarse grid over most axes."""
-    levels = ({"between": (0.1, 1, 10), "length": (0.5, 1, 2)}, {"nodes": (0.5, 1, 2)}, {"inside": (1, 4)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(what_if, "LEVELS", levels)
-        made, more = what_if.make_grid(what_if.Forecast(plan), 1000)
-        assert made is not None and more == 0
-        yield made
-
-
-@pytest.fixture(scope="module")
-def pages(plan, grid, tmp_path_factory) -> Path:
-    """A folder with a run, its plan, a recorded step, a comparison, and the page of a plan with a grid."""
+def pages(plan, tmp_path_factory) -> Path:
+    """A folder with a run, its plan, a recorded step, a comparison, and the page of a plan."""
     run = tmp_path_factory.mktemp("pages") / "run"
     step = run / "traces" / "step-00000003"
     step.mkdir(parents=True)
@@ -63,9 +50,7 @@ def pages(plan, grid, tmp_path_factory) -> Path:
         spans = [[str(bar.action), bar.begin, bar.end] for bar in mine]
         content = {"format": 1, "rank": rank, "node": mine[0].node, "step": 3, "spans": spans}
         (step / f"rank-{rank}.json").write_text(json.dumps(content))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(what_if, "make_grid", lambda *_: (grid, 0.0))
-        write_plan_page(plan, run / "planned.html", grid_s=1)
+    write_plan_page(plan, run / "planned.html")
     write_pages("run", find_pages(run), run / "site")
     return run / "site"
 
@@ -87,29 +72,6 @@ def test_every_page_is_whole_and_says_what_it_shows(pages):
         assert len(outline.all("figure")) > 0 or name == "index.html"
     for name in NAMES[1:]:
         assert 'href="index.html"' in (pages / name).read_text()
-
-
-def test_at_its_points_the_grid_has_the_planners_numbers(plan, grid):
-    """With the settings of this plan; at the plan's own point, the plan's own seconds."""
-    known = grid.forecast.known
-    assert len(grid.points) == 3 * 3 * 3 * 2
-    assert set(known) >= {(plan.chosen.strategy, one) for one in grid.points}
-    for one in plan.candidates:
-        outcome = known[one.strategy, (1, 1, 2, 2, 1)]
-        assert outcome is not None and outcome.seconds == one.seconds and outcome.fits == one.fits
-    runs = next(one for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
-    asked = what_if.request_at(plan.request, (0.1, 0.5, 4, 2, 4))
-    assert (asked.machine.nodes, asked.global_batch, asked.sequence_length) == ((2, 2, 2, 2), 8, 5)
-    assert asked.machine.between.bytes_per_s == pytest.approx(plan.request.machine.between.bytes_per_s / 10)
-    again = predict(asked, what_if.step_at(asked, runs.step)).step_seconds
-    assert known[runs.strategy, (0.1, 0.5, 4, 2, 4)].seconds == again
-
-
-def test_a_grid_takes_no_more_time_than_it_is_given(plan):
-    made, more = what_if.make_grid(what_if.Forecast(plan), 1e-9)
-    assert made is None and more > 1e-9
-    section = what_if.what_if(plan, what_if.Forecast(plan), 1e-9)
-    assert "left out" in section.text and "--grid" in section.text and not section.markup
 
 
 @needs_chromium
@@ -155,55 +117,6 @@ def contrast(one: str, other: str) -> float:
 
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
-
-
-MOVE = """(() => {
-  const knob = document.getElementById('knob-%s');
-  knob.value = '%s';
-  knob.dispatchEvent(new Event('input'));
-})()"""
-ROWS = """[...document.querySelectorAll('#answers tr')].map(
-  row => [row.dataset.strategy, Number(row.dataset.seconds), row.dataset.exact === 'true', row.cells[3].textContent])"""
-
-
-@needs_chromium
-def test_sliders_change_the_answer(browser, pages, plan, grid):
-    browser.open((pages / "planned.html").as_uri(), width=PHONE)
-    chosen = plan.chosen.strategy
-
-    def answers() -> dict[str, float]:
-        return {name: seconds for name, seconds, _, _ in browser.run(ROWS)}
-
-    first = browser.run(ROWS)
-    assert first[0][0] == chosen and "this plan's choice" in first[0][3]  # also where another is as fast
-    assert {name: seconds for name, seconds, _, _ in first} == {one.strategy: one.seconds for one in plan.candidates}
-    assert all(exact for _, _, exact, _ in first)
-    assert "predicted by the planner" in browser.run("document.getElementById('answer').textContent")
-
-    browser.run(MOVE % ("between", 0))
-    slow = answers()
-    for name in slow:
-        outcome = grid.forecast.known[name, (0.1, 1, 2, 2, 1)]
-        assert slow[name] == outcome.seconds  # the planner's own number, to the last digit
-    assert slow != answers_of(plan)
-
-    browser.run(MOVE % ("between", 0.5))
-    between = answers()
-    assert "interpolated" in browser.run("document.getElementById('answer').textContent")
-    for name, seconds in between.items():
-        low, high = sorted((slow[name], answers_of(plan)[name]))
-        assert low * (1 - 1e-12) <= seconds <= high * (1 + 1e-12)
-    assert not any(exact for _, _, exact, _ in browser.run(ROWS))
-
-    browser.run(MOVE % ("between", 1))
-    browser.run(MOVE % ("nodes", 2))
-    for name, seconds, exact, words in browser.run(ROWS):
-        outcome = grid.forecast.known[name, (1, 1, 4, 2, 1)]
-        assert (seconds == outcome.seconds and exact) if outcome else "a plan of its own" in words
-
-
-def answers_of(plan: Plan) -> dict[str, float]:
-    return {one.strategy: one.seconds for one in plan.candidates}
 
 
 @needs_chromium

@@ -15,7 +15,6 @@ from plan_requests import plan_request, step_of
 from schedules import NAMES, llama
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.lab.page import write_compare_page
 from tawpipe.plan.machine import uniform
 from tawpipe.plan.page import write_plan_page
 from tawpipe.plan.plan import Plan
@@ -30,6 +29,7 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.page import write_run_page
+from tawpipe_lab.page import write_compare_page
 
 pytest.importorskip("plotly")
 

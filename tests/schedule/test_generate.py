@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.lab.mixes import MIXES, nemotron
 from tawpipe.schedule.pipelines.arrange import arrange
 from tawpipe.schedule.pipelines.generate import fixed_layouts, generate
 from tawpipe.schedule.pipelines.layout import Layout
@@ -19,6 +18,7 @@ from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bub
 from tawpipe.schedule.pipelines.ticks import Ticks
 from tawpipe.schedule.pipelines.times import parse_times, spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
+from tawpipe_lab.mixes import MIXES, nemotron
 
 NANO = PipelineCosts(nemotron())
 BUDGET = 100_000

@@ -22,10 +22,11 @@ from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Pool, Schedule, StepSpec
 from tawpipe.schedule.strategies import build, step_of
 from tawpipe.schedule.traffic import link_elements
-from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play, unlimited_buffers
+from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play
 from tawpipe.simulate.clock import dependencies
 from tawpipe.simulate.network import Flow, share
 from tawpipe.topology import Topology
+from tawpipe_lab.critical import unlimited_buffers
 
 FREE = LinkModel(math.inf)
 

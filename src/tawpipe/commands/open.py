@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import webbrowser
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from tawpipe.commands.brought import brought
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser
 from tawpipe.report.site import INDEX, Page, Site, write_pages
@@ -19,7 +18,6 @@ from tawpipe.report.site import INDEX, Page, Site, write_pages
 SETTING = "PATH"
 EXPECTED = "the output folder of a run, a folder with results of `tawpipe lab compare` or with pages, or a page"
 LAST_PORT = 65535
-RESULTS = "results.json"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -66,7 +64,7 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
         return [_found(path)]
     if not path.is_dir():
         raise UserError(SETTING, str(path), EXPECTED if not path.exists() else f"{EXPECTED} (.html)")
-    made = [*_of_run(path), *_of_comparison(path)]
+    made = [*_of_run(path), *_of_others(path)]
     if made:
         _check_plotly(path)
     taken = {page.name for page in made} | {INDEX}
@@ -115,26 +113,10 @@ def _trace(recording: Path) -> str:
     return trace_page(timelines, ranks=first_of_nodes(timelines[-1][1]), title=recording.name)
 
 
-def _of_comparison(folder: Path) -> Iterator[Page]:
-    """The page of a folder with results of the lab."""
-    if (folder / RESULTS).is_file():
-        line = "Strategies side by side: seconds, bytes and memory of every cell."
-        yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
-
-
-def _comparison(folder: Path) -> str:
-    from tawpipe.lab.compare import TRACES
-    from tawpipe.lab.page import compare_page
-
-    path = folder / RESULTS
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        rows = content["rows"]
-        name = rows[0]["suite"]
-        recordings = folder / TRACES if any((folder / TRACES).glob("*/rank-*.json")) else None
-        return compare_page(name, content["environment"], rows, recordings)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(SETTING, str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
+def _of_others(folder: Path) -> Iterator[Page]:
+    """Pages of what commands of other packages wrote."""
+    for command in brought().values():
+        yield from getattr(command, "pages", lambda _: ())(folder)
 
 
 def _found(file: Path, before: str = "") -> Page:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -47,8 +46,6 @@ LEADING = {
     "--save": "plan.yaml",
 }
 """What ``--help`` shows, each with an example."""
-GRID_S = 10.0
-"""Seconds for the answers for other machines on a page, unless --grid says another number."""
 
 
 @rarely_collected()
@@ -149,8 +146,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.explain:
         for line in explain(plan, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
-    seconds = GRID_S if arguments.grid is None else arguments.grid
-    _write_page(arguments, lambda path: write_plan_page(plan, path, grid_s=seconds))
+    _write_page(arguments, lambda path: write_plan_page(plan, path))
     if arguments.save and plan.chosen:
         plan.save(Path(arguments.save))
         if talk:
@@ -282,11 +278,6 @@ def _check(arguments: argparse.Namespace) -> None:
         ):
             if value is not None:
                 raise UserError(name, value, expected)
-    if arguments.grid is not None:
-        if not 0 <= arguments.grid < math.inf:
-            raise UserError("--grid", arguments.grid, "a number of seconds, at least 0")
-        if not arguments.report or arguments.longest or _of_corpus(arguments):
-            raise UserError("--grid", arguments.grid, "--report FILE beside it, and neither --longest nor a corpus")
     if arguments.memory is not None and not arguments.memory > 0:
         raise UserError("--memory", arguments.memory, "more than 0")
     if arguments.sequence_chunk is not None and arguments.sequence_chunk < 0:
@@ -434,12 +425,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
     parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
-    parser.add_argument(
-        "--grid",
-        type=float,
-        metavar="SECONDS",
-        help="to make the answers for other links, lengths and nodes, in which one can move on the page of --report; "
-        f"more seconds make a finer grid, 0 none (default: {GRID_S:g})",
-    )
     parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
     return parser

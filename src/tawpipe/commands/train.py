@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
+from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
-from tawpipe.launch.gpus import find_gpus
+from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
 from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
+from tawpipe.train.lock import running_in
 
 IMPORTS = ("tawpipe.train.run", "tawpipe.plan.search", "transformers.models.llama.modeling_llama")
 """What every process of a run imports, whatever its model: most of a model's module is what all have in common."""
@@ -39,13 +41,27 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
         check_output_name(config)
         if launched.rank == 0:
             check_output(config, make=not config.dry_run)
-        return _look(config, None) if config.dry_run else _train_unwatched(config, speaks=launched.rank == 0)
+        if config.dry_run:
+            return _look(config, None)
+        with _held(config) if launched.rank == 0 else nullcontext():
+            return _train_unwatched(config, speaks=launched.rank == 0)
 
     config = with_output_named(config)
     shape = local_shape(config.nodes, config.nproc, num_gpus=len(gpus))
     check_output(config, make=not config.dry_run)
     if config.dry_run:
         return _look(config, shape)
+    with _held(config):
+        return _start(argv, config, shape, gpus)
+
+
+def _held(config: TrainConfig) -> AbstractContextManager[None]:
+    """The run's hold on its output folder. After a restart the process before may still be about to end."""
+    return running_in(config.output_path, patience_s=config.timeouts.grace_s if restart_count() else 0.0)
+
+
+def _start(argv: Sequence[str], config: TrainConfig, shape: Shape, gpus: Sequence[Gpu]) -> int:
+    """The run, in this process if it is the only one, or else in as many as there are to be."""
     if shape.nproc == 1 and not config.max_restarts:
         with in_this_process(gpus=gpus):
             return _train_unwatched(config)

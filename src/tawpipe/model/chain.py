@@ -6,8 +6,7 @@ It knows nothing of processes, transfers or schedules. All calls of one chain ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -381,15 +380,6 @@ class Chain(UnitBinding):
         """``head`` for several choices of labels from the same logits."""
         logits = self.logits(hidden)
         return [sum_of_loss(self._loss, logits, labels) for labels in choices]
-
-    @contextmanager
-    def loss_replaced(self, loss: Loss) -> Iterator[None]:
-        """Use another loss for a while, for example one that looks at the logits."""
-        before, self._loss = self._loss, loss
-        try:
-            yield
-        finally:
-            self._loss = before
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Set persistent buffers, by name, to values that came with the weights. After ``prepare``."""

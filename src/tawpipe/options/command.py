@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,8 @@ from tawpipe.options.settings import Choices, Group, Leaf, all_of, tree, with_ch
 from tawpipe.options.values import kinds_of
 
 T = TypeVar("T")
+Values = dict[tuple[str, ...], Any]
+"""Values of settings, by their paths."""
 
 
 class Options(Generic[T]):
@@ -25,7 +27,6 @@ class Options(Generic[T]):
         cls: a dataclass whose fields are settings (numbers, text, booleans, literals, lists of text or of numbers) or
             dataclasses of them. Every field has a default.
         prog: the command as the user types it.
-        renamed: keys of earlier versions, with what takes their place.
         choices: of settings whose values stand in a table: key -> value -> what it means.
         leading: the keys that ``--help`` shows, each with an example; it shows all where there are none.
         elsewhere: what other programs call a setting, see ``Names``.
@@ -37,12 +38,11 @@ class Options(Generic[T]):
         *,
         prog: str,
         description: str,
-        renamed: Mapping[str, str] | None = None,
         choices: Choices | None = None,
         leading: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        self.cls, self.prog, self.description, self.renamed = cls, prog, description, dict(renamed or {})
+        self.cls, self.prog, self.description = cls, prog, description
         self.members = with_choices(tree(cls), choices or {})
         self.leaves = {one.path: one for one in all_of(self.members) if isinstance(one, Leaf)}
         self.groups = [one for one in all_of(self.members) if isinstance(one, Group)]
@@ -50,23 +50,37 @@ class Options(Generic[T]):
         self._by_key = {leaf.key: leaf for leaf in self.leaves.values()}
         self._leading, self._elsewhere = dict(leading or {}), dict(elsewhere or {})
 
-    def parse(self, argv: Sequence[str]) -> T:
+    def parse(self, argv: Sequence[str], below: Callable[[T, Values], Values] = lambda *_: {}) -> T:
         """Settings from a command line. ``--help`` and ``--print-config`` print and raise SystemExit(0).
+
+        Args:
+            below: gives values that hold where the command line and its files say nothing, from what these say: the
+                settings with usual values for the rest, and the values that were given.
 
         Raises:
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         """
         given = self._given(argv)
-        values: dict[tuple[str, ...], Any] = {}
+        values: Values = {}
         for file in given.config:
-            values |= self._from_mapping(read_mapping(file), file)
+            values |= self.values_in(file)
         words = vars(given)
         values |= {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
         config = self._build(self.cls, self.members, values)
+        if lower := below(config, values):
+            config = self._build(self.cls, self.members, {**lower, **values})
         if given.print_config:
             print(self.to_yaml(config), end="")
             raise SystemExit(0)
         return config
+
+    def values_in(self, file: str) -> Values:
+        """What a YAML file of settings gives.
+
+        Raises:
+            UserError: an unknown key, a value of the wrong type, an unreadable file.
+        """
+        return self._from_mapping(read_mapping(file), file)
 
     def located(self, error: UserError, argv: Sequence[str]) -> UserError:
         """The same error with the file and the line of its setting, if that is from a file of this command line."""
@@ -137,20 +151,16 @@ class Options(Generic[T]):
             return word
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        if new := self.renamed.get(name.removeprefix("--").replace("-", "_")):
-            raise UserError("command line", name, f"its name of today: {new}")
         if name not in self._parser._option_string_actions:
             names = Names([*self._by_key, "config", "print_config", "help"], self._elsewhere, options=True)
             hint = names.meant(name) or f"{self.prog} {HELP_ALL} shows all of them"
             raise UserError("command line", name, f"no such option; {hint}")
         return name + equals + value
 
-    def _from_mapping(
-        self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()
-    ) -> dict[tuple[str, ...], Any]:
+    def _from_mapping(self, mapping: Mapping[Any, Any], file: str, above: tuple[str, ...] = ()) -> Values:
         """The settings that a file gives, each under its path."""
         groups = {group.path for group in self.groups}
-        values: dict[tuple[str, ...], Any] = {}
+        values: Values = {}
         for key, value in mapping.items():
             path = (*above, str(key))
             name = ".".join(path)
@@ -158,8 +168,6 @@ class Options(Generic[T]):
                 if not isinstance(value, Mapping):
                     raise UserError(f"{name} in {place_in(file, path)}", value, "a mapping of settings")
                 values |= self._from_mapping(value, file, path)
-            elif new := self.renamed.get(name):
-                raise UserError(f"--config {place_in(file, path)}", name, f"its name of today: {new}")
             elif (leaf := self.leaves.get(path)) is None:
                 names = Names(self._by_key, self._elsewhere, options=False)
                 hint = names.meant(name) or f"{self.prog} --print-config shows all of them"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tawpipe.errors import UserError
 from tawpipe.plan.longest import GIVEN, HEAD, Longest, LongestRow
 from tawpipe.plan.plan import SYSTEM, Plan
 from tawpipe.plan.plan_file import load_plan, replay
 from tawpipe.plan.predict import Prediction, memory_quickly, predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, Candidate
-from tawpipe.plan.what_if import Forecast, what_if
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import lines, memory_figure, stacked_bars
 from tawpipe.report.page import Section, Table, check_page, page_text, timeline_section, write_page
+from tawpipe.simulate import LinkModel
 
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Links so many times as fast."""
@@ -29,11 +31,8 @@ SHOWN = 5
 """Strategies in the figures of what would change."""
 
 
-def write_plan_page(plan: Plan, path: Path, *, grid_s: float = 0.0) -> None:
+def write_plan_page(plan: Plan, path: Path) -> None:
     """Write the page.
-
-    Args:
-        grid_s: seconds that predictions for other machines and lengths may take, see ``what_if``.
 
     Raises:
         UserError: the folder is not there.
@@ -41,7 +40,7 @@ def write_plan_page(plan: Plan, path: Path, *, grid_s: float = 0.0) -> None:
     check_page(str(path))
     length = f"rows of {plan.request.sequence_length} tokens"
     title = plan.chosen.strategy if plan.chosen else "Nothing fits"
-    write_page(path, "Plan", title, _sections(plan, grid_s), subtitle=_subtitle(plan.request, length))
+    write_page(path, "Plan", title, _sections(plan), subtitle=_subtitle(plan.request, length))
 
 
 def saved_plan_page(path: Path) -> str:
@@ -82,7 +81,7 @@ def _subtitle(request: PlanRequest, rows: str) -> str:
     return f"{parameters:.3g} B parameters, {step}; {request.machine.topology}; {request.profile.source}"
 
 
-def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
+def _sections(plan: Plan) -> Iterator[Section]:
     request = plan.request
     shown = [one for one in plan.candidates if one.prediction is not None]
     rows = [line.split("\t") for line in plan.table(separator="\t")]
@@ -92,9 +91,6 @@ def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
         f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
     )
     yield Section("Strategies", words, Table(rows[0], rows[1:], marked))
-    forecast = Forecast(plan)
-    if grid_s and plan.chosen is not None:
-        yield what_if(plan, forecast, grid_s)
     chosen = plan.chosen.strategy if plan.chosen else None
     names = [one.strategy for one in shown]
     made = [one.prediction for one in shown if one.prediction is not None]
@@ -118,7 +114,7 @@ def _sections(plan: Plan, grid_s: float) -> Iterator[Section]:
         moved = {"over the busiest link": [one.link_bytes / 1e9 for one in made]}
         yield Section("What a step moves between nodes", figures=[stacked_bars(names, moved, unit="GB", chosen=chosen)])
     yield from _chosen(plan)
-    yield from _changes(plan, forecast, shown[:SHOWN])
+    yield from _changes(plan, shown[:SHOWN])
 
 
 def _chosen(plan: Plan) -> Iterator[Section]:
@@ -137,32 +133,52 @@ def _chosen(plan: Plan) -> Iterator[Section]:
     yield Section("Memory in the course of the step", figures=[figure])
 
 
-def _changes(plan: Plan, forecast: Forecast, shown: Sequence[Candidate]) -> Iterator[Section]:
+def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     """Sections on how the plan changes; the settings stay as they are."""
     request = plan.request
     ours = [one for one in shown if one.step is not None]
     chosen = plan.chosen.strategy if plan.chosen else None
 
-    def series(axis: str, factors: Sequence[float]) -> dict[str, list[float | None]]:
-        outcomes = {one.strategy: [forecast.along(one, axis, factor) for factor in factors] for one in ours}
-        return {name: [one and one.seconds for one in own] for name, own in outcomes.items()}
+    def series(asked: Sequence[PlanRequest]) -> dict[str, list[float | None]]:
+        return {one.strategy: [_seconds(there, one) for there in asked] for one in ours}
 
     if request.topology.num_nodes > 1:
         gbits = [request.machine.between.bytes_per_s * factor * 8 / 1e9 for factor in RATES]
         title = "Gbit/s between nodes"
-        figure = lines(gbits, series("between", RATES), x_title=title, y_title="s per step", chosen=chosen)
+        seconds = series([_on_links(request, factor) for factor in RATES])
+        figure = lines(gbits, seconds, x_title=title, y_title="s per step", chosen=chosen)
         yield Section("With other links", "Seconds per step.", figures=[figure])
     lengths = [max(2, round(request.sequence_length * factor)) for factor in LENGTHS]
     rows = request.global_batch / request.topology.world_size
     per_second = {
         name: [seconds and length * rows / seconds for length, seconds in zip(lengths, own, strict=True)]
-        for name, own in series("length", LENGTHS).items()
+        for name, own in series([request.with_length(length) for length in lengths]).items()
     }
     title = "tokens per second and device"
     figure = lines(lengths, per_second, x_title="tokens in a row", y_title=title, chosen=chosen)
     yield Section(
         "With other sequence lengths", "As many sequences in a step; a document fills a row.", figures=[figure]
     )
+
+
+def _on_links(request: PlanRequest, factor: float) -> PlanRequest:
+    """The request with links between nodes that are so many times as fast."""
+
+    def faster(link: LinkModel) -> LinkModel:
+        return replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    links = {node: faster(link) for node, link in request.machine.between_of.items()}
+    machine = replace(request.machine, between=faster(request.machine.between), between_of=links)
+    return replace(request, machine=machine)
+
+
+def _seconds(request: PlanRequest, candidate: Candidate) -> float | None:
+    """Of a step with the settings of a candidate; None where they cannot work."""
+    assert candidate.step is not None
+    try:
+        return predict(request, candidate.step).step_seconds
+    except UserError:
+        return None
 
 
 def _longest_sections(longest: Longest) -> Iterator[Section]:

@@ -21,20 +21,25 @@ from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
-from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, RECOMPUTE, UNPLANNED, ScheduleSettings, settings_from
+from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, Timeline
 
 FORMAT = 2
-FORMATS = (1, 2)
-"""Formats that are read: in 1 a schedule has the names of settings of before."""
 MOST_ALIKE = 100_000
 """Blocks or units in a row, beyond which a plan is damaged."""
-NUMBERS = ("global_batch", "micro_batch", "sequence_length", "memory_bytes", "flops", "peak_flops")
+NUMBERS = (
+    "global_batch",
+    "micro_batch",
+    "sequence_length",
+    "memory_bytes",
+    "flops",
+    "peak_flops",
+    "system_bytes",
+    "communicator_bytes",
+)
 """Parts of a request that are plain numbers."""
-SYSTEM = ("system_bytes", "communicator_bytes")
-"""The same, which earlier versions did not know."""
 
 
 def load_plan(path: Path) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def load_plan(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError("--plan", str(path), f"a file that `tawpipe plan --save` writes ({error})") from error
     needed = ("nodes", "model", "reason", "global_batch", "micro_batch", "sequence_length", "weight_bytes", "schedule")
-    good = isinstance(content, dict) and content.get("format") in FORMATS and all(name in content for name in needed)
+    good = isinstance(content, dict) and content.get("format") == FORMAT and all(name in content for name in needed)
     if not good or not isinstance(content["schedule"], dict):
         raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
     return content
@@ -93,7 +98,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
         "size": asdict(request.size),
         "widths": asdict(request.widths),
         "settings": {name: getattr(request.settings, name) for name in UNPLANNED},
-        **{name: getattr(request, name) for name in (*NUMBERS, *SYSTEM)},
+        **{name: getattr(request, name) for name in NUMBERS},
     }
 
 
@@ -103,7 +108,6 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
     Raises:
         UserError: it is damaged.
     """
-    first_format = {"early_updates": not content.get("clip", True)}
     try:
         blocks = list(_unpacked(content["blocks"]))
         of_blocks = content["block_units"]
@@ -117,7 +121,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             BlockSpec(tuple(own), kind, reads, needs)
             for own, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
         )
-        costs = tuple(_block_cost(parts, *since) for _, _, _, parts, *since in blocks)
+        costs = tuple(_block_cost(*parts) for _, _, _, *parts in blocks)
         size = MicroBatchSize(**content["size"])
         return PlanRequest(
             model=ModelSpec(specs, tuple(units)),
@@ -125,9 +129,8 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             machine=machine_from(content["machine"], where=where),
             size=replace(size, within=tuple((window, pairs) for window, pairs in size.within)),
             widths=_widths(**content["widths"]),
-            settings=ScheduleSettings(**content.get("settings", first_format)),
+            settings=ScheduleSettings(**content["settings"]),
             **{name: content[name] for name in NUMBERS},
-            **{name: content.get(name, 0) for name in SYSTEM},
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError("PLAN", where, f"a plan that `tawpipe plan --save` or a run wrote ({error!r})") from error
@@ -139,23 +142,14 @@ def settings_of(step: StepSpec) -> dict[str, Any]:
 
 
 def planned_settings(schedule: Mapping[str, Any], base: ScheduleSettings) -> ScheduleSettings:
-    """Settings with what the section ``schedule`` of a plan chooses; it may be of an earlier version.
+    """Settings with what the section ``schedule`` of a plan chooses.
 
     Raises:
-        UserError: a name or value that was never one.
+        UserError: a name that is unknown, or a value of another type.
     """
-    values = dict(schedule)
-    if "builder" in values or "placement" in values:
-        placement = values.pop("placement", "spread")
-        builder = values.pop("builder", "tawpipe")
-        values["strategy"] = f"tawpipe-{placement}" if builder == "tawpipe" else builder
-        cached = values.pop("kept_units", 0)
-        values["step_cache"] = "all" if values.pop("weights_scope", "visit") == "step" else cached
-        for what in ("weights", "gradients"):
-            values[f"{what}_compression"] = values.pop(f"{what}_wire", "dtype").replace("dtype", "none")
-    planned = settings_from(values, where="PLAN: schedule")
-    # Those that a plan keeps if they are given may be missing: earlier plans took them as given always.
-    chosen = [name for name in PLANNED if name in values or name not in KEPT_BY_PLANS]
+    planned = settings_from(schedule, where="PLAN: schedule")
+    # Those that a plan keeps if they are given may be missing in one that was written by hand.
+    chosen = [name for name in PLANNED if name in schedule or name not in KEPT_BY_PLANS]
     made = replace(base, **{name: getattr(planned, name) for name in chosen})
     return made if made.sequence_chunk else replace(made, offload_dir="")  # whole rows wait in no files
 
@@ -166,27 +160,27 @@ def _widths(*, optimizer_states: float | list[float], **widths: int) -> Widths:
 
 
 def _profile(
-    blocks: tuple[BlockCost, ...], *, update_s: float, source: str, update_of: Iterable[float] = (), **memory: Any
+    blocks: tuple[BlockCost, ...],
+    *,
+    update_s: float,
+    source: str,
+    update_of: Iterable[float],
+    memory: Mapping[str, Any],
 ) -> Profile:
-    """A profile; earlier versions knew one working set for all blocks."""
-    if "memory" in memory:
-        known = BlockMemory(**memory["memory"])
-        lines = {
-            kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
-            for kind, of_kind in known.working.items()
-        }
-        return Profile(blocks, update_s, replace(known, working=lines), source, update_of=tuple(update_of))
-    line = {f"backward {name}": (memory["fixed_working"], memory["working"]) for name in RECOMPUTE}
-    known = BlockMemory(memory["boundary"], memory["kept"], {"layer": line, "head": line})
-    return Profile(blocks, update_s, known, source)
+    known = BlockMemory(**memory)
+    lines = {
+        kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
+        for kind, of_kind in known.working.items()
+    }
+    return Profile(blocks, update_s, replace(known, working=lines), source, update_of=tuple(update_of))
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:
     return [[part.fixed, part.per_token, part.per_pair] for part in (cost.forward, cost.backward, cost.attention)]
 
 
-def _block_cost(parts: Sequence[Sequence[float]], window: int | None = None, unpack_s: float = 0.0) -> BlockCost:
-    """The opposite of ``_cost``; earlier versions did not know what stands behind the parts."""
+def _block_cost(parts: Sequence[Sequence[float]], window: int | None, unpack_s: float) -> BlockCost:
+    """The opposite of ``_cost``."""
     forward, backward, attention = (Seconds(*part) for part in parts)
     return BlockCost(forward, backward, attention, window, unpack_s)
 

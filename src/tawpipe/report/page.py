@@ -58,7 +58,6 @@ class Section:
         lines: text that is shown as it is.
         figures: of plotly.
         markup: HTML that stands before the figures.
-        script: JavaScript that the markup needs.
     """
 
     title: str
@@ -67,7 +66,6 @@ class Section:
     figures: list[Any] = field(default_factory=list)
     lines: str = ""
     markup: str = ""
-    script: str = ""
 
 
 def write_page(path: Path, kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
@@ -88,8 +86,7 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
     links = "".join(f'<li><a href="#part-{n}">{html.escape(one.title)}</a></li>' for n, one in enumerate(given, 1))
     contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
-    scripts = [_asset("page.js"), *(one.script for one in given if one.script)]
-    code = "\n".join(f"<script>\n{script}</script>" for script in scripts)
+    code = f"<script>\n{_asset('page.js')}</script>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -102,20 +102,6 @@ class Work:
 
     kinds: tuple[LayerKind, ...]
 
-    @classmethod
-    def of_flops(
-        cls, *, parameters: float, width: int, layers: int, windows: Sequence[tuple[int, int | None]] = ()
-    ) -> Work:
-        """By floating-point operations: 2 for each parameter and token, 2 x ``width`` for each pair.
-
-        Args:
-            parameters: that a token meets in a layer.
-            width: of all query heads together.
-            windows: (layers, window) where layers differ; None for those without.
-        """
-        kinds = windows or ((layers, None),)
-        return cls(tuple(LayerKind(number, 2 * parameters, 2.0 * width, window) for number, window in kinds))
-
     def of(self, length: int) -> float:
         """Time of all layers."""
         return sum(kind.layers * kind.of(length) for kind in self.kinds)

@@ -96,16 +96,6 @@ class ScheduleSettings:
 
 
 DEFAULT = ScheduleSettings()
-RENAMED = {
-    "builder": "strategy (tawpipe-spread, flat, hsdp, weipipe, ...)",
-    "placement": "strategy (tawpipe-spread, tawpipe-striped or tawpipe-whole)",
-    "kept_units": "step_cache",
-    "weights_scope": "step_cache (all for the scope step)",
-    "weights_wire": "weights_compression (none, int8 or fp8)",
-    "gradients_wire": "gradients_compression (none, int8 or fp8)",
-    "finite_check": "early_updates (true for a finite_check of false)",
-}
-"""Names of earlier versions, and what they are now."""
 UNPLANNED = (
     "early_updates",
     "reuse",
@@ -129,12 +119,10 @@ def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> Sch
         fixed: values that beat those.
 
     Raises:
-        UserError: a name of an earlier version, one that is unknown, or a value of another type.
+        UserError: a name that is unknown, or a value of another type.
     """
     known = {one.name: one.default for one in fields(ScheduleSettings)}
     for name, value in values.items():
-        if name in RENAMED:
-            raise UserError(f"{where}: {name}", value, f"its name of today: {RENAMED[name]}")
         if name not in known:
             raise UserError(where, name, f"one of {', '.join(known)}")
         if known[name] is not None and type(value) is not type(known[name]):  # of the others step_of looks at the value

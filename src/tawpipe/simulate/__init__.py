@@ -6,7 +6,6 @@ print(timeline.step_seconds, timeline.idle(rank=0).transfer_s)
 
 from tawpipe.simulate.clock import play
 from tawpipe.simulate.cost_model import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, size_of
-from tawpipe.simulate.critical import dependency_bound, unlimited_buffers
 from tawpipe.simulate.timeline import Timeline
 
 __all__ = [
@@ -16,8 +15,6 @@ __all__ = [
     "MicroBatchSize",
     "Seconds",
     "Timeline",
-    "dependency_bound",
     "play",
     "size_of",
-    "unlimited_buffers",
 ]

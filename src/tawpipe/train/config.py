@@ -6,21 +6,24 @@ contract; what only experts turn stands in the groups.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import chain, count
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tawpipe.data.settings import DataSettings
+from tawpipe.environment import LaunchEnvironment
 from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
+from tawpipe.options.command import Values
 from tawpipe.schedule.balance import USUAL_BIN
-from tawpipe.schedule.settings import RENAMED, ScheduleSettings
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
 
@@ -127,9 +130,10 @@ class LogConfig:
     progress: Literal["auto", "off"] = "auto"
     """auto draws a line with a bar at the bottom of a terminal, and prints plain lines elsewhere; off prints plain
     lines everywhere."""
-    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where the numbers of every step go besides: tensorboard (files under tensorboard/ in the output folder), wandb,
-    mlflow, trackio; none for nowhere. Each but the first needs its library: pip install 'tawpipe[wandb]'."""
+    trackers: list[str] = field(default_factory=lambda: ["none"])
+    """Where the numbers of every step go besides metrics.jsonl, which `tawpipe open` shows: tensorboard (files under
+    tensorboard/ in the output folder), wandb, mlflow, trackio; none for nowhere. Each needs its library:
+    pip install 'tawpipe[wandb]'."""
     project: str = ""
     """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
@@ -330,6 +334,19 @@ TAKES = {
 """Which settings an optimizer has, by its name."""
 SHAPES = {"decay_steps": ("wsd",), "cycles": ("cosine-restarts",)}
 """Which schedules have a setting."""
+SETTINGS = "config.yaml"
+"""The file in a run's output folder with its settings."""
+OF_A_START = {("resume",), ("dry_run",), ("inject",)}
+"""Settings that are those of one start, and not of the run."""
+OF_A_LAUNCH = {("nodes",), ("nproc",), ("virtual_nodes",)}
+"""Settings that are the launcher's where there is one, and may be others on other machines."""
+INSTEAD = {
+    ("steps",): ("epochs",),
+    ("epochs",): ("steps",),
+    ("optimizer", "warmup_steps"): ("optimizer", "warmup_ratio"),
+    ("optimizer", "warmup_ratio"): ("optimizer", "warmup_steps"),
+}
+"""Settings of which one takes the place of the other."""
 ONE_ROUND = 1.1
 """Of the tokens of a step over all processes, for what bins of one round have room by default."""
 
@@ -358,15 +375,10 @@ def train_options() -> Options[TrainConfig]:
     """The settings of ``tawpipe train``."""
     head = (TrainConfig.__doc__ or "").strip()
     choices = {"schedule.strategy": {name: one.summary for name, one in strategies().items()}}
-    groups = {"finite_check": "optimizer"}
-    renamed = {f"{groups.get(old, 'schedule')}.{old}": f"schedule.{new}" for old, new in RENAMED.items()}
-    renamed["text_column"] = "columns, as text=COLUMN"
-    renamed["log.tensorboard"] = "log.trackers; none stands for false"
     return Options(
         TrainConfig,
         prog="tawpipe train",
         description=head,
-        renamed=renamed,
         choices=choices,
         leading=LEADING,
         elsewhere=ELSEWHERE,
@@ -374,13 +386,44 @@ def train_options() -> Options[TrainConfig]:
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
-    """Settings from a command line and the files that it names; types are right, values may still be out of range.
+    """Settings from a command line and the files that it names, and in a run that is gone on with from its folder where
+    these say nothing; types are right, values may still be out of range.
 
     Raises:
         UserError: see :meth:`Options.parse`.
         SystemExit: ``--help`` and ``--print-config``, after printing.
     """
-    return train_options().parse(_words(argv))
+    return train_options().parse(_words(argv), below=_of_the_run)
+
+
+def saved_settings(config: TrainConfig) -> Path | None:
+    """The file with the settings of the run that is gone on with; None if there is none."""
+    folder = config.output_path if config.resume == "auto" else Path(config.resume).absolute().parent.parent
+    path = folder / SETTINGS
+    return path if config.resume != "none" and path.is_file() else None
+
+
+def changes_of_the_run(config: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """What is other than in the run that is gone on with: the option, its value before and now."""
+    path, options = saved_settings(config), train_options()
+    before = {} if path is None else options.values_in(str(path))
+    changes = []
+    for place, old in before.items():
+        now, leaf = reduce(getattr, place, config), options.leaves[place]
+        if place not in OF_A_START and place not in OF_A_LAUNCH and now != old:
+            changes.append((leaf.option, old, now))
+    return changes
+
+
+def _of_the_run(config: TrainConfig, given: Values) -> Values:
+    """The settings of the run that is gone on with, for all that was not given now."""
+    if (path := saved_settings(config)) is None:
+        return {}
+    left_out = OF_A_START | {place for place in INSTEAD if INSTEAD[place] in given}
+    if LaunchEnvironment.read(os.environ) is not None:
+        left_out |= OF_A_LAUNCH
+    saved = train_options().values_in(str(path))
+    return {place: value for place, value in saved.items() if place not in left_out}
 
 
 def located(error: UserError, argv: Sequence[str]) -> UserError:

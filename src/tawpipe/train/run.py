@@ -36,9 +36,9 @@ from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps, faults_of, naming_documents
-from tawpipe.train.config import TrainConfig, config_text, train_options
+from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
-from tawpipe.train.going_on import SETTINGS, how_this_process_goes_on
+from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left, check_memory, with_room_to_keep
 from tawpipe.train.metrics import last_step, peak_memory_bytes
@@ -133,6 +133,8 @@ def run(config: TrainConfig) -> int:
         console.line(pipeline.checked)
     check_model(plan, pipeline.spec)
     if earlier is not None:
+        for option, before, now in changes_of_the_run(given):
+            console.notice(f"{option}: {now} from here on; {before} before")
         _resume(config, console, pipeline, start, data)
     else:
         if config.resume == "auto" or restarts:

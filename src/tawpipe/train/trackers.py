@@ -223,8 +223,7 @@ def check_trackers(names: Sequence[str], *, here: bool = True) -> None:
         if name not in TRACKERS and name != NONE:
             raise UserError("--log.trackers", name, f"one or several of {known}; or {NONE}")
         if here and name != NONE and not _is_installed(name):
-            what = name if name == "tensorboard" else f"'tawpipe[{name}]'"
-            raise UserError("--log.trackers", name, f"a library that is installed: pip install {what}")
+            raise UserError("--log.trackers", name, f"a library that is installed: pip install 'tawpipe[{name}]'")
 
 
 def _is_installed(name: str) -> bool:

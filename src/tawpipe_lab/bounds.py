@@ -1,0 +1,332 @@
+"""Bounds on the speed of a setting, for the timed workload.
+
+Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
+and ends with nothing under way:
+
+* physical: a device must do its share of the computing, and a node's link must carry what the strategy cannot avoid
+  sending. ``max(compute seconds per device, least bytes into or out of a node / rate)``; W is the bytes of all weights,
+  D the nodes, P the devices. What is wasted (gloo's reduce-scatter is an all-reduce) does not count.
+* dependencies: besides, nothing can begin before what it needs exists. For schedules of this project
+  ``simulate.critical`` follows the schedule's own order; for the rivals the few waits that none of their orders avoids
+  are counted, which the docstrings name.
+
+Documents of uneven lengths count with the mean over all devices, whatever dealing a strategy has. The latency of a link
+counts in the second one, once wherever something waits for a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Literal
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.buffers import TRAVELLING, Kind
+from tawpipe.schedule.footprint import Widths, far_widths
+from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.traffic import borders_passed, link_elements
+from tawpipe.simulate import BlockCost, CostModel, LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab.critical import dependency_bound
+from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.traffic import ShardedTraffic, nodes_of_stages, pipeline_bytes, sharded_traffic, stages_per_rank
+from tawpipe_lab.workload import TimedWorkload
+
+WeightsScope = Literal["visit", "step", "replica"]
+GradientsScope = Literal["visit", "step"]
+SHARDED = ("fsdp2", "fsdp2-node", "fsdp2-hierarchical", "fsdp2-cp", "hsdp", "zero3", "zero-hpz")
+PIPELINES = ("1f1b", "interleaved-1f1b", "zbv")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of one strategy in one setting.
+
+    Args:
+        compute_s: of the device that computes most; the mean of all where documents of uneven lengths are dealt.
+        link_s: of the node's link that is busy longest.
+        dependency_s: by dependencies; at least the physical bound.
+        sent_bytes, received_bytes: least bytes of every node's link.
+    """
+
+    compute_s: float
+    link_s: float
+    dependency_s: float
+    sent_bytes: tuple[float, ...]
+    received_bytes: tuple[float, ...]
+
+    @property
+    def physical_s(self) -> float:
+        return max(self.compute_s, self.link_s)
+
+
+def workload_model(workload: TimedWorkload) -> ModelSpec:
+    """The workload as builders see it: layers, an embedding and a head with weights or without."""
+    last, units = workload.layers + 1, list[UnitSpec]()
+
+    def unit(size_bytes: int, *blocks: int, trainable: bool = True) -> tuple[int, ...]:
+        if not size_bytes:
+            return ()
+        units.append(UnitSpec(size_bytes // 4, trainable, blocks))
+        return (len(units) - 1,)
+
+    def layer(block: int) -> BlockSpec:
+        part = workload.block_parts[block]
+        return BlockSpec((*unit(4 * part.frozen, block, trainable=False), *unit(4 * part.elements, block)), "layer")
+
+    ends = (0, last) if workload.tied else (0,)
+    embedding = unit(workload.embedding_bytes, *ends)
+    layers = [layer(block) for block in range(1, last)]
+    head = embedding if workload.tied else unit(workload.head_bytes, last)
+    first = BlockSpec(embedding, "embedding", backward_reads_weights=False, needs_backward=bool(embedding))
+    return ModelSpec((first, *layers, BlockSpec(head, "head")), tuple(units))
+
+
+def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
+    """The workload as the clock sees it; ``settings`` are other fields of ``CostModel``. Elements are fp32."""
+    linear = 0.0
+    if isinstance(workload, DealtWorkload):
+        settings, linear = {"sizes": dict(enumerate(workload.sizes)), **settings}, workload.linear
+    embedding, *layers, head = workload.block_parts
+    blocks = (
+        BlockCost.timed(embedding.forward_s, embedding.backward_s, embedding.backward_weight_s),
+        *(BlockCost.timed(one.forward_s, one.backward_s, one.backward_weight_s, linear=linear) for one in layers),
+        BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head does all at once, in the backward pass
+    )
+    host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
+    given = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes, "host": host}
+    return CostModel(blocks, between, inside, **{**given, **settings})
+
+
+def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:
+    """Bytes of one activation of every kind, on the mean of all layers."""
+    sizes = dict.fromkeys((Kind.GRAPH, Kind.RELOADED, *TRAVELLING), workload.activation_bytes)
+    return {**sizes, Kind.LINEAR: round(fmean(part.linear_bytes for part in workload.layer_parts))}
+
+
+def schedule_bounds(
+    schedule: Schedule, costs: CostModel, *, physical: Topology | None = None, dealt: DealtWorkload | None = None
+) -> Bounds:
+    """Bounds of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
+
+    Reductions count as rings, which send least, whatever the cost model says.
+
+    Args:
+        physical: the nodes that the ranks really are on, where the schedule was built for others.
+        dealt: the documents of which a schedule is one dealing: devices could share them otherwise, so that the mean of
+            their seconds counts.
+    """
+    topology = physical or schedule.topology
+    widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0)
+    sent, received = schedule_bytes(schedule, topology, widths, costs.boundary(0))
+    if dealt is not None:
+        costs = replace(costs, kept=dealt.kept(schedule.step))
+    each = [_compute_seconds(schedule, costs, rank) for rank in range(topology.world_size)]
+    compute = max(each) if dealt is None else fmean(each)
+    pairs = enumerate(zip(sent, received, strict=True))
+    links = [costs.node_link(node).busy_s(topology.local_size, *both) for node, both in pairs]
+    needed = max(compute, *links, dependency_bound(schedule, replace(costs, reduce_scatter="ring"), physical=topology))
+    return Bounds(compute, max(links), needed, sent, received)
+
+
+def schedule_bytes(
+    schedule: Schedule, topology: Topology, widths: Widths, boundary: float = 0.0
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``.
+
+    Args:
+        boundary: bytes of an activation between two layers.
+    """
+    far, passed = far_widths(schedule.step.settings, widths), borders_passed(schedule, physical=topology)
+    pairs = [*zip(link_elements(schedule, physical=topology), passed, strict=True)]
+    sent = tuple(one.bytes_sent(*far) + away * boundary for one, (away, _) in pairs)
+    return sent, tuple(one.bytes_received(*far) + back * boundary for one, (_, back) in pairs)
+
+
+def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
+    total = 0.0
+    for action in schedule.programs[rank]:
+        own = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
+        if action.op is Op.FORWARD:
+            total += own.forward_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD:
+            again = schedule.step.recomputes(action.block)
+            total += own.backward_s(rank, action.block, action.micro_batch, again)
+        elif action.op is Op.BACKWARD_INPUT:
+            total += own.backward_s(rank, action.block, action.micro_batch)
+            total -= own.backward_weight_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.BACKWARD_WEIGHT:
+            total += own.backward_weight_s(rank, action.block, action.micro_batch)
+        elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
+            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
+    return total
+
+
+def scope_bounds(
+    workload: TimedWorkload,
+    topology: Topology,
+    between: LinkModel,
+    *,
+    weights: WeightsScope = "visit",
+    gradients: GradientsScope = "visit",
+    micro_batches_per_visit: int = 1,
+) -> Bounds:
+    """The least that any schedule needs whose nodes keep copies for so long and no longer, whatever its placement. (One
+    that finds some of the weights of a visit still in its buffers needs less, see schedule/residency.py.)
+
+    With one copy of everything in the cluster a node is home to 1/D of the weights on average, so that (1 - 1/D) W must
+    enter it whenever its other weights are gone, and as many gradients must leave it. Per direction and step, R rounds:
+
+    * weights for a ``visit``: once forward and once backward in every round, 2 R (1 - 1/D) W; for the ``step``: (1 -
+      1/D) W.
+    * gradients per ``visit``: once in every round, R (1 - 1/D) W; per ``step``: (1 - 1/D) W.
+    * weights of a ``replica``: every node is home to all of them, with optimizer state of its own (HSDP), and no
+      weights cross. Its gradients are all-reduced over the nodes: twice the above.
+
+    What is frozen counts as weights and has no gradients.
+    """
+    if weights not in ("visit", "step", "replica"):
+        raise UserError("scope of weights", weights, "one of visit, step, replica")
+    if gradients not in ("visit", "step"):
+        raise UserError("scope of gradients", gradients, "one of visit, step")
+    per_device = -(-workload.micro_batches // topology.world_size)
+    share = 1 - 1 / topology.num_nodes
+    kind = ShardedTraffic(
+        rounds=max(1, -(-per_device // micro_batches_per_visit)),
+        forward=0.0 if weights == "replica" else share,
+        backward=share if weights == "visit" else 0.0,
+        gradients=2 * share if weights == "replica" else share,
+        reduce_last=gradients == "step",
+        once=weights == "step",
+        trained=_trained(workload),
+    )
+    return _sharded_bounds(workload, topology, between, kind)
+
+
+def shipped_bounds(
+    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
+) -> Bounds:
+    """Bounds of a rival as shipped by torch or DeepSpeed, with the knobs of its contender.
+
+    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): they gather and reduce over all
+    ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
+    its forward to its backward pass, the first one (FSDP2) from one round to the next, all layers are where they are
+    not resharded after forward, and over the whole step with ``keep_weights``.
+
+    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round; W / L less from
+      the second on.
+    * ``fsdp2-node`` (integer ``reshard_after_forward``): no weights between nodes in the backward pass.
+    * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
+    * ``fsdp2-cp``: as ``fsdp2`` in rounds of documents that all devices compute; besides, keys and values go round all
+      of them, (P-1)/P of their bytes over every node's link, in forward and backward pass, and their gradients.
+    * ``hsdp``: weights of a ``replica``, gradients per ``step``, see ``scope_bounds``.
+    * ``zero3``: as ``fsdp2``, but it keeps as many last layers as it gathers ahead (``prefetch``).
+    * ``zero-hpz``: weights between nodes in the first round's forward pass only.
+
+    Pipelines: see ``_pipeline_bounds``.
+
+    Raises:
+        UserError: no such rival.
+    """
+    knobs = dict(knobs or {})
+    if name in PIPELINES:
+        return _pipeline_bounds(name, workload, topology, between, knobs)
+    if name not in SHARDED:
+        raise UserError("strategy", name, f"one of {', '.join((*SHARDED, *PIPELINES))}")
+    if name == "hsdp":
+        per_gather = int(knobs.get("micro_batches_per_gather", 1))
+        return scope_bounds(
+            workload, topology, between, weights="replica", gradients="step", micro_batches_per_visit=per_gather
+        )
+    keys_bytes = 0.0
+    if name == "fsdp2-cp":
+        devices = topology.world_size
+        passed = 1 - 1 / devices if topology.num_nodes > 1 else 0.0
+        keys_bytes = 3 * workload.micro_batches * workload.layers * workload.keys_bytes * passed
+        workload = replace(workload.faster(devices), micro_batches=workload.micro_batches * devices)
+    first, last = 1, 1
+    sizes = [part.elements + part.frozen for part in workload.parts]
+    if name == "zero3":
+        first, last = 0, min(max(1, int(knobs.get("prefetch", 1))), len(sizes))
+    shares = {"first": sum(sizes[:first]) / sum(sizes), "last": sum(sizes[-last:]) / sum(sizes)}
+    shares["trained"] = _trained(workload)
+    kind = sharded_traffic(name, workload.micro_batches, topology, knobs, **shares)
+    return _sharded_bounds(workload, topology, between, kind, besides=keys_bytes)
+
+
+def _trained(workload: TimedWorkload) -> float:
+    """Share of all weights that is trained."""
+    trained, frozen = (sum(sizes) for sizes in zip(*((p.elements, p.frozen) for p in workload.parts), strict=True))
+    return trained / (trained + frozen)
+
+
+def _sharded_bounds(
+    workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic, besides: float = 0.0
+) -> Bounds:
+    """Bounds of data parallelism with sharded weights.
+
+    By dependencies, whatever is overlapped: before all computing come the weights of the first part that takes time,
+    and of those before it; or, before all of it but the other parts' forward passes of the first round, all weights.
+    Likewise backward: after all computing the gradients of the part that is done last leave; after all of it but the
+    other parts' backward passes of the last round, all gradients of that round, because none exists before.
+    """
+    parts = workload.parts
+    weight = 4 * sum(part.elements + part.frozen for part in parts)
+    per_device = -(-workload.micro_batches // topology.world_size)
+    compute = per_device * sum(part.forward_s + part.backward_s for part in parts)
+    begins = next(i for i, part in enumerate(parts) if part.forward_s or i == len(parts) - 1)
+    share_of_first = 4 * sum(part.elements + part.frozen for part in parts[: begins + 1]) / weight
+    size = -(-per_device // kind.rounds)
+    first = min(size, per_device)
+    last = per_device - (kind.rounds - 1) * size
+    moved = weight * kind.total + besides
+    rate = between.node_rate(topology.local_size)
+    weights_in, gradients_out = weight * kind.forward / rate, weight * kind.trained * kind.gradients / rate
+    before = max(weights_in * share_of_first, weights_in - first * sum(part.forward_s for part in parts[:-1]))
+    last_s = last * sum(part.backward_s for part in parts[:-1])
+    after = max(4 * parts[0].elements * kind.gradients / rate, gradients_out - last_s)
+    before, after = (wait + between.latency_s * (wait > 0) for wait in (before, after))
+    link = between.busy_s(topology.local_size, moved, moved)
+    each = (moved,) * topology.num_nodes
+    return Bounds(compute, link, max(link, before + compute + after), each, each)
+
+
+def _pipeline_bounds(
+    name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
+) -> Bounds:
+    """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank.
+
+    Physical: the rank with the longest stages computes them M times. Where stage s and s + 1 are on different nodes, M
+    activations cross forward and M gradients of the same size backward. 1F1B passes every border between neighbouring
+    nodes once; interleaving passes it v times and goes from the last rank to the first v - 1 times; ZBV goes down and
+    back up.
+
+    By dependencies: a rank's first pass comes after the stages before it forward (and an activation over every border
+    between), and where weight gradients are not split off, these stages backward come after its last one: with equal
+    stages the bubble (P-1)/v of a micro-batch's time. ZBV fills the end with weight gradients, so only the forward
+    stages count there.
+    """
+    each = stages_per_rank(name, knobs)
+    cut = workload.split(int(knobs.get("parts_per_layer", 1)))
+    layout = stages_of(name, cut, topology.world_size, each, knobs.get("balance", "layers"))
+    node = nodes_of_stages(name, topology, each)
+    moved = pipeline_bytes(name, workload.micro_batches * workload.activation_bytes, topology, each)
+    stages = [[cut.block_parts[block] for block in layout.blocks_of(stage)] for stage in range(layout.stages)]
+    compute, needed = 0.0, 0.0
+    for rank in range(topology.world_size):
+        own, before = layout.stages_of(rank), stages[: layout.stages_of(rank)[0]]
+        busy = workload.micro_batches * sum(part.seconds for stage in own for part in stages[stage])
+        borders = sum(a != b for a, b in pairwise(node[: own[0] + 1]))
+        crossing = borders * (workload.activation_bytes / between.bytes_per_s + between.latency_s)
+        waits = sum(part.forward_s for stage in before for part in stage) + crossing
+        if name != "zbv":
+            waits += sum(part.backward_s for stage in before for part in stage) + crossing
+        compute, needed = max(compute, busy), max(needed, busy + waits)
+    link = max(between.busy_s(topology.local_size, one, one) for one in moved)
+    return Bounds(compute, link, max(link, needed), moved, moved)

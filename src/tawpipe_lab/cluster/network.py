@@ -1,0 +1,342 @@
+"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2.
+
+A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1`` and ``NAME-switch``, and nothing else:
+
+    NAME0 [ lab0 ]====[ port0 ]-+
+    NAME1 [ lab0 ]====[ port1 ]-+ bridge     (NAME-switch)
+    ...
+
+The bridge has a namespace of its own, so the machine's own interfaces, routes and packet filters are neither touched
+nor met: addresses cannot collide, interface names need no prefix, and a firewall made for containers drops nothing.
+Each end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Links with a
+latency are pairs of other devices, see ``delay``. Traffic to an address of the own node never reaches the link: the
+kernel routes it over the node's loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tawpipe.errors import RunError, UserError
+from tawpipe_lab.cluster import delay
+from tawpipe_lab.cluster.delay import ends_of
+
+INTERFACE = "lab0"
+"""A node's link, inside its namespace."""
+
+MAX_NODES = 250
+"""Nodes for which the cluster's network has addresses, with some to spare."""
+
+_NETWORK = "10.77.0"
+_NAMESPACES = Path("/var/run/netns")
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_SMALLEST, _LARGEST = 8 * 1024, 64 * 1024
+"""Packets of the kernel, which it cuts into frames as they leave: what counts bytes sees the headers of packets."""
+_FRAME, _HEADERS = 9000, 80
+"""Bytes of a large Ethernet frame, as fast networks have them, and of its headers: these take a hundredth of it, and a
+twentieth of a frame of 1,500.
+"""
+_PACKET_S, _LATE_S = 3e-4, 1e-4
+"""Time that a packet takes of the slowest link, within these sizes; and by which a timer may be late."""
+_QUEUE_S = 0.2
+_NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
+_NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that an interface has carried since it was made, with the packets' headers.
+
+    The kernel counts a run of segments that it handles as one with the headers of one, so this is close to the payload.
+    """
+
+    sent: int
+    received: int
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(self.sent - earlier.sent, self.received - earlier.received)
+
+
+def address(node: int) -> str:
+    """The address of a node's link. It means something inside the cluster only."""
+    return f"{_NETWORK}.{node + 1}"
+
+
+def switch_of(name: str) -> str:
+    return f"{name}-switch"
+
+
+def program(name: str) -> str:
+    """The path of ``ip`` or ``tc``; the folders of root's programs count even if they are not in PATH.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    folders = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+    path = shutil.which(name, path=folders)
+    if path is None:
+        raise UserError(
+            "tawpipe lab", f"no program {name}", "iproute2 installed (Debian, Ubuntu: apt-get install iproute2)"
+        )
+    return path
+
+
+def require() -> None:
+    """Checks what can be checked before anything is made.
+
+    Raises:
+        UserError: not Linux, not root, or iproute2 is missing.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UserError("tawpipe lab", platform.system(), "Linux, because nodes are network namespaces")
+    if os.geteuid() != 0:
+        raise UserError("tawpipe lab", f"user id {os.geteuid()}", "root, who may make network namespaces (try sudo)")
+    for name in ("ip", "tc"):
+        program(name)
+
+
+def call(*words: str) -> str:
+    """Runs ``ip`` or ``tc`` and returns what it says.
+
+    Raises:
+        UserError: this machine or its kernel does not allow it.
+        RunError: it failed for another reason.
+    """
+    # A process group of its own: Ctrl-C must not cut a clean-up short.
+    done = subprocess.run([program(words[0]), *words[1:]], capture_output=True, text=True, process_group=0)
+    if done.returncode == 0:
+        return done.stdout
+    command, said = f"`{' '.join(words)}`", " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if _NOT_ALLOWED.search(said):
+        raise UserError("tawpipe lab", said, f"root with the right to make networks, which {command} needs")
+    if _NOT_IN_KERNEL.search(said):
+        raise UserError("tawpipe lab", said, f"a kernel with veth, bridge and tbf, which {command} needs")
+    raise RunError(f"{command} failed: {said}")
+
+
+def namespaces(name: str) -> list[str]:
+    """The namespaces that exist of the cluster ``name``: nodes in their order, then the switch."""
+    own = re.compile(rf"{re.escape(name)}(\d+|-switch)")
+    existing = [entry for entry in _listed() if own.fullmatch(entry)]
+    return sorted(existing, key=lambda entry: (entry == switch_of(name), len(entry), entry))
+
+
+def _listed() -> list[str]:
+    try:
+        return [entry.name for entry in _NAMESPACES.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def build(name: str, rates: Sequence[int | None], *, loopback_rate: int | None, latency_s: float = 0.0) -> None:
+    """Makes the cluster ``name``, of which nothing may exist. What was made before an error stays for :func:`remove`.
+
+    Args:
+        rates: of each node's link, in bits per second for each direction; None is unshaped.
+        loopback_rate: of all traffic inside a node together, in bits per second.
+        latency_s: of a message between two nodes, besides what the machine takes; 0 makes links without a delay.
+    """
+    switch = switch_of(name)
+    slowest = min((rate for rate in rates if rate is not None), default=0)
+    packet = min(_LARGEST, max(_SMALLEST, round(slowest / 8 * _PACKET_S))) if slowest else _LARGEST
+    frame = str(min(packet, _FRAME))
+    call("ip", "netns", "add", switch)
+    # Without generated IPv6 addresses and multicast snooping an idle link carries no byte.
+    call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+    call("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none")
+    for node in range(len(rates)):
+        call("ip", "netns", "add", f"{name}{node}")
+    if latency_s:
+        _delayed_links(name, len(rates), latency_s)
+    for node, rate in enumerate(rates):
+        inside, (_, port) = f"{name}{node}", ends_of(node)
+        call("ip", "-n", inside, "link", "set", "lo", "up")
+        if loopback_rate is not None:
+            _shape(inside, "lo", loopback_rate, _LARGEST)
+        if not latency_s:
+            call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", inside)
+        call("ip", "-n", switch, "link", "set", port, "mtu", frame)
+        call("ip", "-n", inside, "link", "set", INTERFACE, "mtu", frame, "gso_max_size", str(packet))
+        if rate is not None:
+            _shape(inside, INTERFACE, rate, packet)
+            _shape(switch, port, rate, packet)
+        call("ip", "-n", inside, "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
+        call("ip", "-n", inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
+        call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+        if "cubic" in _CONGESTION_CONTROLS.read_text().split():
+            # Most clusters have it. Others estimate the rate of a link, and leave some of a shaped one unused.
+            call("ip", "-n", inside, "route", "change", f"{_NETWORK}.0/24", "dev", INTERFACE, "congctl", "cubic")
+    # Last, because a bridge that is up says that the cluster is whole.
+    call("ip", "-n", switch, "link", "set", "bridge", "up")
+
+
+def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
+    """The links of all nodes as pairs of devices between which a process carries packets, see ``delay``.
+
+    The process stays, in the switch's namespace: whoever removes the cluster ends it.
+    """
+    if not os.access(delay.TUN, os.R_OK | os.W_OK):
+        raise UserError(
+            "--latency", f"{1e3 * latency_s:g}ms", f"none, or a machine with {delay.TUN}, which makes links"
+        )
+    switch = switch_of(name)
+    words = [program("ip"), "netns", "exec", switch, sys.executable, "-I", "-S", delay.__file__]
+    # A session of its own: the links of `tawpipe lab up` outlive the command and its terminal.
+    process = subprocess.Popen(
+        [*words, str(num_nodes), repr(latency_s)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        if process.stdout.readline() != delay.READY:
+            process.kill()
+            said = process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise RunError(f"links with a latency cannot be made: {said[-1] if said else 'no reason was given'}")
+    for node in range(num_nodes):
+        end, _ = ends_of(node)
+        call("ip", "-n", switch, "link", "set", end, "netns", f"{name}{node}", "name", INTERFACE)
+
+
+def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
+    """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
+
+    The burst lets a packet pass whole and outlasts the delay of a timer, and is no larger: what fits into it passes a
+    link that was idle in no time, as on no real link. So packets are small where links are slow. Queues hold 200 ms, as
+    a switch with ample buffers does; beyond that packets are dropped.
+
+    Args:
+        packet: bytes of the largest one that comes.
+    """
+    burst = packet + (packet // _FRAME + 1) * _HEADERS + round(rate / 8 * _LATE_S)
+    limit = burst + round(rate / 8 * _QUEUE_S)
+    shaper = ["tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "limit", f"{limit}b"]
+    call("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
+
+
+def is_whole(name: str) -> bool:
+    """True if the cluster was built to its end and nothing of it has been taken away."""
+    existing = namespaces(name)
+    if existing != [*(f"{name}{node}" for node in range(len(existing) - 1)), switch_of(name)]:
+        return False
+    with contextlib.suppress(RunError, IndexError):
+        return "UP" in json.loads(call("ip", "-j", "-n", switch_of(name), "link", "show", "dev", "bridge"))[0]["flags"]
+    return False
+
+
+def remove(name: str) -> None:
+    """Ends every process in the namespaces of the cluster ``name`` and removes these, however much of it exists.
+
+    Links and shapers go with the namespaces that hold them.
+
+    Raises:
+        RunError: a process does not end.
+    """
+    existing = namespaces(name)
+    try:
+        end_processes(existing)
+    finally:
+        for namespace in existing:
+            # Another `down` may have been faster.
+            if namespace in _listed():
+                call("ip", "netns", "delete", namespace)
+
+
+def traffic(namespace: str) -> Traffic:
+    """Bytes that the link of a node has carried, by the counters of its namespace."""
+    stats = json.loads(call("ip", "-j", "-s", "-n", namespace, "link", "show", "dev", INTERFACE))[0]["stats64"]
+    return Traffic(sent=stats["tx"]["bytes"], received=stats["rx"]["bytes"])
+
+
+def own_traffic() -> Traffic:
+    """Bytes that the link of this process's node has carried; cheap enough to be read around every step.
+
+    Raises:
+        RunError: this process runs in no node.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        interface, _, numbers = line.partition(":")
+        if interface.strip() == INTERFACE:
+            values = numbers.split()
+            return Traffic(sent=int(values[8]), received=int(values[0]))
+    raise RunError(f"there is no interface {INTERFACE}: this process runs in no node of a lab cluster")
+
+
+def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: float = 10.0) -> None:
+    """Ends all processes in the namespaces ``inside`` but this one: SIGTERM, after the grace SIGKILL.
+
+    Signals go through process descriptors, so a process number that is given out anew meanwhile cannot be hit.
+
+    Raises:
+        RunError: some are left after ``grace_s + patience_s`` seconds.
+    """
+    kill_at = time.monotonic() + grace_s
+    give_up_at = kill_at + patience_s
+    while members := list(_processes(inside)):
+        now = time.monotonic()
+        try:
+            if now > give_up_at:
+                raise RunError(f"processes {', '.join(str(pid) for pid, _ in members)} do not end")
+            number = signal.SIGTERM if now < kill_at else signal.SIGKILL
+            for _, descriptor in members:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            _wait_for([descriptor for _, descriptor in members], until=kill_at if now < kill_at else now + 0.5)
+        finally:
+            for _, descriptor in members:
+                os.close(descriptor)
+
+
+def _processes(inside: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Number and descriptor of each process in the namespaces; the caller closes the descriptors."""
+    wanted = set()
+    for namespace in inside:
+        with contextlib.suppress(FileNotFoundError):
+            wanted.add(_identity(_NAMESPACES / namespace))
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if _identity(entry / "ns/net") in wanted:
+                descriptor = os.pidfd_open(int(entry.name))
+                try:
+                    # Asked again, now that the number cannot change its meaning unnoticed.
+                    still_there = _identity(entry / "ns/net") in wanted
+                except OSError:
+                    still_there = False
+                if still_there:
+                    yield int(entry.name), descriptor
+                else:
+                    os.close(descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _wait_for(descriptors: Sequence[int], *, until: float) -> None:
+    """Until the processes have ended, or the time has come by the monotonic clock."""
+    waiting = set(descriptors)
+    poll = select.poll()
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    while waiting and (left := until - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(left * 1000):
+            poll.unregister(descriptor)
+            waiting.discard(descriptor)

@@ -1,0 +1,438 @@
+"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds.
+
+``compare`` writes ``results.json`` (the contract that others read), a Markdown table and a chart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tawpipe.errors import RunError, UserError
+from tawpipe.report import draw_timeline, executed_bars, write_chrome_trace
+from tawpipe.schedule.footprint import Widths, costs
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab import ours
+from tawpipe_lab.bounds import (
+    Bounds,
+    activation_sizes,
+    schedule_bounds,
+    shipped_bounds,
+    workload_costs,
+    workload_model,
+)
+from tawpipe_lab.bounds_real import LinkBounds, real_bounds
+from tawpipe_lab.cluster.cluster import Cluster
+from tawpipe_lab.cluster.links import Links
+from tawpipe_lab.cluster.rates import parse_latency, parse_rates
+from tawpipe_lab.lengths import DealtWorkload, dealt
+from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.suite import Cell, Entry, Suite
+from tawpipe_lab.table import write_chart, write_table
+from tawpipe_lab.workload import LengthsWorkload, RealWorkload, TimedWorkload, spell_out
+
+CLUSTER = "tawpipe-compare"
+TRACES = "traces"
+BUSIEST = 0.6
+"""Share of the machine's processors above which a cell measures the machine and not the network."""
+LARGEST_DIFFERENCE = 1e-4
+"""Relative difference of two strategies' losses, beyond which they have not trained the same thing."""
+PAYLOAD = 0.99
+"""Share of a link's bytes that is payload, where it was not measured: headers take the rest."""
+
+
+def compare(
+    suite: Suite, out: Path, *, traces: bool = False, resume: bool = False, tell: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Run a suite and write its results; the rows.
+
+    Args:
+        out: a folder; what it holds of an earlier run is replaced.
+        traces: draw a step of every strategy in our runtime, into ``out/traces``.
+        resume: keep the rows of cells that an earlier run into ``out`` has measured, and measure the others.
+        tell: is given a line for every launch and row.
+
+    Raises:
+        UserError: no root or tools, or a cell that cannot be built.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    rows = _earlier_rows(suite, out) if resume else []
+    if not resume:
+        shutil.rmtree(out / TRACES, ignore_errors=True)
+    measured = {row["cell"]["name"] for row in rows}
+    for cell in suite.cells:
+        if cell.name in measured:
+            tell(f"cell {cell.name}: measured before")
+            continue
+        late = f" and {cell.latency} of latency" if cell.latency else ""
+        tell(f"cell {cell.name}: {cell.nodes} nodes x {cell.local} at {cell.rate}{late}")
+        for row in _measure_cell(suite, cell, tell, out / "traces" if traces else None):
+            row |= disturbance(row, rows)
+            rows.append(row)
+            tell(_line(row))
+        write_results(suite, rows, out)
+    return rows
+
+
+def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run of this suite, of the cells that it has measured as they are now.
+
+    Raises:
+        UserError: what is there is not of this suite.
+    """
+    path = out / "results.json"
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        known = {cell.name: cell.spelled_out() for cell in suite.cells}
+        good = all(row["suite"] == suite.name for row in rows)
+        kept = [row for row in rows if row["cell"] == json.loads(json.dumps(known.get(row["cell"]["name"])))]
+        wanted = {entry.label for entry in suite.strategies}
+        whole = {name for name in known if wanted <= {row["label"] for row in kept if row["cell"]["name"] == name}}
+        kept = [row for row in kept if row["cell"]["name"] in whole and row["label"] in wanted]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError("--resume", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
+    if not good:
+        raise UserError("--resume", str(path), f"results of the suite {suite.name}")
+    return kept
+
+
+def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
+    """``results.json``, ``table.md`` and ``chart.png``."""
+    environment = {
+        "versions": {name: version(name) for name in ("tawpipe", "torch")} | {"python": platform.python_version()},
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release().split('-')[0]}",
+        "command": shlex.join(["tawpipe", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    content = {"environment": environment, "rows": rows}
+    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_table(suite.name, environment, rows, out / "table.md")
+    write_chart(suite.name, rows, out / "chart.png")
+
+
+def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], pictures: Path | None) -> list[dict[str, Any]]:
+    """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
+    topology = Topology.grid(cell.nodes, cell.local)
+    failed: dict[int, str] = {}
+    readings: dict[int, dict[str, Any]] = {}
+    with (
+        Cluster.create(
+            cell.nodes, rate=cell.rate, loopback_rate=cell.loopback_rate, latency=cell.latency, name=CLUSTER
+        ) as cluster,
+        tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
+    ):
+        links = cluster.links(message_sizes(cell))
+        if links is not None:
+            tell(f"  links: {links}" + (f"; {links.trouble}" if links.trouble else ""))
+        between = link_of(cell, links)
+        entries = list(suite.strategies)
+        for i, entry in enumerate(entries):
+            try:
+                found = ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
+                entries[i] = replace(entry, found={**entry.found, **found})
+            except UserError as error:
+                failed[i] = str(error)
+        suite = replace(suite, strategies=tuple(entries))
+        done: set[int] = set()
+        while len(failed) + len(done) < len(suite.strategies):
+            tried = [i for i in range(len(suite.strategies)) if i not in failed and i not in done]
+            tried = tried[: 1 if suite.alone else None]
+            samples = {"warmup": suite.warmup, "samples": suite.samples, "traces": pictures is not None}
+            ended = _launch(cluster, Path(folder), suite, cell, tried, **samples)
+            if isinstance(ended, list):
+                readings |= dict(zip(tried, ended, strict=True))
+                done.update(tried)
+                if pictures is not None:
+                    for number, i in enumerate(tried):
+                        _draw(Path(folder) / TRACES / str(number), cell, suite.strategies[i], pictures)
+                continue
+            number, reason = ended
+            tell(f"  {suite.strategies[number].label} ended the launch: {reason}")
+            failed[number] = reason
+    running = [i for i, reading in readings.items() if not reading["failed"]]
+    for i, peak in _measure_memory(suite, cell, running).items() if suite.memory and not suite.alone else ():
+        readings[i]["peak_bytes"] = peak
+    rows = []
+    for i, entry in enumerate(suite.strategies):
+        reading = readings.get(i, {"failed": failed.get(i, "not run")})
+        row = _row(suite, cell, topology, entry, reading, between)
+        if links is not None:
+            row |= {"links": links.spelled_out(), "reason": row["reason"] or links.trouble}
+        rows.append(row)
+    check_losses(rows)
+    return rows
+
+
+def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, list[float]]:
+    """Peak memory of every rank, each strategy in a launch of its own.
+
+    Two steps with a twentieth of the seconds on links without a limit: what a rank holds does not depend on them.
+    """
+    fast = cell.workload
+    if not isinstance(fast, RealWorkload):
+        fast = fast.faster(20)
+    peaks: dict[int, list[float]] = {}
+    with (
+        Cluster.create(cell.nodes, rate="none", name=CLUSTER) as cluster,
+        tempfile.TemporaryDirectory(prefix="tawpipe-compare-") as folder,
+    ):
+        for i in measured:
+            quick = replace(cell, workload=fast, slow=None)
+            try:
+                alone = _launch(cluster, Path(folder), suite, quick, [i], warmup=0, samples=2)
+            except RunError:  # what was timed stays
+                alone = None
+            peaks[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
+    return peaks
+
+
+def _launch(
+    cluster: Cluster,
+    folder: Path,
+    suite: Suite,
+    cell: Cell,
+    tried: list[int],
+    *,
+    warmup: int,
+    samples: int,
+    traces: bool = False,
+) -> list[dict[str, Any]] | tuple[int, str]:
+    """Readings of the strategies, or which of them ended the launch, and why."""
+    job, result = folder / "job.json", folder / "result.json"
+    running = Path(f"{result}.running")
+    result.unlink(missing_ok=True)
+    running.unlink(missing_ok=True)
+    shutil.rmtree(folder / TRACES, ignore_errors=True)  # an earlier launch's timelines are of other strategies
+    entries = [asdict(suite.strategies[i]) for i in tried]
+    content = {
+        "workload": spell_out(cell.workload),
+        "slow": cell.slow and asdict(cell.slow),
+        "entries": entries,
+        "warmup": warmup,
+        "samples": samples,
+        "traces": str(folder / TRACES) if traces else "",
+    }
+    job.write_text(json.dumps(content), encoding="utf-8")
+    command = [sys.executable, "-m", "tawpipe_lab.worker", str(job), str(result)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # there is no name service in a node, which torch would say once per rank
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # or freed blocks stay with the process, and memory creeps
+    }
+    try:
+        cluster.launch(command, local=cell.local, env=environment)
+    except RunError as error:
+        if not running.exists():
+            raise
+        return tried[int(running.read_text())], str(error)
+    return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _draw(recording: Path, cell: Cell, entry: Entry, out: Path) -> None:
+    """The picture and the trace of a recorded step, where there is one."""
+    if not recording.is_dir():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    bars = executed_bars(recording)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{cell.name} {entry.label}").strip("-")
+    shutil.rmtree(out / name, ignore_errors=True)
+    shutil.copytree(recording, out / name)  # for `tawpipe trace`, and the page
+    write_chrome_trace([("executed", bars)], out / f"{name}.json")
+    draw_timeline([("executed", bars)], out / f"{name}.png", title=f"{entry.label}, {cell.name}")
+
+
+def message_sizes(cell: Cell) -> tuple[int, ...]:
+    """Bytes of messages of a cell's strategies: the largest unit, a rank's share of it, and an activation."""
+    workload = cell.workload
+    if isinstance(workload, RealWorkload):
+        model = real_model_spec(workload)
+    else:
+        whole = workload if isinstance(workload, TimedWorkload) else dealt(workload, "in turn", Topology.grid(1, 1))
+        model = workload_model(whole)
+    unit = 4 * max(unit.numel for unit in model.units)
+    activation = getattr(workload, "activation_bytes", 0)
+    return tuple(sorted({size for size in (unit // (cell.nodes * cell.local), unit, activation) if size}))
+
+
+def links_of(cell: Cell) -> Links | None:
+    """What the links of a cell carry, measured in a cluster that is removed again; None if there is one node."""
+    wanted = {"rate": cell.rate, "loopback_rate": cell.loopback_rate, "latency": cell.latency}
+    with Cluster.create(cell.nodes, **wanted, name=CLUSTER) as cluster:
+        return cluster.links(message_sizes(cell))
+
+
+def link_of(cell: Cell, links: Links | None = None) -> LinkModel:
+    """The slowest link of a node: what was measured, or else what follows from its name."""
+    if links is not None:
+        return LinkModel(links.bytes_per_s, links.latency_s)
+    rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
+    return LinkModel(min(rates) / 8 * PAYLOAD if rates else 1e10, parse_latency(cell.latency))
+
+
+def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBounds:
+    """The bounds of a strategy in a cell with these links between its nodes.
+
+    Raises:
+        UserError: a strategy that is not known, or cannot run there.
+    """
+    topology = Topology.grid(cell.nodes, cell.local)
+    if isinstance(cell.workload, RealWorkload):
+        return real_bounds(entry.strategy, cell.workload, topology, between, entry.all_knobs)
+    if entry.strategy in ours.rows():
+        schedule = ours.schedule_of(entry.strategy, cell.workload, topology, entry.all_knobs)
+        workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
+        assert isinstance(workload, TimedWorkload)
+        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring")
+        return schedule_bounds(
+            schedule, costs, physical=topology, dealt=workload if isinstance(workload, DealtWorkload) else None
+        )
+    whole = cell.workload
+    timed = dealt(whole, "in turn", topology) if isinstance(whole, LengthsWorkload) else whole
+    return shipped_bounds(entry.strategy, timed, topology, between, entry.all_knobs)
+
+
+def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
+    """GiB that the schedule of a timed workload says a rank needs; None for other strategies and workloads."""
+    workload = cell.workload
+    if not isinstance(workload, TimedWorkload) or entry.strategy not in ours.rows():
+        return None
+    schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.all_knobs)
+    widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
+    said = costs(schedule, widths, activation_bytes=activation_sizes(workload))
+    return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
+
+
+def _row(
+    suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any], between: LinkModel
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "suite": suite.name,
+        "cell": cell.spelled_out(),
+        "strategy": ours.named(entry.strategy),
+        "origin": "ours" if entry.strategy in ours.rows() else "shipped",
+        "knobs": reading.get("knobs") or entry.all_knobs,
+        "label": entry.label,
+        "status": "ok",
+        "reason": "",
+        "loss": None,
+    }
+    try:
+        bounds = bounds_of(cell, entry, between)
+        row["physical_bound_s"], row["dependency_bound_s"] = bounds.physical_s, bounds.dependency_s
+        row["link_bytes_predicted"] = [round(number) for number in bounds.sent_bytes]
+        row["peak_gib_predicted"] = _predicted_memory(cell, entry) if suite.memory else None
+        row |= _documents(cell, topology, entry)
+    except UserError as error:
+        reading = reading if reading.get("failed") else {"failed": str(error)}
+    if reason := reading.get("failed"):
+        memory = "MemoryError" in reason or "SIGKILL" in reason
+        return row | {"status": "out-of-memory" if memory else "failed", "reason": reason}
+    seconds = reading["seconds"]
+    busy = statistics.median(reading["cpu_busy"])
+    row |= {
+        "seconds_per_step": {
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+            "samples": seconds,
+        },
+        "link_bytes_sent": [statistics.median(column) for column in zip(*reading["sent"], strict=True)],
+        "link_bytes_received": [statistics.median(column) for column in zip(*reading["received"], strict=True)],
+        "exposed_communication_s": statistics.median(reading["exposed"]) if reading["exposed"] else None,
+        "idle_start_s": statistics.median(reading["idle_start"]) if reading["idle_start"] else None,
+        "idle_end_s": statistics.median(reading["idle_end"]) if reading["idle_end"] else None,
+        "lane_seconds": {name: total / len(seconds) for name, total in reading["lanes"].items()},
+        "node_delay_s": reading["delays"],
+        "cpu_busy": busy,
+        "loss": [loss if math.isfinite(loss) else None for loss in reading["loss"]] or None,
+        "peak_gib": max(reading["peak_bytes"]) / 2**30 if suite.memory and reading["peak_bytes"] else None,
+    }
+    if isinstance(cell.workload, LengthsWorkload):
+        row["tokens_per_second"] = cell.workload.tokens / statistics.median(seconds)
+    if busy > BUSIEST:
+        row |= {"status": "void", "reason": f"the machine's processors were {busy:.0%} busy"}
+    return row
+
+
+def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
+    """Of documents of uneven lengths: seconds that their dealing alone allows, and those that no dealing undercuts."""
+    if not isinstance(cell.workload, LengthsWorkload):
+        return {}
+    is_ours = entry.strategy in ours.rows()
+    name, whole, knobs = entry.strategy, cell.workload, entry.all_knobs
+    work = ours.computed(name, whole, topology, knobs) if is_ours else dealt(whole, "in turn", topology)
+    assert isinstance(work, DealtWorkload)
+    step = ours.schedule_of(name, whole, topology, knobs).step if is_ours else None
+    return {
+        "modelled_s": work.modelled_s(step),
+        "floor_s": whole.floor_s(topology),
+        "rounds": list(work.bins.shape),
+    }
+
+
+def check_losses(rows: list[dict[str, Any]]) -> None:
+    """Mark those rows of a cell as failed that have not trained what the first one did; void ones as well."""
+    trained = [row for row in rows if row["loss"]]
+    first = next((row for row in trained if None not in row["loss"]), None)
+    for row in trained:
+        if first is None or None in row["loss"]:
+            row |= {"status": "failed", "reason": "a loss is not finite"}
+            continue
+        for step, (mine, other) in enumerate(zip(row["loss"], first["loss"], strict=True), start=1):
+            if abs(mine - other) > LARGEST_DIFFERENCE * abs(other):
+                reason = (
+                    f"not the same training: the loss of step {step} is {mine:.6g}, of {first['label']} {other:.6g}"
+                )
+                row |= {"status": "failed", "reason": reason}
+                break
+
+
+def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cost of slow spells of the nodes, where an earlier row is the same without them; else nothing.
+
+    ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than without them;
+    ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most: what a step loses at
+    least if no device idles, and more than one loses whose devices wait anyway; and ``sum_of_node_delays_s``, what is
+    lost if every node waits for every other one.
+    """
+    if not row["cell"]["slow"] or "seconds_per_step" not in row:
+        return {}
+    for other in earlier:
+        same = {**row["cell"], "name": other["cell"]["name"], "slow": None} == other["cell"]
+        if same and other["label"] == row["label"] and other["status"] == "ok":
+            calm, delays = statistics.mean(other["seconds_per_step"]["samples"]), row["node_delay_s"]
+            added = statistics.mean(row["seconds_per_step"]["samples"]) - calm
+            largest = statistics.mean(max(step) for step in delays)
+            total = statistics.mean(sum(step) for step in delays)
+            return {"disturbance": {"added_s": added, "largest_node_delay_s": largest, "sum_of_node_delays_s": total}}
+    return {}
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "seconds_per_step" not in row:
+        return f"  {row['label']}: {row['status']}, {row['reason']}"
+    median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]
+    note = f", last loss {row['loss'][-1]}" if row["loss"] else ""
+    note += f", {row['status']}: {row['reason']}" if row["reason"] else ""
+    if cost := row.get("disturbance"):
+        largest, total = cost["largest_node_delay_s"], cost["sum_of_node_delays_s"]
+        note += f", slow nodes added {cost['added_s']:.2f} s (largest delay {largest:.2f} s, sum {total:.2f} s)"
+    return f"  {row['label']}: {median:.2f} s, {bound / median:.2f} of the physical bound{note}"

@@ -1,0 +1,270 @@
+"""This project's rows in the lab: every strategy of the table, and what becomes of TawPipe without one of its ideas.
+
+A row is a strategy and settings, nothing else; ``ours_run`` runs it on both kinds of workload.
+``no-grouping`` and ``no-overlap`` are to be read against ``tawpipe-spread`` with ``reuse: false``, or what buffers hold
+would count as grouping or overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.plan.pipelines import hops
+from tawpipe.schedule.pipelines.fitting import heuristics
+from tawpipe.schedule.pipelines.program import PipelineShape
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.times import spell_times
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Schedule, StepSpec
+from tawpipe.schedule.strategies import Spread, build, find, register, shares_of, step_of, strategies
+from tawpipe.schedule.transform import without_overlap
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+from tawpipe_lab.bounds import workload_model
+from tawpipe_lab.lengths import DealtWorkload, dealt
+from tawpipe_lab.real_modules import real_model_spec
+from tawpipe_lab.workload import Known, LengthsWorkload, RealWorkload, TimedWorkload, Workload
+
+
+class NoGrouping(Spread):
+    """TawPipe as if every device were a node."""
+
+    name = "no-grouping"
+    summary = "tawpipe-spread as if every process were a node"
+    candidate = False
+
+    def view(self, topology: Topology) -> Topology:
+        return Topology.grid(topology.world_size, 1)
+
+
+class NoOverlap(Spread):
+    """TawPipe with everything in one lane."""
+
+    name = "no-overlap"
+    summary = "tawpipe-spread that computes or transfers, never both"
+    candidate = False
+
+    def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+        schedule = super().build(step, training=training, ranks=ranks)
+        return without_overlap(schedule) if training else schedule
+
+    def stand_ins(self, topology: Topology, *, inside_is_even: bool) -> tuple[int, ...]:
+        return ()
+
+
+register(NoGrouping())
+register(NoOverlap())
+OWN_NAMES = {name: f"{name}-ours" for name in ("hsdp", "1f1b", "interleaved-1f1b")}
+"""Strategy -> its row, where a rival's row has the strategy's name."""
+BALANCED = {"tawpipe-balanced": "tawpipe-spread", "step-balanced": "tawpipe-step", "hsdp-balanced": "hsdp"}
+"""Row -> strategy, where documents of uneven lengths are dealt by time, long ones over the ranks of a node."""
+FITTED = {
+    "1f1b-fitted": ("1f1b", "1f1b-offload", "one-by-one"),
+    "zero-bubble-fitted": ("zero-bubble", "zero-bubble-offload"),
+}
+"""Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
+schedule/pipelines/fitting.py.
+"""
+SOLVER_S = 30.0
+"""Seconds of the solver for the row ``solved``."""
+MADE_FOR: dict[str, dict[str, Any]] = {
+    **{row: {"packing": "balanced"} for row in BALANCED},
+    "tawpipe-whole": {"reuse": False},
+    "no-grouping": {"reuse": False},
+    "no-overlap": {"reuse": False, "look_ahead": 0},
+}
+"""Settings with which a row measures what its paper describes, or only what it leaves out; knobs beat them."""
+
+
+@dataclass(frozen=True)
+class OurSettings:
+    """The knobs of a row.
+
+    Args:
+        schedule: with more buffers than a user's, so that no strategy waits for want of one.
+        parts_per_layer: every layer of the workload is cut into so many; a ring needs a layer per device.
+        clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
+        strict: check sequence number and action of every message.
+        packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
+        order: of a pipeline, as ``Order`` spells it, in the place of the strategy's own.
+    """
+
+    schedule: ScheduleSettings
+    parts_per_layer: int = 1
+    clip_norm: float | None = 1.0
+    strict: bool = True
+    packing: str | None = None
+    order: str | None = None
+
+    def spelled_out(self) -> dict[str, Any]:
+        """All knobs as plain data, which ``settings_of`` reads back."""
+        schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
+        own = {name: value for name, value in vars(self).items() if name not in ("packing", "order") or value}
+        return {name: value for name, value in {**schedule, **own}.items() if name in KNOBS}
+
+
+OWN_KNOBS = tuple(one.name for one in fields(OurSettings) if one.name != "schedule")
+SAID = ("strategy", "early_updates")
+"""Settings that a row's name and ``clip_norm`` say."""
+KNOBS = (*OWN_KNOBS, *(one.name for one in fields(ScheduleSettings) if one.name not in SAID))
+
+
+def rows() -> dict[str, str]:
+    """Row -> strategy."""
+    return {OWN_NAMES.get(name, name): name for name in strategies()} | BALANCED | dict.fromkeys(FITTED, "solved")
+
+
+def named(row: str) -> str:
+    """The name in results of what a row runs, whose ``origin`` tells it from a rival of this name."""
+    return next((strategy for strategy, own in OWN_NAMES.items() if own == row), row)
+
+
+def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
+    """The settings of a row; ``knobs`` beat what its name stands for.
+
+    Raises:
+        UserError: no such row or knob.
+    """
+    if name not in rows():
+        raise UserError("strategy", name, f"one of {', '.join(rows())}")
+    for knob in knobs:
+        if knob not in KNOBS:
+            raise UserError(f"knob of {name}", knob, f"one of {', '.join(KNOBS)}")
+    usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
+    wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
+    own = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
+    early = own.get("clip_norm", 1.0) is None
+    return OurSettings(ScheduleSettings(strategy=rows()[name], early_updates=early, **wanted), **own)
+
+
+def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Known:
+    """The workload as a row computes it: layers cut into parts, documents dealt.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    settings = settings_of(name, knobs)
+    work = workload.split(settings.parts_per_layer)
+    if isinstance(work, LengthsWorkload):
+        balanced = settings.packing == "balanced"
+        ranks = knobs.get("sequence_ranks", topology.local_size if balanced else 1)
+        _ = share_in_sets(0, topology, replace(settings.schedule, sequence_ranks=ranks))
+        return dealt(work, settings.packing or "in turn", topology, ranks)
+    if settings.packing:
+        raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")
+    return work
+
+
+def pipeline_costs(workload: TimedWorkload) -> PipelineCosts:
+    """What a profile of the workload would say, in microseconds and boundary activations."""
+    blocks = []
+    for block, part in enumerate(workload.block_parts):
+        forward, inputs, weights = part.forward_s, part.backward_input_s, part.backward_weight_s
+        if block == workload.layers + 1:  # our head does all at once
+            forward, inputs, weights = 0.0, part.seconds, 0.0
+        waiting = round(part.linear_bytes / workload.activation_bytes, 3)
+        times = round(1e6 * forward), round(1e6 * inputs), round(1e6 * weights)
+        blocks.append(BlockTimes(*times, kept=float(block > 0), kept_for_weights=waiting))
+    room = math.inf if workload.room is None else workload.room
+    return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
+
+
+INSIDE = LinkModel(2e9)
+"""A node's loopback; what is lost on it is nearly nothing."""
+
+
+def found_for(
+    name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
+) -> dict[str, Any]:
+    """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order; and
+    the times that a pipeline is made for.
+
+    Args:
+        between: the link of a node; None if transfers take no time.
+
+    Raises:
+        UserError: nothing of this kind fits into the workload's room.
+    """
+    strategy = find(rows()[name]) if name in rows() else None
+    if not isinstance(strategy, ActivationPipeline) or not strategy.made or not isinstance(workload, TimedWorkload):
+        return {}
+    if "order" in knobs or "block_times" in knobs:
+        return {}
+    work = computed(name, workload, topology, knobs)
+    strategy = strategy.configured(settings_of(name, knobs).schedule)
+    assert isinstance(work, TimedWorkload)
+    positions, costs = strategy.positions(topology), pipeline_costs(work)
+    if between is not None:
+        costs = replace(costs, **hops(positions, work.activation_bytes, between=between, inside=INSIDE))
+    count, times = work.micro_batches // positions.replicas, {"block_times": spell_times(costs)}
+    if name == "zero-bubble" or (name == "generated" and ":" in knobs.get("stages", "")):
+        return times
+    if name == "generated":
+        from tawpipe.schedule.pipelines.generate import generate
+
+        return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
+    layout = strategy.layout_of(workload_model(work), positions.size)
+    if name == "solved":
+        from tawpipe.schedule.pipelines.solve import solve
+
+        return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order), **times}
+    fitting = heuristics(layout, costs, count)
+    orders = [order for way, order in fitting.items() if way in FITTED[name]]
+    if not orders:
+        raise UserError("room", work.room, f"more for {name}; {', '.join(fitting)} would do with that")
+    return {"order": str(min(orders, key=lambda order: makespan(play(layout, order, costs)))), **times}
+
+
+@dataclass(eq=False)
+class _Ordered(ActivationPipeline):
+    """A pipeline with an order that is given.
+
+    Args:
+        order: as ``Order`` spells it.
+    """
+
+    order: str = ""
+
+    def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
+        order = Order.parse(self.order)
+        return replace(super().shape(model, topology), order_of=lambda _: order)
+
+
+def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
+    """The schedule that a row runs.
+
+    Raises:
+        UserError: the strategy cannot run this workload on this topology.
+    """
+    chosen, work = settings_of(name, knobs).schedule, computed(name, workload, topology, knobs)
+    model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
+    shares, shared = None, None
+    if isinstance(work, DealtWorkload):
+        chosen, shares, shared = replace(chosen, sequence_ranks=work.ranks), work.shares, work.shared
+    elif chosen.keep_mib and isinstance(work, TimedWorkload):
+        raise UserError("keep_mib", chosen.keep_mib, "0, or a workload of the kind lengths: others keep nothing")
+    elif isinstance(work, TimedWorkload) and work.keys_bytes and "sequence_ranks" not in knobs:
+        chosen = replace(chosen, sequence_ranks=topology.local_size)
+    elif isinstance(work, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not work.keys_bytes:
+        raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
+    strategy = find(chosen.strategy)
+    if strategy.weights_stay and isinstance(work, TimedWorkload) and not chosen.block_times:
+        chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
+    found = {**found_for(name, workload, topology, knobs), **knobs}
+    chosen = replace(chosen, stages=found.get("stages", chosen.stages))
+    if order := found.get("order"):
+        strategy = _Ordered(chosen.strategy, chosen.stages, chosen.block_times, order)
+    shares = shares or shares_of(work.micro_batches, topology, chosen)
+    step = step_of(model, topology, chosen, shares, shared=shared, strategy=strategy)
+    selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))
+    if selective and isinstance(work, TimedWorkload):
+        expected = "full or none: a timed layer has no attention of its own"
+        raise UserError("recompute", chosen.recompute, expected)
+    return build(step)

@@ -1,0 +1,286 @@
+"""Rows of this project as they run: ``tawpipe.Pipeline`` on the real workload; on the timed one everything is real but
+computing, which sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.units import ParameterSlot, Unit
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.compute import StepInput
+from tawpipe.runtime.executor import Executor, UpdateRule
+from tawpipe.runtime.optimizer import adamw
+from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
+from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.transform import for_one_thread
+from tawpipe.topology import Topology
+from tawpipe_lab.contender import check_clipping
+from tawpipe_lab.lengths import DealtWorkload
+from tawpipe_lab.ours import computed, schedule_of, settings_of
+from tawpipe_lab.real_modules import ADAMW, WEIGHT_DECAY, make_model, random_tokens
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
+
+HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
+"""Activations that have memory here, those of sets besides."""
+
+
+class PipelineContender:
+    """A strategy as a user of the library runs it; see `tawpipe_lab.contender.Contender`."""
+
+    origin = "ours"
+    sleeper = None
+
+    def __init__(self, name: str, workload: RealWorkload, topology: Topology, rank: int, **knobs: Any) -> None:
+        check_clipping(name, workload, knobs)
+        settings = replace(settings_of(name, knobs), clip_norm=workload.clip_norm)
+        self.name, self.knobs = name, settings.spelled_out()
+        self._workload = workload.split(settings.parts_per_layer)
+        self.pipeline = Pipeline(
+            make_model(workload),
+            optimizer=adamw(workload.learning_rate, weight_decay=WEIGHT_DECAY, **ADAMW),
+            schedule=settings.schedule,
+            clip_norm=workload.clip_norm,
+            world=World(topology, rank, torch.device("cpu"), dist.group.WORLD if topology.world_size > 1 else None),
+            strict=settings.strict,
+        )
+        self.schedule: Schedule = self.pipeline.schedule(workload.micro_batches)
+        self.gradient_norm: float | None = None
+        self.loss_share: float | None = None
+
+    def step(self) -> None:
+        every = range(self._workload.micro_batches)
+        tokens = random_tokens(self._workload, self.pipeline.step_number, every)
+        result = self.pipeline.step({"input_ids": tokens, "labels": tokens})
+        self.pipeline.drain()
+        self.gradient_norm = result.grad_norm
+        self.loss_share = result.loss / self.pipeline.world.size  # every rank knows all of it
+
+    def busy(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+class OurContender:
+    """A schedule of a timed workload, run step by step."""
+
+    origin = "ours"
+    loss_share: float | None = None
+
+    def __init__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> None:
+        settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
+        assert isinstance(work, TimedWorkload)
+        self.schedule = for_one_thread(schedule_of(name, workload, topology, knobs))
+        settings = replace(settings, schedule=self.schedule.step.settings)
+        self.name, self.knobs = name, settings.spelled_out()
+        self._rule = UpdateRule(clip_norm=settings.clip_norm)
+        verify(self.schedule, one_thread=True)
+        self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
+        units = []
+        for i, spec in enumerate(self.schedule.model.units):
+            slot = ParameterSlot(f"layer.{i}", (spec.numel,), 0, spec.numel)
+            units.append(Unit(i, slot.name, spec.trainable, (slot,), spec.blocks, spec.numel))
+        device = torch.device("cpu")
+        storage = Storage(
+            units, self.schedule.homes, rank, device=device, compute_dtype=torch.float32, master_dtype=torch.float32
+        )
+        transport = _MeasuredTransport(
+            self.schedule.topology, rank, [self.schedule], busy=self._busy, device=device, strict=settings.strict
+        )
+        self._executor = Executor(
+            rank,
+            compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
+            storage=storage,
+            transport=transport,
+            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer else _NoOptimizer(),
+            reduce_dtype=torch.float32,
+        )
+        self._executor.adopt(self.schedule)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        mine = self.schedule.step.micro_batches[rank]
+        batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
+        counted = self.schedule.step.losses_of(rank)
+        self._given = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
+
+    def step(self) -> None:
+        self._executor.play(self.schedule, self._given, self._rule)
+        self._executor.drain()
+
+    def record(self) -> Recording:
+        """One more step, with the times of its actions."""
+        recording = Recording(torch.device("cpu"), 0)
+        self._executor.play(self.schedule, self._given, self._rule, recording=recording)
+        self._executor.drain()
+        return recording
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _SleepingCompute:
+    """Takes the seconds of the workload and leaves buffers of weights and gradients as they are: what travels is what
+    was there. Activations are tensors of their size for as long as the schedule says, so that memory can be compared.
+    """
+
+    def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
+        self._workload, self._model, self._step = workload, schedule.model, schedule.step
+        self._sleeper = sleeper
+        self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
+        self._held: dict[Buffer, Tensor] = {}
+        """Activations; keys and values, or their gradients, are of all tokens, [ranks, of each]."""
+        self._rank = rank
+
+    def forward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        part = self._workload.block_parts[action.block]
+        if self._model.blocks[action.block].kind != "head":  # which does all in its backward pass
+            self._compute(action, part.forward_s)
+        self._turn_over(action)
+
+    def backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        part, m = self._workload.block_parts[action.block], action.micro_batch
+        if self._model.blocks[action.block].kind == "head":
+            self._compute(action, part.seconds)
+        else:
+            kept = self._step.recomputes(action.block) == "none" or action.block in self._kept.get(m, ())
+            again = part.forward_s if kept else 0.0
+            self._compute(action, part.backward_input_s - again)
+            if action.op is Op.BACKWARD:
+                self._compute(action, part.backward_weight_s)
+        self._turn_over(action)
+
+    def backward_weight(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        self._compute(action, self._workload.block_parts[action.block].backward_weight_s)
+        self._turn_over(action)
+
+    def prepare(self, action: Action, given: StepInput) -> None:
+        pass
+
+    def travel(self, action: Action, transport: Transport, given: StepInput) -> None:
+        tensors = {one.buffer: self._held[one.buffer] for one in action.transfers if one.send}
+        tensors |= {one.buffer: self._new(one.buffer) for one in action.transfers if not one.send}
+        transport.exchange(action, tensors)
+        self._held |= {one.buffer: tensors[one.buffer] for one in action.transfers if not one.send}
+        self._drop(action)
+
+    def _compute(self, action: Action, seconds: float) -> None:
+        """Compute for a rank's share of so many seconds of a usual micro-batch."""
+        m = action.micro_batch
+        self._sleeper.compute(seconds * self._workload.work(m) / self._step.ranks_of(m))
+
+    def _turn_over(self, action: Action) -> None:
+        """Hold the activations that an action writes, and no longer those that it frees."""
+        for buffer in action.writes:
+            stays = buffer.kind in STAYING and buffer in self._held
+            if buffer.kind in HELD and not stays:
+                self._held[buffer] = self._new(buffer, action.micro_batch)
+        self._drop(action)
+
+    def _new(self, buffer: Buffer, m: int | None = None) -> Tensor:
+        """Memory of an activation's size.
+
+        Args:
+            m: the micro-batch, where the buffer does not say so.
+        """
+        m = buffer.at[0] if m is None else m
+        linear = buffer.kind is Kind.LINEAR
+        size = self._workload.block_parts[buffer.at[1]].linear_bytes if linear else self._workload.activation_bytes
+        return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
+
+    def _drop(self, action: Action) -> None:
+        for buffer in action.frees:
+            if buffer.kind not in STAYING:
+                self._held.pop(buffer, None)
+
+    def keys(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        m = action.micro_batch
+        self._held[action.writes[0]] = self._all_keys(m)
+        self._sleeper.compute(self._workload.keys_s(m) / self._step.ranks_of(m))
+
+    def keys_together(self, action: Action, transport: Transport) -> None:
+        whole = self._held.setdefault(action.reads[0], self._all_keys(action.micro_batch))
+        own, every = whole[self._rank % len(whole)], whole.view(-1)
+        gathers = action.collective == "all_gather"
+        transport.together(action, [(own, every) if gathers else (every, torch.empty_like(own))])
+
+    def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
+        m = action.micro_batch  # once more, and the gradients of its input and its weights
+        self._sleeper.compute(3 * self._workload.keys_s(m) / self._step.ranks_of(m))
+        self._drop(action)
+
+    def _all_keys(self, m: int) -> Tensor:
+        ranks = self._step.ranks_of(m)
+        return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
+
+    def offload(self, action: Action) -> None:
+        self._to_host(action)
+
+    def reload(self, action: Action) -> None:
+        self._to_host(action)
+
+    def _to_host(self, action: Action) -> None:
+        """Pass the link to the host. What waits there is no memory of the device, and so none of this process."""
+        if self._workload.host_s:
+            with self._sleeper.busy("HOST"):
+                time.sleep(self._workload.host_s * self._workload.tokens(action.micro_batch))
+        self._turn_over(action)
+
+    def losses(self, action: Action) -> list[Tensor]:
+        return []
+
+
+class _MeasuredTransport(Transport):
+    """Notes how long every lane was in its operations."""
+
+    def __init__(self, *schedules: Any, busy: BusyTime, **settings: Any) -> None:
+        self.busy = busy  # the warm-up runs operations, too
+        super().__init__(*schedules, **settings)
+
+    def collective(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        with self.busy(_row(action)):
+            super().collective(action, buffers)
+
+    def together(self, action: Action, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        with self.busy(_row(action)):
+            super().together(action, pairs)
+
+    def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
+        with self.busy(_row(action)):
+            super().exchange(action, buffers)
+
+    def all_reduce(self, action: Action, values: Tensor) -> None:
+        with self.busy(_row(action)):
+            super().all_reduce(action, values)
+
+
+def _row(action: Action) -> str:
+    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
+    return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
+
+
+class _NoOptimizer:
+    """An optimizer for workloads that leave the optimizer's arithmetic out."""
+
+    def step(self, unit: int, updates: Tensor | None, rate: float, chosen: object) -> None:
+        pass

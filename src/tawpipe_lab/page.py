@@ -1,0 +1,97 @@
+"""Rows of a comparison as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tawpipe.report.bars import executed_bars
+from tawpipe.report.figures import lines, stacked_bars
+from tawpipe.report.page import Section, Table, page_text, timeline_section
+from tawpipe_lab.table import cells_of, describe, order_of, title
+
+HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
+
+
+def write_compare_page(
+    name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path, recordings: Path | None = None
+) -> None:
+    """Write the page, see ``compare_page``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(compare_page(name, environment, rows, recordings), encoding="utf-8")
+
+
+def compare_page(
+    name: str, environment: dict[str, Any], rows: list[dict[str, Any]], recordings: Path | None = None
+) -> str:
+    """The HTML of every cell with its table, its seconds, bytes and memory; and timelines of the recorded steps.
+
+    Args:
+        recordings: a folder with one folder of a recorded step for every strategy, or None.
+    """
+    sections = [*_overview(rows)]
+    for some in cells_of(rows).values():
+        sections += _cell(sorted(some, key=order_of))
+    if recordings is not None:
+        for folder in sorted(one for one in recordings.iterdir() if one.is_dir()):
+            sections.append(timeline_section(f"A step: {folder.name}", executed_bars(folder)))
+    subtitle = f"{environment['date']}, {environment['command']}, {environment['machine']}"
+    return page_text("Comparison", name, sections, subtitle=subtitle)
+
+
+def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    """A section for all cells, where there are several: how far every strategy is from the physical bound."""
+    cells = list(cells_of(rows))
+    if len(cells) < 2:
+        return
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    known = {(row["cell"]["name"], row["label"]): row for row in rows if "seconds_per_step" in row}
+
+    def share(cell: str, label: str) -> float | None:
+        row = known.get((cell, label))
+        return None if row is None else row["physical_bound_s"] / row["seconds_per_step"]["median"]
+
+    series = {label: [share(cell, label) for cell in cells] for label in labels}
+    figure = lines(cells, series, x_title="", y_title="share of the physical bound", log=False)
+    yield Section("All cells", "1 is what computing and links allow.", figures=[figure])
+
+
+def _cell(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
+    good = [row for row in rows if "seconds_per_step" in row]
+    table = Table(HEAD, [_row(row) for row in rows], marked=[0] if good and good[0] is rows[0] else [])
+    heading = title(rows[0]["cell"])
+    if not good:
+        yield Section(heading, describe(rows[0]), table)
+        return
+    names = [row["label"] for row in good]
+    medians = [row["seconds_per_step"]["median"] for row in good]
+    waits = [min(row["exposed_communication_s"] or 0.0, median) for row, median in zip(good, medians, strict=True)]
+    parts = {"computing": [median - wait for median, wait in zip(medians, waits, strict=True)], "not computing": waits}
+    bounds = [row["physical_bound_s"] for row in good]
+    figures = [stacked_bars(names, parts, unit="s per step", marks=bounds, marks_name="physical bound")]
+    moved = {"sent by the busiest node": [max(row["link_bytes_sent"]) / 1e6 for row in good]}
+    if any(moved["sent by the busiest node"]):
+        figures.append(stacked_bars(names, moved, unit="MB per step"))
+    held = [row for row in good if row["peak_gib"] is not None]
+    if held:
+        memory = {"peak": [row["peak_gib"] for row in held]}
+        figures.append(stacked_bars([row["label"] for row in held], memory, unit="GiB per process"))
+    yield Section(heading, describe(rows[0]), table, figures=figures)
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    if "seconds_per_step" not in row:
+        return [row["label"], row["origin"], "-", "-", "-", "-", "-", f"{row['status']}: {row['reason']}"]
+    seconds = row["seconds_per_step"]
+    waits, peak = row["exposed_communication_s"], row["peak_gib"]
+    return [
+        row["label"],
+        row["origin"],
+        f"{seconds['median']:.2f} ({seconds['min']:.2f}-{seconds['max']:.2f})",
+        f"{row['physical_bound_s'] / seconds['median']:.3f}",
+        "-" if waits is None else f"{waits:.2f}",
+        f"{max(row['link_bytes_sent']) / 1e6:.1f}",
+        "-" if peak is None else f"{peak:.2f}",
+        "" if row["status"] == "ok" else row["status"],
+    ]

@@ -1,0 +1,188 @@
+"""Rivals that shard, as DeepSpeed ships them: ZeRO-3, and ZeRO++'s hpZ, through its public interface.
+
+What DeepSpeed does on the CPU with gloo, which has no streams:
+
+* All-gathers are asynchronous there too (``async_op=True``, run by gloo's threads) and overlap with computing where
+  they are issued ahead: from the second pass on, when DeepSpeed knows the order of the layers. Its reductions are
+  issued with ``async_op=False`` on a stream that the CPU lacks, so that every one of them blocks the backward pass.
+* Its reduce-scatter is torch's, which gloo runs as an all-reduce: twice the bytes.
+* hpZ takes its copy inside the node when the weights are first released after an update, and drops it after the next
+  update. So weights cross between nodes once per step, not once per round as with `fsdp2-node`; the price is 1/local
+  of all weights in every process.
+* The quantised parts of ZeRO++ are CUDA kernels.
+
+Settings that are not knobs: every layer is sharded however small it is (``stage3_param_persistence_threshold`` 0) and
+reduced by itself (``reduce_bucket_size`` of one layer) straight from where it was computed (``contiguous_gradients``
+off, which would copy it first). DeepSpeed builds a small operator with a C++ compiler when it first starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tawpipe.errors import UserError
+from tawpipe.topology import Topology
+from tawpipe_lab.contender import Contender, check_grid, check_sharding, read_settings
+from tawpipe_lab.rivals.timed_modules import LARGEST_NORM, LEARNING_RATE, TimedChain, TimedLayer, timed_loss
+from tawpipe_lab.sleeper import BusyTime, Sleeper
+from tawpipe_lab.workload import TimedWorkload, Workload, check_whole
+
+NAMES = ("zero3", "zero-hpz")
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """Knobs of DeepSpeed's ZeRO-3.
+
+    Args:
+        micro_batches_per_gather: concatenated to one forward and backward pass, so that one gather serves them.
+        prefetch: layers whose weights are gathered ahead (``stage3_prefetch_bucket_size``, and
+            ``stage3_max_live_parameters`` of one layer more).
+        reshard_after_forward: False keeps all weights until the backward pass (``stage3_max_reuse_distance``), as
+            DeepSpeed's defaults do for the last 10^9 weights. The last layer is always kept.
+        clip: clip the gradients to their global norm (``gradient_clipping``).
+        quantized: ZeRO++'s quantised weights and gradients.
+    """
+
+    micro_batches_per_gather: int = 1
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    clip: bool = True
+    quantized: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(self, micro_batches_per_gather=1, prefetch=0)
+        if self.quantized:
+            said = "DeepSpeed says of their kernels: 'This op had not been implemented on CPU backend'"
+            raise UserError("quantized", self.quantized, f"false: quantised weights and gradients need a GPU; {said}")
+
+
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """DeepSpeed's ZeRO-3; see `tawpipe_lab.contender.Maker`.
+
+    ``zero3`` shards over all ranks; ``zero-hpz`` does the same and besides keeps a copy of the weights in every node
+    (``zero_hpz_partition_size`` of the node's size), from which it gathers while it holds.
+    """
+    settings = read_settings(ZeroSettings, name, knobs)
+    if not isinstance(workload, TimedWorkload):
+        raise UserError("workload", workload.kind, f"timed: {name} is not made for any other")
+    check_sharding(name, workload, topology, settings.micro_batches_per_gather)
+    if name == "zero-hpz":
+        check_grid(name, topology)
+    return _Zero(name, workload, topology, settings, _deepspeed(name, topology, rank))
+
+
+def load(name: str) -> Any:
+    """The module, for the CPU.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        return import_module("deepspeed")
+    except ImportError as error:
+        raise UserError("strategy", name, f"DeepSpeed, from: pip install deepspeed ninja ({error})") from error
+
+
+def _deepspeed(name: str, topology: Topology, rank: int) -> Any:
+    """The module, in the process group that exists.
+
+    Raises:
+        UserError: it, or something that it needs, is not installed.
+    """
+    os.environ.setdefault("LOCAL_RANK", str(topology.local_of(rank)))
+    deepspeed = load(name)
+    try:
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    except (RuntimeError, OSError) as error:
+        needed = "what DeepSpeed builds its operators with: a C++ compiler, and pip install ninja"
+        raise UserError("strategy", name, f"{needed} ({error})") from error
+    return deepspeed
+
+
+class _Zero:
+    origin = "shipped"
+    loss_share: float | None = None
+
+    def __init__(
+        self, name: str, workload: TimedWorkload, topology: Topology, settings: ZeroSettings, deepspeed: Any
+    ) -> None:
+        self.name, self.workload, self.settings = name, workload, settings
+        self.knobs: dict[str, object] = asdict(settings)
+        self._ranks = topology.world_size
+        self._rounds = workload.micro_batches // (topology.world_size * settings.micro_batches_per_gather)
+        self._busy = BusyTime()
+        self.sleeper = Sleeper(self._busy)
+        self.gradient_norm: Tensor | float | None = None
+        config = self._config(topology)
+        self.layers = [self._shard(TimedLayer(part, self.sleeper), config, deepspeed) for part in workload.parts]
+        self.model = TimedChain(self.layers, workload, embeds=True)
+        if workload.optimizer:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        else:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # DeepSpeed's engine wants one
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+
+    def _config(self, topology: Topology) -> dict[str, Any]:
+        """The configuration for ``deepspeed.initialize``; sizes are numbers of weights."""
+        settings, sizes = self.settings, [part.elements for part in self.workload.parts]
+        layer, everything = max(sizes), sum(sizes)
+        resharded = settings.reshard_after_forward
+        return {
+            "train_micro_batch_size_per_gpu": settings.micro_batches_per_gather,
+            "gradient_accumulation_steps": self._rounds,
+            "gradient_clipping": LARGEST_NORM if settings.clip else 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 3,
+                "zero_hpz_partition_size": topology.local_size if self.name == "zero-hpz" else 1,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+                "contiguous_gradients": False,
+                "reduce_bucket_size": layer,
+                "stage3_prefetch_bucket_size": settings.prefetch * layer,
+                "stage3_max_live_parameters": ((1 if resharded else len(sizes)) + settings.prefetch) * layer,
+                "stage3_max_reuse_distance": layer if resharded else 2 * everything,
+                "stage3_param_persistence_threshold": 0,
+                "memory_efficient_linear": False,  # or torch's own is replaced for everybody in the process
+            },
+        }
+
+    @staticmethod
+    def _shard(layer: TimedLayer, config: dict[str, Any], deepspeed: Any) -> TimedLayer:
+        """Sharded one by one as they are made, so that no process ever holds the whole model.
+
+        DeepSpeed has one group of hpZ per process: it refuses to make a second one for a second model, and the engine
+        would give it to a model without hpZ too if that was not sharded here.
+        """
+        groups = import_module("deepspeed.utils.groups")
+        hpz = config["zero_optimization"]["zero_hpz_partition_size"] > 1
+        inside = groups._get_zero_param_intra_parallel_group() if hpz else None
+        deepspeed.zero.Init(module=layer, config_dict_or_path=config, zero_param_parallel_group=inside)
+        return layer
+
+    def step(self) -> None:
+        tokens = torch.zeros(self.settings.micro_batches_per_gather, 1)
+        for _ in range(self._rounds):
+            # DeepSpeed takes the mean over the ranks; gradients here are sums over micro-batches.
+            loss = timed_loss(self._engine(tokens)) * self._ranks
+            self._engine.backward(loss, scale_wrt_gas=False)
+            self._engine.step()
+        self.gradient_norm = self._engine.get_global_grad_norm()
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        self._engine.destroy()
+        self.layers.clear()
+        del self.model, self._engine
+        gc.collect()

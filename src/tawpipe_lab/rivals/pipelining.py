@@ -1,0 +1,148 @@
+"""Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
+
+Every rank is a pipeline rank, in rank order, so the ranks of a node are
+neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
+are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
+take them as arguments, and then refuses middle stages whose example needs no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.topology import Topology
+from tawpipe_lab.contender import Contender, check_clipping, read_settings
+from tawpipe_lab.rivals.stages import stages_of
+from tawpipe_lab.rivals.task import task_of
+from tawpipe_lab.rivals.traffic import stages_per_rank
+from tawpipe_lab.sleeper import BusyTime
+from tawpipe_lab.workload import Known, LengthsWorkload, Workload, check_whole
+
+NAMES = ("1f1b", "interleaved-1f1b", "zbv")
+ZBV_NEEDS = "2.13"
+"""The torch whose zbv runs with gloo; 2.11's begins with a message from a rank to itself, which gloo refuses."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """Knobs of the pipelines.
+
+    Args:
+        stages_per_rank: 1 for 1f1b, 2 for zbv; for interleaved-1f1b at least 2.
+        parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
+            stands for several.
+        balance: whether stages are equal in ``layers``, or in ``cost``, that is time, as far as whole layers can be.
+        clip: clip the gradients to their global norm, as pipelines do: the norms of all ranks in one all-reduce.
+    """
+
+    stages_per_rank: int
+    parts_per_layer: int = 1
+    balance: str = "layers"
+    clip: bool = True
+
+
+def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """One of torch's pipeline schedules; see `tawpipe_lab.contender.Maker`."""
+    check_clipping(name, workload, knobs)
+    if isinstance(workload, LengthsWorkload):
+        raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")
+    settings = read_settings(PipelineSettings, name, {"stages_per_rank": stages_per_rank(name, {}), **knobs})
+    _check(name, settings, workload, topology.world_size)
+    return _Pipeline(name, workload, topology, rank, settings)
+
+
+def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -> None:
+    if name == "zbv" and torch.__version__ < ZBV_NEEDS:
+        raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
+    each = settings.stages_per_rank
+    if name == "interleaved-1f1b":
+        check_whole(settings, stages_per_rank=2)
+    elif each != (usual := stages_per_rank(name, {})):
+        raise UserError("stages_per_rank", each, f"{name} has {usual}")
+    parts = settings.parts_per_layer
+    check_whole(settings, parts_per_layer=1)
+    stages_of(name, workload.split(parts), ranks, each, settings.balance)
+    micro_batches = workload.micro_batches
+    if name == "1f1b" and micro_batches < ranks:
+        raise UserError("micro_batches", micro_batches, f"{name} needs at least as many as its {ranks} stages")
+    rounds = max(1, micro_batches // ranks)
+    if name == "interleaved-1f1b" and micro_batches % rounds:
+        raise UserError("micro_batches", micro_batches, f"{name} needs a multiple of {rounds} here")
+
+
+class _Pipeline:
+    origin = "shipped"
+
+    def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: PipelineSettings) -> None:
+        self.name = name
+        self.knobs: dict[str, object] = asdict(settings)
+        self._clip = settings.clip
+        self.gradient_norm: Tensor | None = None
+        self._busy = BusyTime()
+        self._task = task_of(workload, self._busy)
+        self.sleeper = self._task.sleeper
+        parts, each = settings.parts_per_layer, settings.stages_per_rank
+        layout = stages_of(name, workload.split(parts), topology.world_size, each, settings.balance)
+        stages = self._stages(layout, layout.stages_of(rank), parts)
+        self._feeds, self._ends = stages[0].is_first, stages[-1].is_last
+        self.model = nn.ModuleList(stage.submod for stage in stages)
+        self._micro_batches = range(workload.micro_batches)
+        self._schedule = self._make_schedule(stages)
+        self._optimizer = self._task.optimizer(self.model.parameters())
+        self.loss_share: float | None = None
+        self._steps = 0
+
+    def _stages(self, layout: Layout, stages: Sequence[int], parts: int) -> list[PipelineStage]:
+        modules = [self._task.stage(layout.blocks_of(stage), parts_per_layer=parts) for stage in stages]
+        device = torch.device("cpu")
+        return [PipelineStage(m, stage, layout.stages, device) for m, stage in zip(modules, stages, strict=True)]
+
+    def _make_schedule(
+        self, stages: list[PipelineStage]
+    ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
+        count, loss = len(self._micro_batches), self._task.loss
+        # The loss is a sum over micro-batches, so gradients need no scaling.
+        if self.name == "1f1b":
+            return Schedule1F1B(stages[0], count, loss_fn=loss, scale_grads=False)
+        kind = ScheduleInterleaved1F1B if self.name == "interleaved-1f1b" else ScheduleZBVZeroBubble
+        return kind(list(stages), count, loss_fn=loss, scale_grads=False)
+
+    def step(self) -> None:
+        inputs, targets = self._task.batch(self._steps, self._micro_batches)
+        losses: list[Tensor] = []  # filled where the last stage is
+        self._schedule.step(
+            *((inputs,) if self._feeds else ()),
+            target=targets if self._ends else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        if self._clip:
+            self._clip_gradients()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        self.loss_share = sum(float(loss.detach()) for loss in losses) if self._task.has_loss else None
+        self._steps += 1
+
+    def _clip_gradients(self) -> None:
+        parameters = list(self.model.parameters())
+        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        self.gradient_norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, self._task.largest_norm, self.gradient_norm)
+
+    def busy(self) -> dict[str, float]:
+        return self._busy.take()
+
+    def close(self) -> None:
+        del self._schedule, self._optimizer, self.model

@@ -1,0 +1,103 @@
+"""``tawpipe chat``: answers are transformers' own, through the template, and a conversation goes on."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tawpipe.cli import main
+from tawpipe.commands.chat import Conversation, model_folder
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.errors import UserError
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The output folder of a run with a model of random weights, whose tokenizer has a template."""
+    path = tmp_path_factory.mktemp("run") / "model"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=300, max_position_embeddings=120)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer = train_tokenizer(["how are you? [user] [assistant] [system] " * 20], 300)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path.parent
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+
+
+def answer(loaded, text: str, tokens: int) -> str:
+    model, tokenizer = loaded
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_an_answer_is_that_of_the_model_through_its_template(folder, loaded, capsys):
+    words = ["chat", str(folder), "--tokens", "7", "--temperature", "0", "--system", "s", "--prompt", "how are you?"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.strip() == answer(loaded, "[system]s[user]how are you?[assistant]", 7).strip()
+
+
+def test_a_conversation_goes_on_until_a_new_one(loaded, capsys):
+    talk = Conversation(*loaded, tokens=5, temperature=0)
+    first = talk.say("you?")
+    assert first == answer(loaded, "[user]you?[assistant]", 5)
+    assert talk.say("how") == answer(loaded, f"[user]you?[assistant]{first}[user]how[assistant]", 5)
+    talk.begin()
+    assert talk.say("you?") == first
+    assert talk.say("how are you? " * 60) == "" and "/new begins anew" in capsys.readouterr().out
+
+
+def test_questions_come_from_a_pipe_and_a_text_goes_on_without_a_template(
+    folder, loaded, capsys, monkeypatch, tmp_path
+):
+    model, tokenizer = loaded
+    model.save_pretrained(tmp_path)
+    plain = AutoTokenizer.from_pretrained(folder / "model")
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("how are\n\n/new\nhow are\n"))
+    assert main(["chat", str(tmp_path), "--tokens", "6", "--temperature", "0"]) == 0
+    begin = tokenizer.bos_token or ""
+    said = answer(loaded, f"{begin}how are", 6)
+    assert capsys.readouterr().out == f"{said}\n{said}\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypatch):
+    model, tokenizer = loaded
+    talk = Conversation(model, tokenizer, tokens=5, temperature=0)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "generate", interrupted)
+        assert talk.say("you?") == "" and "forgotten" in capsys.readouterr().out
+    assert talk.say("you?") == answer(loaded, "[user]you?[assistant]", 5)
+
+
+def test_what_cannot_be_asked_is_refused_by_name(folder, tmp_path, capsys):
+    assert model_folder(folder) == model_folder(folder / "model") == folder / "model"
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="this run has checkpoints and no model/ yet"):
+        model_folder(tmp_path)
+    assert main(["chat", str(tmp_path / "none")]) == 2
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["chat", str(tmp_path)]) == 2
+    assert "a model and a tokenizer that transformers loads" in capsys.readouterr().err
+    assert main(["chat", str(folder), "--tokens", "0"]) == 2
+    assert main(["chat", str(folder), "--temperature", "-1"]) == 2
+    assert "--temperature: got -1.0; a number from 0 on" in capsys.readouterr().err
