@@ -148,8 +148,8 @@ class Walk:
                     names = target.elts if isinstance(target, ast.Tuple) else [target]
                     values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
                     for one, value in zip(names, values, strict=False):
-                        if isinstance(one, ast.Name) and one.id not in known and (name := self.kind(value, known, module)):
-                            known[one.id] = name
+                        if isinstance(one, ast.Name) and (name := self.kind(value, known, module)):
+                            known.setdefault(one.id, name)
         for node in ast.walk(scope):
             if isinstance(node, ast.Call):
                 self.call(node, known, module, place)
