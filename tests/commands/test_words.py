@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import tawpipe.__main__ as entry
-from tawpipe.commands import doctor, lab, plan, prove, trace
+from tawpipe.commands import doctor, plan, prove, trace
 from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser
+from tawpipe_lab import command
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +26,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (lab, ["up", "--nodes", "2", "--", "ls"], "--: got 'ls'; nothing, because `tawpipe lab up` runs no command"),
-        (lab, ["exec", "0"], "COMMAND: got 'nothing'; a command behind --"),
-        (lab, ["compare", "--suite", "smoke", "--out", "x", "--samples", "0"], "--samples: got 0; at least 1"),
+        (
+            command,
+            ["up", "--nodes", "2", "--", "ls"],
+            "--: got 'ls'; nothing, because `tawpipe lab up` runs no command",
+        ),
+        (command, ["exec", "0"], "COMMAND: got 'nothing'; a command behind --"),
+        (command, ["compare", "--suite", "smoke", "--out", "x", "--samples", "0"], "--samples: got 0; at least 1"),
         (doctor, ["--nproc", "0"], "--nproc: got 0; at least 1"),
         (doctor, ["--out", "missing/topology.yaml"], "--out: got 'missing/topology.yaml'; a file in a folder"),
         (prove, ["--nodes", "-1"], "--nodes: got -1; at least 1"),

@@ -45,7 +45,8 @@ def test_a_context_is_extended_in_phases(home, capsys):
     config = json.loads((home / "first" / "model" / "config.json").read_text())
     assert config["rope_parameters"]["factor"] == 2 and config["max_position_embeddings"] == 64
 
-    for words, named in (((*YARN, "--rope.theta", "5e4"), "--rope.theta"), (("--rope.theta", "5e4"), "--rope.scaling")):
+    other = ("--rope.scaling", "none", "--rope.theta", "5e4")
+    for words, named in (((*YARN, "--rope.theta", "5e4"), "--rope.theta"), (other, "--rope.scaling")):
         assert alone(home, "first", *words, "--steps", "3", "--resume", "auto") == 2
         said = capsys.readouterr().err
         assert named in said and "as in the checkpoint" in said and "--model" in said

@@ -29,7 +29,7 @@ def other(tmp_path):
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate()
+    process.wait()
 
 
 def held(folder: Path) -> bool:
