@@ -366,15 +366,6 @@ def test_the_hosts_memory_is_in_the_machines_file():
         machine_from(content)
 
 
-def test_a_plan_of_before_has_one_working_set():
-    content = record_of(plan_request())
-    content["profile"] = {"update_s": 1e-9, "source": "old", "boundary": 20, "kept": {"graph": 300}, "working": 7}
-    content["profile"]["fixed_working"] = 5
-    del content["system_bytes"], content["communicator_bytes"]
-    asked = request_from(content, where="here")
-    assert memory_of(asked, build(step_of(asked, "flat"))).parts["working"] == 5 + 7 * 10
-
-
 # fitting
 
 

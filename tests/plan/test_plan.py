@@ -328,8 +328,6 @@ def test_what_no_format_had_is_refused():
         planned_settings({"strategy": "flat", "homes": None}, DEFAULT)
     with pytest.raises(UserError, match="PLAN: schedule: look_ahead: got True; a whole number"):
         planned_settings({"strategy": "flat", "look_ahead": True}, DEFAULT)
-    with pytest.raises(UserError, match="PLAN: schedule: kept_units: got 3; its name of today: step_cache"):
-        planned_settings({"strategy": "flat", "kept_units": 3}, DEFAULT)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("H100", "bfloat16")])

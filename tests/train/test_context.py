@@ -45,7 +45,7 @@ def test_a_context_is_extended_in_phases(home, capsys):
     config = json.loads((home / "first" / "model" / "config.json").read_text())
     assert config["rope_parameters"]["factor"] == 2 and config["max_position_embeddings"] == 64
 
-    other = ("--rope.scaling", "none", "--rope.theta", "5e4")
+    other = ("--rope.scaling", "linear")
     for words, named in (((*YARN, "--rope.theta", "5e4"), "--rope.theta"), (other, "--rope.scaling")):
         assert alone(home, "first", *words, "--steps", "3", "--resume", "auto") == 2
         said = capsys.readouterr().err
