@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from cases import from_bits
 from tawpipe.errors import UserError
+from tawpipe.model import quantized
 from tawpipe.model.chain import Chain
-from tawpipe.model.quantized import CELLS, NF4, dequantise, matrices_of, quantise
+from tawpipe.model.quantized import CELLS, NF4, dequantise, matrices_of, passing_bytes, quantise
 from tawpipe.model.units import Packing, ParameterSlot
+from tawpipe.runtime.peak import peaks
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -52,6 +54,20 @@ def test_a_large_matrix_is_read_in_few_pieces_on_cuda(form, monkeypatch):
     codes = torch.zeros(out.numel() // (2 if form == "nf4" else 1), dtype=torch.uint8)
     dequantise(form, codes, torch.zeros(out.numel() // 64), out)
     assert read == [out.numel()]
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("pieces", [0.5, 3])
+def test_dequantising_takes_what_is_said(form, pieces, monkeypatch):
+    """However many pieces a matrix is read in."""
+    monkeypatch.setattr(quantized, "READ_AT_ONCE", 2**16)
+    monkeypatch.setattr(quantized, "_at_once", lambda _, on_cuda: on_cuda)
+    out = torch.empty(int(pieces * 2**16))
+    codes, scales = torch.zeros(out.numel(), dtype=torch.uint8), torch.ones(out.numel() // 64)
+    codes = codes[: out.numel() // 2] if form == "nf4" else codes
+    dequantise(form, codes, scales, out)  # the table is made
+    (found,) = peaks([lambda: dequantise(form, codes, scales, out)], torch.device("cpu"))
+    assert found.most == passing_bytes(form, out.numel())
 
 
 def test_the_nearest_number_is_found_beside_every_border():

@@ -27,7 +27,7 @@ MACHINE = Machine(
     LinkModel(5e10, 5e-6, shared=False),
     {1: LinkModel(2.5e8, 2e-5)},
     LinkModel(2e10, 1e-5, full_duplex=False),
-    Device("NVIDIA H100", 80 * 2**30),
+    Device("NVIDIA H100", 80 * 2**30, beside=1.07),
 )
 
 
@@ -59,6 +59,7 @@ def test_links_without_a_limit_come_back(tmp_path):
         ({"inside": {"gbyte_per_s": 1, "latency_us": -1}}, "latency_us: got -1"),
         ({"between_of": {5: {"gbit_per_s": 1}}}, "between_of: got 5; a node, 0 to 1"),
         ({"device": {"memory_gib": "80 GB"}}, "memory_gib: got '80 GB'"),
+        ({"device": {"beside": 0.9}}, "beside: got 0.9; a number, 1 or more"),
         ({"devices": 8}, "got 'devices'"),
     ],
 )

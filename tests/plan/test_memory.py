@@ -17,6 +17,7 @@ from tawpipe import Pipeline
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.model.quantized import passing_bytes
 from tawpipe.plan import measure as measure_module
 from tawpipe.plan import profile
 from tawpipe.plan.bench import Bench
@@ -177,6 +178,33 @@ def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
 
 
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_what_dequantising_takes_is_in_the_plan(tmp_path, form):
+    """On a row so short that nothing takes more."""
+    CONFIG.save_pretrained(tmp_path)
+    frozen = ["model.embed_tokens", "model.layers", "lm_head"]
+    settings = ScheduleSettings(micro_batches_per_visit=1)
+    given = {"sequence_length": 8, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
+    asked = request_of(str(tmp_path), ALONE, frozen=frozen, quantize=form, **given)
+    parts = memory_of(asked, build(asked.step(settings))).parts
+    with torch.device("meta"):
+        model = LlamaForCausalLM(CONFIG)
+    model.requires_grad_(False).model.norm.requires_grad_()
+    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, quantize=form)
+    ids = torch.randint(0, 1000, (1, 8))
+    pipeline.step({"input_ids": ids, "labels": ids})
+    pipeline.drain()
+    measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
+    of_mlp = passing_bytes(form, 128 * 448)
+    packing = pipeline.chain.units[1].packing
+    assert packing is not None and packing.passing_bytes == of_mlp
+    pipeline.close()
+    assert parts["working"] == asked.profile.memory.unpacking == pytest.approx(of_mlp, rel=0.01)
+    assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
+    estimated = estimate_memory(pipeline.chain, dtype=torch.float32, chunk_tokens=8)
+    assert estimated.unpacking == of_mlp
+
+
 def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
     """Homes, buffers with the room to dequantise in, working memory; and seconds for every visit."""
     CONFIG.save_pretrained(tmp_path)
@@ -313,6 +341,20 @@ def test_what_a_gpu_keeps_for_one_stream_is_counted():
     assert 0 < parts["apart"] < parts["activations"] + 4 * 2 * 200
     assert "apart" not in memory_of(asked, build(step_of(asked, "tawpipe-spread"))).parts
     assert "apart" not in memory_of(plan_request(), build(step_of(plan_request(), "1f1b"))).parts
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_what_copies_to_the_host_pass_through_is_there_all_the_time(recompute):
+    """The head's peak counts it too, of which no rows wait in the host's memory."""
+    asked, how = plan_request(GPUS), {"sequence_chunk": 2, "recompute": recompute}
+    memory = replace(asked.profile.memory, working={"head": {"backward full": (10**6, 0)}})
+    asked = replace(asked, profile=replace(asked.profile, memory=memory))
+    on_device, in_files, in_host = (
+        memory_of(asked, build(step_of(asked, "flat", **how, **more))).parts["working"]
+        for more in ({}, {"offloaded_layers": LAYERS, "offload_dir": "/tmp"}, {"offloaded_layers": LAYERS})
+    )
+    assert on_device == in_files == 10**6
+    assert in_host == 10**6 + 6 * 2 * 20 + (4 * 2 * 60 if recompute == "selective" else 0)
 
 
 def test_the_driver_and_every_communicator_are_counted():

@@ -460,3 +460,15 @@ def test_what_a_mixture_of_experts_needs_is_not_guessed():
 def test_pages_show_parts_of_memory_that_only_some_strategies_have():
     one, other = (SimpleNamespace(memory=parts) for parts in ({"homes": 2**30}, {"homes": 2**31, "apart": 2**29}))
     assert memory_parts([one, other]) == {"homes": [1, 2], "apart": [0, 0.5]}  # type: ignore[list-item]
+
+
+def test_what_transfers_cost_a_layer_beside_them_is_in_the_seconds():
+    """Where it was measured, and where there are transfers."""
+    quick = LinkModel(1e12)
+    for ranks, factor in ((2, 1.25), (1, 1.0)):
+        machine = uniform(1, ranks, between=quick, inside=quick)
+        slower = replace(machine, device=replace(machine.device, beside=1.25))
+        alone, beside = (
+            predict(one, step_of(one, "flat")).step_seconds for one in (plan_request(machine), plan_request(slower))
+        )
+        assert beside == pytest.approx(factor * alone, rel=1e-3)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import states
 from tawpipe.cli import main
+from tawpipe.model import flash
 from tawpipe.plan.predict import Needs
 from tawpipe.prove import checks, documents, endings, exactness, memory, reserved, run, speed, waits
 from tawpipe.prove.checks import Check
@@ -23,6 +24,7 @@ from tawpipe.prove.run import prove
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda, read_as_a_gpu_does
 from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.memory import Taken
+from tawpipe.runtime.rows import Places, Staging
 from tawpipe.runtime.world import World
 
 CPU = torch.device("cpu")
@@ -40,6 +42,9 @@ def test_numbers_of_several_processes_hold(pool, tmp_path):
     differences = found["checks"]["exact"]["numbers"]["differences"]
     assert {"tawpipe-spread", "tawpipe-whole", "hsdp", "flat", "weipipe"} <= differences.keys()
     assert max(differences.values()) < exactness.LIMIT
+    names = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert names in found["checks"]["exact"]["numbers"]["attention"]
+    assert "ChunkAttention" in found["checks"]["chunks"]["numbers"]["attention"]["float64"]["cut"]
     assert any("NCCL" in claim for claim in found["unproven"])
 
 
@@ -91,7 +96,7 @@ def test_attention_is_checked_as_training_runs_it(tmp_path, monkeypatch):
     assert main(["prove", "--out", str(tmp_path / "found.json"), "--device", "cpu"]) == 0
 
 
-FEW = documents.Sizes((1, 7, 40), 24, 130, (16,))
+FEW = documents.Sizes((1, 7, 40), 24, 30, (16,), 32)
 
 
 @pytest.fixture
@@ -106,7 +111,34 @@ def test_packed_documents_have_the_gradients_of_each_alone(one_model):
     found = documents.documents(alone(CPU))
     assert found.holds, found.note
     names = len(("output", "input")) + 9  # parameters of a layer of a Llama
-    assert found.numbers["count"] == len(documents.ways(1)) * len(FEW.lengths) * names
+    assert found.numbers["count"] == len(documents.ways(1)) * (len(FEW.lengths) + 1) * names
+    ran = found.numbers["attention"]["the CPU's, one"]
+    assert ran.keys() == documents.ways(1).keys()
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in ran["whole"]
+    assert "ChunkAttention" not in ran["whole"] and "ChunkAttention" in ran["sets"]
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks, a window", "soft caps"])
+def test_every_kind_of_attention_has_these_gradients(name):
+    config = documents.models(FEW)[name]
+    errors, ran = documents.of_model(config, FEW, CPU, torch.bfloat16)
+    assert max(errors.values()) < documents.LIMIT
+    assert any(one.endswith("self_attn.sinks") for one in errors) == name.startswith("sinks")
+    assert "SlicedScores" in ran["whole"]
+
+
+def test_sinks_without_their_share_are_found(monkeypatch):
+    """As if the log-sum-exp that the backward pass is given were that of the keys alone."""
+    attention = flash.attention
+
+    def careless(query: Any, keys: Any, values: Any, parts: Any, scale: float, sinks: Any = None) -> Any:
+        given = query, keys, values, parts, scale
+        return attention(*given, sinks)[0], attention(*given)[1]
+
+    monkeypatch.setattr(flash, "attention", careless)
+    errors, _ = documents.of_model(documents.models(FEW)["sinks"], FEW, CPU, torch.bfloat16)
+    wrong = {name for name, error in errors.items() if error > documents.LIMIT}
+    assert any("chunks" in one for one in wrong) and not any(one.startswith("whole") for one in wrong)
 
 
 def test_a_log_sum_exp_that_a_gpu_would_misread_is_found(one_model, monkeypatch):
@@ -167,8 +199,16 @@ def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monk
     assert "allocated on INTER_W, is dropped by COMPUTE" in row["note"]
 
 
-def test_streams_of_offloaded_rows_do_not_grow_with_the_layers():
+def test_streams_of_offloaded_rows_do_not_grow_with_the_layers(monkeypatch):
     assert reserved.streams_of_rows(CPU, 8) == reserved.streams_of_rows(CPU, 2) > 0
+    place = Places._place
+
+    def apart(self: Places, *given: Any) -> Any:
+        self._staging = Staging(self._device)
+        return place(self, *given)
+
+    monkeypatch.setattr(Places, "_place", apart)
+    assert reserved.streams_of_rows(CPU, 8) > reserved.streams_of_rows(CPU, 2), "each copied on streams of its own"
 
 
 def test_what_is_more_than_was_predicted_is_named_by_every_count():

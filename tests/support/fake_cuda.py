@@ -80,7 +80,7 @@ class _Uses(TorchDispatchMode):
         writes = _tensors([*(args[place] for place in places if place < len(args)), *map(kwargs.get, named)])
         reads = _tensors((*args, *kwargs.values()))
         if name.startswith(HOST_READS) and any(map(ledger.on_device, reads)):
-            ledger.waits.append(f"{name} in {ledger.action}")
+            ledger.stands_still(name)
         if name == "copy_":
             self._copied(*args[:2], non_blocking=bool(args[2:] and args[2]) or kwargs.get("non_blocking", False))
         result = func(*args, **kwargs)
@@ -95,7 +95,7 @@ class _Uses(TorchDispatchMode):
         if not ledger.is_pinned(host):
             ledger.unpinned.append(f"a copy in {ledger.action}")
         if not (non_blocking and ledger.is_pinned(host)):
-            ledger.waits.append(f"a copy that blocks in {ledger.action}")
+            ledger.stands_still("a copy that blocks", torch_knows=not non_blocking)
 
 
 class _Device(TorchFunctionMode):
@@ -153,12 +153,11 @@ class _Device(TorchFunctionMode):
         if host is not None and not ledger.is_pinned(host):
             ledger.unpinned.append(f"a copy to the device in {ledger.action}")
         if blocking or host is None or not ledger.is_pinned(host):
-            ledger.waits.append(f"a copy that blocks in {ledger.action}")
+            ledger.stands_still("a copy that blocks", torch_knows=blocking)
         before, self.uses.makes_on_device = self.uses.makes_on_device, goes
         try:
-            made = source.to(
-                kwargs.get("dtype") or next((o for o in plain if isinstance(o, torch.dtype)), source.dtype)
-            )
+            dtype = kwargs.get("dtype") or next((o for o in plain if isinstance(o, torch.dtype)), None)
+            made = source.to(dtype or (source if other is None else other).dtype)
             made = made.clone() if made.untyped_storage()._cdata == source.untyped_storage()._cdata else made
         finally:
             self.uses.makes_on_device = before
@@ -194,7 +193,7 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
-        self.ledger.waits.append(f"a stream is synchronised in {self.ledger.action}")
+        self.ledger.stands_still("a stream is synchronised")
         self.ledger.host_waits(self.stream.clock)
 
     def query(self) -> bool:
@@ -299,7 +298,7 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
             ledger.action = before
 
     def synchronize(*_: Any) -> None:
-        ledger.waits.append(f"the device is synchronised in {ledger.action}")
+        ledger.stands_still("the device is synchronised", torch_knows=False)
         for stream in ledger.streams:
             ledger.host_waits(stream.clock)
 
@@ -315,6 +314,8 @@ def fake_cuda(rank: int = 0, size: int = 1) -> Iterator[Ledger]:
         "stream": lambda stream: ledger.on(stream.stream),
         "synchronize": synchronize,
         "current_device": lambda: 0,
+        "get_sync_debug_mode": lambda: ledger.debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(ledger, "debug_mode", mode),
         "get_device_capability": lambda *_: (8, 0),
         "get_device_name": lambda *_: "a device of the tests",
         "get_rng_state": lambda *_: torch.default_generator.get_state(),

@@ -103,6 +103,8 @@ class Ledger:
         self.trace: list[Happening] = []
         self.faults: list[str] = []
         self.waits: list[str] = []
+        self.debug_mode = "default"
+        """``torch.cuda.set_sync_debug_mode``."""
         self.unpinned: list[str] = []
         self.pinned_bytes = 0
         self._made = self.issued = 0
@@ -133,6 +135,12 @@ class Ledger:
         self.sweep()
         _join(self.host, clock)
         self.trace.append(Happening("wait", self.issued, over=dict(clock)))
+
+    def stands_still(self, what: str, *, torch_knows: bool = True) -> None:
+        """Note that the host waits for the device; in torch's debug mode that is an error, where torch knows of it."""
+        self.waits.append(f"{what} in {self.action}")
+        if torch_knows and self.debug_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {self.waits[-1]}")
 
     # memory
 

@@ -27,6 +27,8 @@ NF4 = (
 )
 CELLS = 4096
 """Into which numbers from -1 to 1 are sorted, to find the nearest of the table: many times faster than a search."""
+READ_AT_ONCE = 2**25
+"""Elements that are dequantised at one time on CUDA, at most."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last names of linear modules that choose experts: small, and a choice is no place to round."""
 
@@ -80,19 +82,32 @@ def quantise(form: str, values: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the numbers that codes and scales stand for into ``out`` ([n], of any floating type)."""
-    step = _at_once(out, 2**25)
+    step = _at_once(out, READ_AT_ONCE)
     for begin in range(0, out.numel(), step):
         end = min(begin + step, out.numel())
         last = -(-end // BLOCK)
-        if form == "int8":
-            values = codes[begin : last * BLOCK].view(torch.int8).float()
-        else:
-            values = _pairs_of_nf4(out.device).index_select(0, codes[begin // 2 : last * BLOCK // 2].int())
-        blocks, own = values.view(-1, BLOCK), scales[begin // BLOCK : last, None]
-        whole = (end - begin) // BLOCK
-        torch.mul(blocks[:whole], own[:whole], out=out[begin : begin + whole * BLOCK].view(-1, BLOCK))
-        if rest := (end - begin) % BLOCK:
-            out[end - rest : end] = (blocks[whole, :rest] * own[whole]).to(out.dtype)
+        own = codes[begin : last * BLOCK] if form == "int8" else codes[begin // 2 : last * BLOCK // 2]
+        _dequantise(form, own, scales[begin // BLOCK : last, None], out[begin:end])
+
+
+def _dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """``dequantise`` at one time; what it takes is gone before the next piece is read."""
+    if form == "int8":
+        values = codes.view(torch.int8).float()
+    else:
+        values = _pairs_of_nf4(out.device).index_select(0, codes.int())
+    blocks = values.view(-1, BLOCK)
+    whole, rest = divmod(out.numel(), BLOCK)
+    torch.mul(blocks[:whole], scales[:whole], out=out[: whole * BLOCK].view(-1, BLOCK))
+    if rest:
+        out[whole * BLOCK :] = (blocks[whole, :rest] * scales[whole]).to(out.dtype)
+
+
+def passing_bytes(form: str, numel: int) -> int:
+    """Bytes that ``dequantise`` takes on CUDA besides what it is given, for a matrix of so many elements: numbers in
+    fp32, and of nf4 places in the table of what a byte stands for.
+    """
+    return min(numel, READ_AT_ONCE) * (6 if form == "nf4" else 4)
 
 
 def _nearest_of_nf4(scaled: Tensor) -> Tensor:

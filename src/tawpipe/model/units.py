@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.quantized import BLOCK, dequantise, quantise
+from tawpipe.model.quantized import BLOCK, dequantise, passing_bytes, quantise
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
 
 ALIGNED_ELEMENTS = 8
@@ -94,6 +94,12 @@ class Packing:
         """Elements of the compute dtype in as many bytes."""
         last = self.places[-1]
         return -(-last.end // ALIGNED_BYTES) * ALIGNED_BYTES // self.compute_dtype.itemsize
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that ``unpack`` takes on CUDA for a while."""
+        of_matrices = zip(self.slots, self.places, strict=True)
+        return max((passing_bytes(self.form, slot.numel) for slot, one in of_matrices if one.scales), default=0)
 
     def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, Tensor, Tensor | None]]:
         """Every slot with its codes and its scales, or with its numbers and None, as views."""

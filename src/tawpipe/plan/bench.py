@@ -120,6 +120,10 @@ class Bench:
             return torch.full((size,), 0x3C, dtype=torch.uint8, device=self.device).view(self.dtype)
         return torch.randn(own.numel, dtype=self.dtype, device=self.device) * 0.02
 
+    def is_packed(self, block: int) -> bool:
+        """True if a block has packed units."""
+        return any(self.chain.units[unit].packing for unit in self.chain.blocks[block].units)
+
     def unpack(self, block: int) -> Callable[[], None]:
         """What dequantises the packed units of a block, if there are any."""
         packed = [

@@ -39,12 +39,14 @@ class Device:
         memory_bytes: that a process may use; 0 if that is not known.
         flops: per second in the dtype of the run, where a user knows better than the table of device peaks.
         communicator_bytes: that NCCL takes for one communicator; 0 if that was not measured.
+        beside: how many times as long it computes beside transfers as alone; 1 if that was not measured.
     """
 
     name: str = "CPU"
     memory_bytes: int = 0
     flops: float | None = None
     communicator_bytes: int = 0
+    beside: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def spell_machine(machine: Machine) -> dict[str, Any]:
         content["device"]["flops"] = machine.device.flops
     if machine.device.communicator_bytes:
         content["device"]["communicator_mib"] = round(machine.device.communicator_bytes / 2**20, 1)
+    if machine.device.beside != 1:
+        content["device"]["beside"] = machine.device.beside
     for name in ("between", "inside", "host"):
         content[name] = _spell_link(getattr(machine, name), bits=name == "between")
     if machine.host_bytes:
@@ -221,14 +225,18 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
 
 
 def _device(values: Any, where: str) -> Device:
-    _check_mapping(values, ("name", "memory_gib", "flops", "communicator_mib"), where)
+    _check_mapping(values, ("name", "memory_gib", "flops", "communicator_mib", "beside"), where)
     flops = values.get("flops")
     if flops is not None and not _number(flops, least=0):
         raise UserError(f"{where}: flops", flops, "a number, 0 or more")
     mib = values.get("communicator_mib") or 0
     if not _number(mib, least=0):
         raise UserError(f"{where}: communicator_mib", mib, "a number, 0 or more")
-    return Device(str(values.get("name") or ""), _memory(values.get("memory_gib") or 0, where), flops, int(mib * 2**20))
+    beside = values.get("beside", 1.0)
+    if not _number(beside, least=1):
+        raise UserError(f"{where}: beside", beside, "a number, 1 or more")
+    memory = _memory(values.get("memory_gib") or 0, where)
+    return Device(str(values.get("name") or ""), memory, flops, int(mib * 2**20), float(beside))
 
 
 def _memory(gib: Any, where: str, key: str = "memory_gib") -> int:

@@ -42,7 +42,10 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
     working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0, "lin": 0}
     at_once: dict[str, int] = {}
+    unpacking = 0
     for (kind, *_), blocks in bench.kinds().items():
+        if bench.is_packed(blocks[0]):
+            unpacking = max(unpacking, _steady([bench.unpack(blocks[0])], bench.device)[0].most)
         most = min(tokens, 2 * bench.chunk if kind == "head" else MOST_TOKENS)
         several = DOCUMENTS if packed and most >= 4 * DOCUMENTS else 1
         long, short = ((max(1, size // several),) * several for size in (most, max(1, most // 2)))
@@ -60,7 +63,8 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             at_once[kind] = max(most, bench.chunk)
     keys = key_elements(bench.chain.config.get_text_config())
     widths = bench.dtype.itemsize, max(4, bench.dtype.itemsize)
-    return BlockMemory(bench.boundary, kept, dict(working), at_once, keys * widths[0], keys * widths[1])
+    sums = keys * widths[1]
+    return BlockMemory(bench.boundary, kept, dict(working), at_once, keys * widths[0], sums, unpacking=unpacking)
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:
@@ -276,4 +280,5 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         keys=key_elements(config) * size,
         key_gradients=key_elements(config) * max(4, size),
         in_chunks=in_chunks,
+        unpacking=max((unit.packing.passing_bytes for unit in chain.units if unit.packing), default=0),
     )

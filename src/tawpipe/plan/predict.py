@@ -88,11 +88,14 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         activation_bytes=request.activations_of(schedule.step.sequence_ranks),
         working=lambda action: memory.working_of(schedule, action, tokens),
     )
+    settings = schedule.step.settings
+    chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // schedule.step.sequence_ranks))
+    passes = request.has_host and not settings.offload_dir
     parts = {
         "homes": said.home_bytes,
         "buffers": said.buffer_bytes,
         "activations": said.activation_bytes,
-        "working": said.working_bytes,
+        "working": said.working_bytes + (memory.staged(schedule, chunk) if passes else 0),
         "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
     devices = max(request.machine.nodes)

@@ -398,7 +398,7 @@ class Clock:
 
     def unpack_seconds(self, block: int) -> float:
         """Seconds in which the packed units of a block are dequantised; 0 without any."""
-        if not any(self.bench.chain.units[unit].packing for unit in self.bench.chain.blocks[block].units):
+        if not self.bench.is_packed(block):
             return 0.0
         self._doing = f"dequantising block {block}"
         return self._time(self.bench.unpack(block), grad=False)

@@ -123,10 +123,11 @@ class PlanRequest:
 
     @cached_property
     def costs(self) -> CostModel:
-        """The cost model of the clock."""
+        """The cost model of the clock. Where there are peers, some transfer is under way or waited for all the time."""
         machine, profile = self.machine, self.profile
+        slower = machine.device.beside if machine.world_size > 1 else 1.0
         return CostModel(
-            profile.blocks,
+            tuple(block.times(slower) for block in profile.blocks) if slower != 1 else profile.blocks,
             machine.between,
             machine.inside,
             dict(machine.between_of),

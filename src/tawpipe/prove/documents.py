@@ -11,15 +11,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import torch
 import torch.nn.attention as library
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
 
+from tawpipe.model.attention_kernel import FIXED
 from tawpipe.model.batch import tokens_of
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import KeyStore
@@ -27,6 +36,7 @@ from tawpipe.model.kernels import flash_in_use
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import ModuleSource
 from tawpipe.plan.bench import Bench, Case
+from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.stand_in import read_as_a_gpu_does
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
@@ -55,17 +65,19 @@ class Sizes:
         chunk: tokens; borders of documents are inside of chunks and of chunks inside of documents.
         window: tokens, shorter than the longest document.
         head_dims: sizes of heads that are tried.
+        alone: tokens of a row of one document, a length for which cuDNN computes where it is the fastest; 0 for none.
     """
 
     lengths: tuple[int, ...]
     chunk: int
     window: int
     head_dims: tuple[int, ...]
+    alone: int
 
 
 SIZES = {
-    "cpu": Sizes((1, 7, 40, 150), 64, 130, (16,)),
-    "cuda": Sizes((1, 7, 130, 1000, 910), 384, 256, (64, 128, 256)),
+    "cpu": Sizes((1, 7, 40, 150), 64, 130, (16,), 0),
+    "cuda": Sizes((1, 7, 130, 1000, 910), 384, 256, (64, 128, 256), FIXED),
 }
 Gradients = Mapping[str, Tensor]
 """Of the input, under the name ``input``, and of every parameter."""
@@ -78,25 +90,28 @@ def documents(world: World) -> Outcome:
     device, sizes = world.device, SIZES[world.device.type]
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return Outcome(None, "no kernel for packed documents computes in bf16 here")
+    rows = (sizes.lengths, (sizes.alone,))[: 1 + (sizes.alone > 0)]
     errors: dict[str, float] = {}
     lacking: dict[str, str] = {}
+    ran: dict[str, dict[str, list[str]]] = {}
     for kernel in kernels(device):
         with using(kernel), read_as_a_gpu_does():
-            for name, config in models(sizes).items():
+            for (name, config), lengths in product(models(sizes).items(), rows):
+                one = f"{kernel}, {name}" + (", one document" if len(lengths) == 1 else "")
                 try:
-                    found = of_model(config, sizes, device, torch.bfloat16)
+                    found, ran[one] = of_model(config, replace(sizes, lengths=lengths), device, torch.bfloat16)
                 except RuntimeError as error:
                     if kernel == flash_in_use() == OWN or device.type != "cuda":
                         raise
-                    lacking[f"{kernel}, {name}"] = str(error).splitlines()[0]
+                    lacking[one] = str(error).splitlines()[0]
                     continue
-                errors |= {f"{kernel}, {name}, {what}": error for what, error in found.items()}
+                errors |= {f"{one}, {what}": error for what, error in found.items()}
     where = max(errors, key=lambda one: errors[one])
     note = f"{len(errors):,} gradients and outputs, largest relative difference {errors[where]:.1e} ({where})"
     if lacking:
         note += f"; not computed by {'; '.join(lacking)}, which torch's own flash attention is taken for"
     worst = dict(sorted(errors.items(), key=lambda one: -one[1])[:20])
-    numbers = {"count": len(errors), "worst": worst, "lacking": lacking, "limit": LIMIT}
+    numbers = {"count": len(errors), "worst": worst, "lacking": lacking, "limit": LIMIT, "attention": ran}
     return Outcome(errors[where] < LIMIT, note, numbers, hint=bool(lacking))
 
 
@@ -121,7 +136,7 @@ def using(kernel: str) -> Iterator[None]:
 
 
 def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
-    """Models of one layer: heads that share keys, heads that do not, a window, soft caps."""
+    """Models of one layer: heads that share keys, heads that do not, a window, soft caps, sinks."""
     found: dict[str, PreTrainedConfig] = {}
     for dim in sizes.head_dims:
         found[f"4 heads of {dim} share keys"] = _config(LlamaConfig, dim, 1)
@@ -131,6 +146,17 @@ def models(sizes: Sizes) -> dict[str, PreTrainedConfig]:
     found["soft caps"] = _config(
         Gemma2Config, dim, 2, sliding_window=sizes.window, query_pre_attn_scalar=dim, layer_types=["full_attention"]
     )
+    for name, kind in (("sinks", "full_attention"), ("sinks, a window", "sliding_attention")):
+        found[name] = _config(
+            GptOssConfig,
+            dim,
+            2,
+            sliding_window=sizes.window,
+            layer_types=[kind],
+            num_local_experts=2,
+            num_experts_per_tok=2,  # all of them: rounding may choose others
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
     return found
 
 
@@ -150,12 +176,13 @@ def _config(kind: Callable[..., PreTrainedConfig], head_dim: int, groups: int, *
     )
 
 
-def of_model(config: PreTrainedConfig, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of a model's layer, by way, document and parameter."""
+def of_model(
+    config: PreTrainedConfig, sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """Relative errors of a model's layer, by way, document and parameter; and the operators of attention, by way."""
     lengths = sizes.lengths
     model = _made(config, dtype)
-    chain = Chain(_made(config, dtype))
-    bench = _OwnValues(chain, device, dtype)
+    bench = _OwnValues(Chain(_made(config, dtype)), device, dtype)
     generator = torch.Generator().manual_seed(1)
     hidden, arriving = (
         torch.randn(1, sum(lengths), config.hidden_size, generator=generator).to(device, dtype) for _ in range(2)
@@ -165,16 +192,18 @@ def of_model(config: PreTrainedConfig, sizes: Sizes, device: torch.device, dtype
         for part, gradient in zip(hidden.float().split(lengths, 1), arriving.float().split(lengths, 1), strict=True)
     ]
     errors: dict[str, float] = {}
+    ran: dict[str, list[str]] = {}
     least = {name: SMALL * sum(float(one[name].norm()) ** 2 for one in wanted) ** 0.5 for name in wanted[0]}
     for way, run in ways(sizes.chunk).items():
-        for length, expected, found in zip(
-            lengths, wanted, _of_way(bench, run, lengths, hidden, arriving), strict=True
-        ):
+        of_documents = _of_way(bench, run, lengths, hidden, arriving)
+        with attention_seen() as ran[way]:  # the same for every document: it is computed in all of them
+            first = next(of_documents)
+        for length, expected, found in zip(lengths, wanted, chain([first], of_documents), strict=True):
             for name, value in found.items():
                 size = max(float(expected[name].norm()), least[name] / math.sqrt(len(lengths)))
                 error = float((value - expected[name]).norm()) / size
                 errors[f"{way}, document of {length}, {name}"] = error if math.isfinite(error) else math.inf
-    return errors
+    return errors, ran
 
 
 def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.prove.freed import Freed
 from tawpipe.prove.models import dtype_here, made, rows, small
+from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
@@ -33,6 +34,8 @@ MOST_FAULTS = 5
 """Of a strategy that are written down."""
 DELAY_S = {"cpu": 0.001, "cuda": 0.02}
 """Seconds that a lane which is late waits before each of its actions, at most."""
+Numbers = tuple[float, dict[str, Tensor]]
+"""A loss, and gradients by their parameters."""
 
 
 def exact(world: World) -> Outcome:
@@ -41,20 +44,21 @@ def exact(world: World) -> Outcome:
     expected = _plain(world, count) if world.rank == 0 else (0.0, {})
     differences: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, strategy in strategies().items():
-        if not strategy.candidate:
-            continue
+    ran: set[str] = set()
+    for name in _names():
         try:
-            loss, gradients = _step(world, count, schedule=name)
+            found, seen = _step(world, count, schedule=name)
         except UserError as error:
             refused[name] = str(error)
             continue
+        ran |= {*seen}
         if world.rank == 0:
-            differences[name] = _difference(expected, (loss, gradients))
+            differences[name] = _difference(expected, found)
     worst = max(differences.values(), default=0.0)
     note = f"{len(differences)} strategies, largest relative difference {worst:.1e}"
     holds = world.rank != 0 or (bool(differences) and worst < LIMIT)
-    return Outcome(holds, note, {"differences": differences, "refused": refused, "limit": LIMIT})
+    numbers = {"differences": differences, "refused": refused, "limit": LIMIT, "attention": sorted(ran)}
+    return Outcome(holds, note, numbers)
 
 
 def bits(world: World) -> Outcome:
@@ -64,14 +68,16 @@ def bits(world: World) -> Outcome:
     differ: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
     refused: dict[str, str] = {}
+    ran: set[str] = set()
     for name in _names():
         try:
-            wanted = _steps(world, name)[0]
+            wanted, _, seen = _steps(world, name)
         except UserError as error:
             refused[name] = str(error)
             continue
+        ran |= {*seen}
         for late in (COMPUTES, TRANSFERS):
-            found, wrong = _steps(world, name, late)
+            found, wrong, _ = _steps(world, name, late)
             if wrong:
                 faults[name] = sorted({*faults.get(name, ()), *wrong})[:MOST_FAULTS]
             if world.rank == 0 and not _equal(wanted, found):
@@ -83,7 +89,7 @@ def bits(world: World) -> Outcome:
     note += ", ".join([f"{name} has other bits {how}" for name, how in differ.items()]) or "the same bits"
     if faults:
         note += f"; memory may be used again too early under {', '.join(faults)}: {next(iter(faults.values()))[0]}"
-    numbers = {"strategies": tried, "differ": differ, "freed": faults, "refused": refused}
+    numbers = {"strategies": tried, "differ": differ, "freed": faults, "refused": refused, "attention": sorted(ran)}
     return Outcome(bool(tried) and not differ and not faults, note, numbers)
 
 
@@ -91,8 +97,9 @@ def _names() -> list[str]:
     return [name for name, strategy in strategies().items() if strategy.candidate]
 
 
-def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[str]]:
-    """Losses, and on rank 0 all weights, after a few steps; with the words of ``Freed`` where something is late.
+def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[str], list[str]]:
+    """Losses, and on rank 0 all weights, after a few steps; with the words of ``Freed`` where something is late, and
+    the operators of attention where nothing is.
 
     Args:
         late: ``COMPUTES`` or ``TRANSFERS``: which lanes wait before every action.
@@ -113,9 +120,13 @@ def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[
         world=world,
         delay=delay if late else None,
     )
-    freed, losses = Freed(pipeline) if late else None, list[float]()
+    freed, seen, losses = Freed(pipeline) if late else None, list[str](), list[float]()
     try:
-        with freed.watching() if freed else nullcontext():
+        with ExitStack() as stack:
+            if freed:
+                stack.enter_context(freed.watching())
+            else:
+                seen = stack.enter_context(attention_seen(pipeline.executor.on_compute))
             for number in range(STEPS):
                 losses.append(pipeline.step(rows(config, 2 * world.size, LENGTH, seed=number)).loss)
             pipeline.drain()
@@ -123,7 +134,7 @@ def _steps(world: World, name: str, late: str = "") -> tuple[list[Tensor], list[
     finally:
         pipeline.close()
     found = [torch.tensor(losses, dtype=torch.float64), *(one for one in weights if one is not None)]
-    return found, freed.faults if freed else []
+    return found, freed.faults if freed else [], seen
 
 
 def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -135,44 +146,47 @@ def chunks(world: World) -> Outcome:
     """A step whose rows run in chunks beside one whose rows run whole: in fp64, and in the dtype of a run here, whose
     attention is another kernel.
     """
-    differences = {}
-    for dtype in dict.fromkeys((torch.float64, dtype_here(world))):
-        whole, cut = (
-            _step(world, 2 * world.size, schedule=ScheduleSettings(sequence_chunk=size), dtype=dtype)
-            for size in (0, LENGTH // 3 - 1)
-        )
-        differences[str(dtype).removeprefix("torch.")] = _difference(whole, cut) if world.rank == 0 else 0.0
+    differences, ran = _beside_whole_rows(world, ScheduleSettings(sequence_chunk=LENGTH // 3 - 1))
     note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     holds = all(difference < CHUNK_LIMITS[name] for name, difference in differences.items())
-    return Outcome(holds, f"largest relative difference {note}", {"differences": differences})
+    return Outcome(holds, f"largest relative difference {note}", {"differences": differences, "attention": ran})
 
 
 def sets(world: World) -> Outcome:
     """A step whose rows all processes of a node compute together beside one in which each computes its own, as for
     ``chunks``. What goes back through keys and values passes a layer's norm by itself, and is rounded there.
     """
-    ranks, differences, limits = world.topology.local_size, {}, {**CHUNK_LIMITS, "float64": LIMIT}
-    for dtype in dict.fromkeys((torch.float64, dtype_here(world))):
-        alone, together = (
-            _step(world, 2 * world.size, schedule=ScheduleSettings(sequence_ranks=size), dtype=dtype)
-            for size in (1, ranks)
-        )
-        differences[str(dtype).removeprefix("torch.")] = _difference(alone, together) if world.rank == 0 else 0.0
+    ranks, limits = world.topology.local_size, {**CHUNK_LIMITS, "float64": LIMIT}
+    differences, ran = _beside_whole_rows(world, ScheduleSettings(sequence_ranks=ranks))
     note = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     holds = all(difference < limits[name] for name, difference in differences.items())
-    return Outcome(holds, f"{ranks} processes, largest relative difference {note}", {"differences": differences})
+    numbers = {"differences": differences, "attention": ran}
+    return Outcome(holds, f"{ranks} processes, largest relative difference {note}", numbers)
+
+
+def _beside_whole_rows(world: World, cut: ScheduleSettings) -> tuple[dict[str, float], dict[str, dict[str, list[str]]]]:
+    """By dtype, fp64 and that of a run here: the difference that cutting rows makes on rank 0, and the operators of
+    attention of rows that are whole and of those that are cut.
+    """
+    differences, ran = {}, {}
+    for dtype in dict.fromkeys((torch.float64, dtype_here(world))):
+        name = str(dtype).removeprefix("torch.")
+        whole, of_whole = _step(world, 2 * world.size, schedule=ScheduleSettings(), dtype=dtype)
+        other, of_cut = _step(world, 2 * world.size, schedule=cut, dtype=dtype)
+        differences[name] = _difference(whole, other) if world.rank == 0 else 0.0
+        ran[name] = {"whole": of_whole, "cut": of_cut}
+    return differences, ran
 
 
 def order(world: World) -> Outcome:
     """A step of every strategy with the check of every message's number and action."""
     checked = []
-    for name, strategy in strategies().items():
-        if strategy.candidate:
-            try:
-                _step(world, 2 * world.size, schedule=name, strict=True)
-            except UserError:
-                continue
-            checked.append(name)
+    for name in _names():
+        try:
+            _step(world, 2 * world.size, schedule=name, strict=True)
+        except UserError:
+            continue
+        checked.append(name)
     return Outcome(bool(checked), f"{len(checked)} strategies", {"strategies": checked})
 
 
@@ -182,8 +196,8 @@ def _step(
     *,
     dtype: torch.dtype = torch.float64,
     **settings: Any,
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss, and on rank 0 gradients, of one step of the small model."""
+) -> tuple[Numbers, list[str]]:
+    """Loss, and on rank 0 gradients, of one step of the small model; and its operators of attention."""
     config = small()
     pipeline = Pipeline(
         made(config),
@@ -195,15 +209,16 @@ def _step(
         **settings,
     )
     try:
-        result = pipeline.step(rows(config, count, LENGTH))
-        pipeline.drain()
+        with attention_seen(pipeline.executor.on_compute) as seen:
+            result = pipeline.step(rows(config, count, LENGTH))
+            pipeline.drain()
         gradients = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
-        return result.loss, {name: value for name, value in gradients.items() if value is not None}
+        return (result.loss, {name: value for name, value in gradients.items() if value is not None}), seen
     finally:
         pipeline.close()
 
 
-def _plain(world: World, count: int) -> tuple[float, dict[str, Tensor]]:
+def _plain(world: World, count: int) -> Numbers:
     """The same from a plain loop on this device."""
     config = small()
     model: Any = made(config)
@@ -219,7 +234,7 @@ def _plain(world: World, count: int) -> tuple[float, dict[str, Tensor]]:
     return total, {name: p.grad.cpu() for name, p in model.named_parameters()}
 
 
-def _difference(expected: tuple[float, dict[str, Tensor]], found: tuple[float, dict[str, Tensor]]) -> float:
+def _difference(expected: Numbers, found: Numbers) -> float:
     """The largest relative difference of loss and gradients."""
     most = abs(found[0] / expected[0] - 1)
     assert expected[1].keys() == found[1].keys()

@@ -14,10 +14,12 @@ from tawpipe.model.attention_kernel import kernel_of_model
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.plan.bench import Bench, Case
 from tawpipe.plan.measure import device_name, request_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.probe import probe
 from tawpipe.prove.models import dtype_here, made, rows, sized
+from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
@@ -26,14 +28,34 @@ LIMIT = 0.15
 TOKENS = {"cpu": 512, "cuda": 8192}
 PER_DEVICE = 2
 STEPS = 5
+LAYER = 1
+"""That is run by itself."""
 QUICKER = "would be faster"
 """What the name of a kernel says where a better one is missing."""
 
 
 def kernel(world: World) -> Outcome:
-    """The attention kernel of a plain Llama; a hint where a package is missing without which it is slower."""
-    name = kernel_of_model(sized(world.device), [], world.device, dtype_here(world))
-    return Outcome(True, name, {"kernel": name}, hint=QUICKER in name)
+    """The attention kernel of a plain Llama; a hint where a package is missing without which it is slower. With the
+    operators of attention in a layer, on the rows of all checks of memory and speed, and on packed documents.
+    """
+    config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
+    name = kernel_of_model(config, [], world.device, dtype)
+    with torch.device("meta"):
+        chain = Chain(made(config))
+    bench = Bench(chain, world.device, dtype, tokens)
+    ran: dict[str, list[str]] = {}
+    for what, documents in (("one document", [tokens]), ("packed documents", [tokens // 4, tokens - tokens // 4])):
+        with bench.case(LAYER, documents) as case, attention_seen() as ran[what]:
+            forward_and_backward(bench, case)
+    return Outcome(True, name, {"kernel": name, "attention": ran}, hint=QUICKER in name)
+
+
+def forward_and_backward(bench: Bench, case: Case) -> None:
+    """Run a layer, as a run without recomputation does."""
+    leaf = case.hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        output = bench.chain.layer(LAYER, leaf, case.calls)
+    torch.autograd.backward(output, case.hidden)
 
 
 def step(world: World) -> Outcome:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.bench import Bench, Case
+from tawpipe.plan.bench import Bench
 from tawpipe.plan.profile import clock_mhz
 from tawpipe.prove.models import dtype_here, made, rows, sized, small
+from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
-from tawpipe.prove.speed import TOKENS
+from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
 from tawpipe.runtime.world import World
@@ -30,7 +32,6 @@ from tawpipe.schedule.settings import ScheduleSettings
 LENGTH = 48
 MOST_LOST = 0.15
 """Share of a layer's time that a transfer may cost."""
-LAYER = 1
 LEAST_S = 0.5
 GATHERED = 1 << 26
 """Elements that all ranks gather together."""
@@ -43,6 +44,7 @@ def waits(world: World) -> Outcome:
     leads: dict[str, float] = {}
     faults: dict[str, list[str]] = {}
     refused: dict[str, str] = {}
+    ran: dict[str, list[str]] = {}
     for name, settings in ways(small().num_hidden_layers).items():
         try:
             pipeline = Pipeline(made(small()), schedule=settings, check="never", world=world)
@@ -50,8 +52,9 @@ def waits(world: World) -> Outcome:
             refused[name] = str(error)
             continue
         try:
-            pipeline.step(rows(small(), 2 * world.size, LENGTH))
-            pipeline.drain()
+            with attention_seen(pipeline.executor.on_compute) as ran[name]:
+                pipeline.step(rows(small(), 2 * world.size, LENGTH))
+                pipeline.drain()
             with no_waiting(), unpinned_copies() as found:
                 result = pipeline.step(rows(small(), 2 * world.size, LENGTH, seed=1))
             issued = time.perf_counter()
@@ -66,7 +69,8 @@ def waits(world: World) -> Outcome:
     if faults:
         name, words = next(iter(faults.items()))
         note = f"copies that wait for the device under {', '.join(faults)}: {words[0]} ({len(words)} such under {name})"
-    return Outcome(bool(leads) and not faults, note, {"lead_s": leads, "faults": faults, "refused": refused})
+    numbers = {"lead_s": leads, "faults": faults, "refused": refused, "attention": ran}
+    return Outcome(bool(leads) and not faults, note, numbers)
 
 
 def ways(layers: int) -> dict[str, ScheduleSettings]:
@@ -146,7 +150,7 @@ def beside(world: World) -> Outcome:
     clocks = [clock_mhz(world.device)]
     try:
         with bench.case(LAYER, [tokens]) as case:
-            run = _layer(bench, case)
+            run = partial(forward_and_backward, bench, case)
             seconds["alone"] = _timed(run, world)
             seconds["beside a receive"] = _beside_a_receive(run, world, mate, groups)
             seconds["beside gathers"] = _beside_gathers(run, world, groups["gather"])
@@ -161,17 +165,10 @@ def beside(world: World) -> Outcome:
         f"{value:+.1%} {name}" for name, value in worst.items()
     )
     holds = max(worst.values()) < MOST_LOST if world.device.type == "cuda" else None  # threads share processors
-    return Outcome(holds, note, {"seconds": seconds, "lost": worst, "clock_mhz": clocks})
-
-
-def _layer(bench: Bench, case: Case) -> Callable[[], None]:
-    def run() -> None:
-        leaf = case.hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            output = bench.chain.layer(LAYER, leaf, case.calls)
-        torch.autograd.backward(output, case.hidden)
-
-    return run
+    factor = round(1 + max(0.0, *worst.values()), 3)
+    if holds is not None and factor > 1:
+        note += f"; a plan counts it with `device: {{beside: {factor}}}` in the topology file"
+    return Outcome(holds, note, {"seconds": seconds, "lost": worst, "beside": factor, "clock_mhz": clocks})
 
 
 def _timed(run: Callable[[], None], world: World) -> float:

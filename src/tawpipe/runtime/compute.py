@@ -358,18 +358,16 @@ class Compute:
         self._release(action)
 
     def keys_together(self, action: Action, transport: Transport) -> None:
-        """A COLLECTIVE of keys and values, or of their gradients, of which this rank's sums are left."""
+        """A COLLECTIVE of keys and values, or of their gradients. What of these is not this rank's goes with the sums,
+        on the lane that made it and has waited for this one: dropped here it would be of no use to anybody until then,
+        for as many layers as the host is ahead.
+        """
         (buffer,) = action.reads
         if buffer.kind is Kind.KEYS:
             place = self._held[context(action.micro_batch)].dealt.place
             transport.together(action, [(one[place].view(-1), one.view(-1)) for one in self._held[buffer]])
             return
-        pairs = self._held[buffer]
-        transport.together(action, [(one.view(-1), own.view(-1)) for one, own in pairs])
-        self._held[buffer] = [own for _, own in pairs]
-        if self.chain.device.type == "cuda":
-            for one, _ in pairs:  # or its memory would be given away before this lane has read it
-                one.record_stream(torch.cuda.current_stream())
+        transport.together(action, [(one.view(-1), own.view(-1)) for one, own in self._held[buffer]])
 
     def keys_backward(self, action: Action, buffers: Mapping[Buffer, Tensor], given: StepInput) -> None:
         """KEYS_BACKWARD: propagate the gradients of this rank's keys and values to the weights and to the input's."""
@@ -379,7 +377,7 @@ class Compute:
         for unit, buffer in zip(units, action.gradients, strict=True):
             self.chain.collect(unit, buffers[buffer], accumulate=True, in_chunks=True)
         gradient = self._held[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
-        source, sums = self._rows_of(self._input(action)), self._held[key_gradients(m, b)]
+        source, sums = self._rows_of(self._input(action)), [own for _, own in self._held[key_gradients(m, b)]]
         self._in_set(action, given).keys_backward(source, sums, gradient)
         for unit in units:
             self.chain.finish_collect(unit)

@@ -14,8 +14,12 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import borders_passed, link_elements, scratch_bytes
 from tawpipe.topology import Topology
 
-STAGED = 4
-"""Chunks of a layer's input and output that are on their way at one time."""
+IN_FILES = 4
+"""Chunks of a layer's input and output that are on their way to files and back at one time."""
+STAGED = {Kind.OFFLOADED: 6, Kind.OFFLOADED_ATTENTION: 4}
+"""Chunks for which a device has room for the whole run where rows pass into the host's memory: two that come and two
+that go; and two more that come, because a layer that is new runs twice, and its outputs are compared.
+"""
 
 TRAVELLING = 2
 """Transfers of activations that a lane may be given before they are over, on a device that runs behind the thread which
@@ -72,6 +76,7 @@ class BlockMemory:
             compute a row together, each of them has those of all its tokens for a time.
         in_chunks: of layers whose rows run in chunks, ``working`` by what runs, and what is ``kept`` of attention: a
             fixed part, one for every token of a chunk, and one for every token.
+        unpacking: what dequantising the packed units of a block takes for a while, before it computes.
     """
 
     boundary: int
@@ -81,6 +86,7 @@ class BlockMemory:
     keys: float = 0
     key_gradients: float = 0
     in_chunks: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    unpacking: int = 0
 
     def cut(self, chunk: int) -> BlockMemory:
         """The same for rows that run in chunks of so many tokens."""
@@ -133,10 +139,25 @@ class BlockMemory:
                 per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
             tokens = -(-tokens // schedule.step.sequence_ranks)
         computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
-        if Kind.OFFLOADED not in kinds:
+        if any(schedule.model.units[unit].packed for unit in schedule.model.blocks[action.block].units):
+            computing = max(computing, self.unpacking)
+        if Kind.OFFLOADED in kinds and block == "embedding":  # its output, which goes chunk by chunk
+            return computing + tokens * self.boundary
+        if not settings.offload_dir or Kind.OFFLOADED not in kinds:
             return computing
-        under_way = tokens if block == "embedding" else min(tokens, STAGED * (settings.sequence_chunk or tokens))
-        return computing + under_way * self.boundary
+        chunk = min(tokens, settings.sequence_chunk or tokens)
+        kept = round(self.kept.get(Kind.ATTENTION, 0) * chunk) if Kind.OFFLOADED_ATTENTION in kinds else 0
+        return computing + min(tokens, IN_FILES * chunk) * self.boundary + IN_FILES // 2 * kept
+
+    def staged(self, schedule: Schedule, chunk: int) -> int:
+        """What a device holds all the time of a schedule whose rows pass chunk by chunk into the host's memory.
+
+        Args:
+            chunk: tokens of a micro-batch that pass at one time; 0 for whole rows, which do not pass.
+        """
+        written = {buffer.kind for program in schedule.programs for action in program for buffer in action.writes}
+        sizes = {Kind.OFFLOADED: self.boundary, Kind.OFFLOADED_ATTENTION: self.kept.get(Kind.ATTENTION, 0)}
+        return sum(round(STAGED[kind] * chunk * size) for kind, size in sizes.items() if kind in written)
 
 
 @dataclass(frozen=True, kw_only=True)

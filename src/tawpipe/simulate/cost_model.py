@@ -97,6 +97,9 @@ class Seconds:
     def of(self, size: MicroBatchSize) -> float:
         return self.fixed + self.per_token * size.tokens + self.per_pair * size.pairs if size.tokens else 0.0
 
+    def times(self, factor: float) -> Seconds:
+        return Seconds(self.fixed * factor, self.per_token * factor, self.per_pair * factor)
+
 
 @dataclass(frozen=True)
 class BlockCost:
@@ -135,6 +138,17 @@ class BlockCost:
 
         weight = None if backward_weight_s is None else split(backward_weight_s)
         return cls(split(forward_s), split(backward_s), backward_weight=weight)
+
+    def times(self, factor: float) -> BlockCost:
+        """The same on a device that takes so many times as long."""
+        return replace(
+            self,
+            forward=self.forward.times(factor),
+            backward=self.backward.times(factor),
+            attention=self.attention.times(factor),
+            unpack_s=self.unpack_s * factor,
+            backward_weight=self.backward_weight and self.backward_weight.times(factor),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""The check that no step waits for the device, on a device that is none (``fake_cuda``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fake_cuda import DEVICE, fake_cuda
+from tawpipe.pipeline.batches import Deal
+from tawpipe.prove import waits
+from tawpipe.prove.models import alone
+from tawpipe.prove.outcome import FAILS
+from tawpipe.prove.run import prove
+from tawpipe.runtime.compute import Compute
+
+
+def test_no_step_waits_for_the_device() -> None:
+    with fake_cuda() as ledger:
+        found = waits.waits(alone(DEVICE))
+    assert found.holds, found.note
+    assert found.numbers["refused"].keys() == {"a pipeline"}, "of one process"
+    assert {*found.numbers["lead_s"], "a pipeline"} == waits.ways(1).keys() and not ledger.faults
+    assert all(found.numbers["attention"].values())
+
+
+@pytest.fixture
+def whole_rows(monkeypatch):
+    """One of the ways to train."""
+    every = waits.ways
+    monkeypatch.setattr(waits, "ways", lambda layers: dict(list(every(layers).items())[:1]))
+
+
+def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
+    forward = Compute._layer_forward
+
+    def looking(self: Compute, *given: Any) -> Tensor:
+        output = forward(self, *given)
+        assert output.sum().item() == output.sum().item()
+        return output
+
+    monkeypatch.setattr(Compute, "_layer_forward", looking)
+    with fake_cuda():
+        row = prove(alone(DEVICE), tmp_path / "found.json", only=["waits"]).checks["waits"]
+    assert row["status"] == FAILS
+    assert "synchronizing CUDA operation: _local_scalar_dense in COMPUTE FORWARD" in row["note"]
+
+
+def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
+    local = Deal.local
+    monkeypatch.setattr(Deal, "local", lambda self, batch: local(replace(self, pinned=False), batch))
+    with fake_cuda():
+        found = waits.waits(alone(DEVICE))
+    assert not found.holds and "of int64 from memory that is not pinned" in found.note
