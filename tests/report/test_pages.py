@@ -66,6 +66,13 @@ def test_a_request_survives_being_written(plan):
         assert getattr(again, name) == getattr(asked, name), name
 
 
+def test_a_plan_without_the_memory_of_a_kind_of_block_is_refused_by_name(plan):
+    content = json.loads(json.dumps(record_of(plan.request)))
+    content["profile"]["memory"]["working"]["layer"] = None
+    with pytest.raises(UserError, match="PLAN"):
+        request_from(content, where="here")
+
+
 def test_what_a_plan_takes_as_given_survives_being_written():
     given = ScheduleSettings(early_updates=True, reuse=False, reduce_dtype="same", loss_chunk_tokens=7)
     assert request_from(record_of(plan_request(settings=given)), where="here").settings == given

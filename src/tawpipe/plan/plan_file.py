@@ -129,7 +129,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             **{name: content[name] for name in NUMBERS},
             **{name: content.get(name, 0) for name in SYSTEM},
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError("PLAN", where, f"a plan that `tawpipe plan --save` or a run wrote ({error!r})") from error
 
 
