@@ -17,6 +17,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,25 +41,9 @@ from tawpipe.train.evaluation import Evaluation
 FORMS = ["jsonl", "jsonl", "json", "parquet", "csv", "tsv", "txt"]
 PROMPTS, ANSWERS = ["prompt", "instruction"], ["completion", "response", "output"]
 COLUMNS = ["text", "messages", "conversations", *PROMPTS, *ANSWERS, "input", "system"]
-PARTS = [
-    "and",
-    "so it is",
-    "é",
-    "日本",
-    "🙂",
-    "7",
-    "\n",
-    "\n\n",
-    "\t",
-    "  ",
-    '"',
-    ",",
-    "'",
-    "''\"",
-    "\r\n",
-    "x" * 9,
-    "\n\n\n\n",
-]
+BREAKS = ["\n", "\n\n", "\n\n\n\n", "\r\n", "\t", "  "]
+PARTS = [*BREAKS, "and", "so it is", "é", "日本", "🙂", "7", '"', ",", "'", "''\"", "x" * 9]
+TOKENIZERS = ["trained", "trained", "gemma3", "llama3", "mistral", "mistral", "qwen3"]
 TRIES = 20_000
 """Ways in which pieces are laid out before it is left open whether they fit."""
 LONGEST_TOKEN = 16
@@ -71,13 +56,9 @@ Pieces = tuple[tuple[str, bool], ...]
 # what is drawn
 
 
-def _text(draw: random.Random, *, longest: int = 8, plain: bool = False) -> str:
-    parts = [
-        str(draw.randrange(10**5)),
-        *(draw.choice(PARTS[: 3 if plain else None]) for _ in range(draw.randint(0, longest))),
-    ]
-    lead = draw.choice(["", "", "\n", "\n\n", "\n\n\n\n", " ", "\t"])
-    return (lead if not plain else "") + " ".join(parts)
+def _text(draw: random.Random, *, longest: int = 8) -> str:
+    parts = [str(draw.randrange(10**5)), *draw.choices(PARTS, k=draw.randint(0, longest))]
+    return draw.choice(["", "", "", " ", *BREAKS]) + " ".join(parts)
 
 
 def _meaning(draw: random.Random) -> dict[str, Any]:
@@ -98,14 +79,9 @@ def _meaning(draw: random.Random) -> dict[str, Any]:
 
 def _bad(draw: random.Random, names: dict[str, str]) -> dict[str, Any]:
     """A row that is left out."""
-    row = draw.choice(
-        [
-            {"prompt": _text(draw), "response": None},
-            {"prompt": _text(draw), "instruction": _text(draw), "output": _text(draw)},
-            {"messages": [{"role": "user", "content": _text(draw)}]},
-            {"body": _text(draw)},
-        ]
-    )
+    ask, more = {"prompt": _text(draw)}, {"instruction": _text(draw), "output": _text(draw)}
+    chat = {"messages": [{"role": "user", "content": _text(draw)}]}
+    row = draw.choice([ask | {"response": None}, ask | more, chat, {"body": _text(draw)}])
     return row | ({"output": None} if names.keys() & PROMPTS else {})  # one that is named would be the one that counts
 
 
@@ -139,31 +115,23 @@ def draw(draw: random.Random) -> dict[str, Any]:
     for _ in range(draw.choice([1, 1, 2, 3])):
         form = draw.choice(FORMS)
         some = [draw.choice(meanings) for _ in range(draw.randint(1, 6))]
-        if form == "txt":
-            some = [{"text": _text(draw, longest=12)}]
         rows = [[_row(draw, one, names), one] for one in some]
-        rows += [[_bad(draw, names), None] for _ in range(draw.choice([0, 0, 0, 2])) if form != "txt"]
+        rows += [[_bad(draw, names), None] for _ in range(draw.choice([0, 0, 0, 2]))]
         draw.shuffle(rows)
-        sets.append(
-            {
-                "form": form,
-                "gz": draw.random() < 0.2,
-                "bom": draw.random() < 0.2,
-                "rows": rows,
-                "style": draw.randrange(99),
-            }
-        )
+        if form == "txt":
+            text = {"text": _text(draw, longest=12)}
+            rows = [[text, text]]
+        packed = {"gz": draw.random() < 0.2, "bom": draw.random() < 0.2, "style": draw.randrange(99)}
+        sets.append({"form": form, "rows": rows, **packed})
     cut = draw.random() < 0.5
     return {
         "sets": sets,
         "names": names,
         "use": draw.choice(["mixture", "mixture", "validation"]) if len(sets) > 1 else "one",
-        "tokenizer": draw.choice(["trained", "trained", *FAMILIES.keys() - {"r1", "gpt-oss"}, "mistral"]),
+        "tokenizer": draw.choice(TOKENIZERS),
         "template": draw.choice([None, None, None, "plain", "chatml"]),
         "as_chat": draw.random() < 0.2,
-        "packing": draw.choice(["split", "split", "fit", "balanced", "none"])
-        if cut
-        else draw.choice(["fit", "balanced", "none"]),
+        "packing": draw.choice([*(["split"] * 2 * cut), "fit", "balanced", "none"]),
         "length": draw.randint(12, 60) if cut else 1024,
         "fraction": draw.choice([0.0, 0.1, 0.5, 0.9]),
         "epoch": draw.choice([0, 0, 1]),
@@ -177,35 +145,24 @@ def draw(draw: random.Random) -> dict[str, Any]:
 
 def _chat(name: str, turns: list[list[Any]], bos: str, eos: str) -> Pieces:
     """A chat as the template says, by hand."""
-    pieces: list[tuple[str, bool]] = []
-    last_user = max((n for n, turn in enumerate(turns) if turn[0] == "user"), default=-1)
+    pieces: list[tuple[str, bool]] = [(bos, False)] if name in ("llama3", "gemma3", "mistral") else []
     first = ""
-    if name in ("llama3", "gemma3", "mistral"):
-        pieces.append((bos, False))
     if name in ("gemma3", "mistral") and turns[0][0] == "system":
-        first = turns[0][1] + "\n\n"
-        turns, last_user = turns[1:], last_user - 1
+        first, turns = turns[0][1] + "\n\n", turns[1:]
+    last_user = max(n for n, turn in enumerate(turns) if turn[0] == "user")
     for n, (role, said, weight) in enumerate(turns):
         mine = role == "assistant"
-        if name in ("llama3", "gemma3", "mistral", "qwen3"):
+        if name not in ("plain", "chatml"):
             said = said.strip()
-        if name == "gemma3":
-            said = (first if not n else "") + said
-        if name == "mistral" and not mine:
-            said = (first if n == last_user else "") + said
-        before, after = {
-            "plain": (f"<|{role}|>\n", (eos if mine else "") + "\n"),
-            "chatml": (f"<|im_start|>{role}\n", "<|im_end|>\n"),
-            "qwen3": (f"<|im_start|>{role}\n", "<|im_end|>\n"),
-            "llama3": (f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
-            "gemma3": (f"<start_of_turn>{'model' if mine else 'user'}\n", "<end_of_turn>\n"),
-            "mistral": ("", eos) if mine else ("[INST] ", "[/INST]"),
+        before, after, lead = {
+            "plain": (f"<|{role}|>\n", (eos if mine else "") + "\n", ""),
+            "chatml": (f"<|im_start|>{role}\n", "<|im_end|>\n", ""),
+            "qwen3": (f"<|im_start|>{role}\n", "<|im_end|>\n", "<think>\n\n</think>\n\n" if n > last_user else ""),
+            "llama3": (f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+            "gemma3": (f"<start_of_turn>{'model' if mine else 'user'}\n", "<end_of_turn>\n", "" if n else first),
+            "mistral": ("", eos, " ") if mine else ("[INST] ", "[/INST]", first if n == last_user else ""),
         }[name]
-        if name == "mistral" and mine:
-            said = " " + said
-        if name == "qwen3" and mine and n > last_user:
-            said = "<think>\n\n</think>\n\n" + said
-        pieces += [(before, False), (said + after, bool(mine and weight))]
+        pieces += [(before, False), (lead + said + after, bool(mine and weight))]
         if name == "qwen3" and mine and n < last_user:  # written otherwise than as a last turn: up to what ends it
             pieces[-1:] = [(said + "<|im_end|>", bool(weight)), ("\n", False)]
     return tuple(pieces)
@@ -219,11 +176,10 @@ def _document(one: dict[str, Any], case: dict[str, Any], tokenizer: Any) -> Piec
         eos = "<|im_end|>"
     begin = tokenizer.bos_token if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id else ""
     if "turns" in one or ("parts" in one and case["as_chat"]):
-        turns = one.get("turns") or [
-            *([["system", one["system"], 1]] if one["system"] else []),
-            ["user", "\n\n".join(one["parts"]), 1],
-            ["assistant", one["said"], 1],
-        ]
+        turns = one.get("turns")
+        if not turns:
+            texts = {"system": one["system"], "user": "\n\n".join(one["parts"]), "assistant": one["said"]}
+            turns = [[role, text, 1] for role, text in texts.items() if text]
         found = _chat(name, turns, tokenizer.bos_token, eos)
         if case["tokenizer"] == "mistral" and name != "mistral":
             found = ((" ", False), *found)
@@ -284,10 +240,8 @@ def _shown(source: Any, samples: range, spell: Callable[[int], bytes], pad: int)
         for length in row.lengths:
             own, said = ids[at : at + length], labels[at : at + length]
             at += length
-            assert all(label in (IGNORE, token) for label, token in zip(said, [*own[1:], IGNORE], strict=True)), (
-                own,
-                said,
-            )
+            wrong = [pair for pair in zip(said, [*own[1:], IGNORE], strict=True) if pair[0] not in (IGNORE, pair[1])]
+            assert not wrong, f"labels that are not the next token: {wrong}"
             parts = [spell(token) for token in own]
             flags = [False, *(label != IGNORE for label in said[:-1])]
             learned = tuple(flag for part, flag in zip(parts, flags, strict=True) for _ in part)
@@ -303,15 +257,11 @@ def _places(text: bytes, part: bytes, at: int = 0) -> Iterator[int]:
         at = text.find(part, at + 1)
 
 
-def _said(one: Shown) -> bytes:
-    return bytes(byte for byte, learned in zip(one.text, one.learned, strict=True) if learned)
-
-
 def _untiled(documents: Sequence[Shown], left: Sequence[Shown], length: int, packing: str, pad: bytes) -> str:
     """What is left if every document is laid out with segments; empty if nothing is."""
     for one in left:
         if not any(document.holds(at, one) for document in documents for at in _places(document.text, one.text)):
-            return f"in no row: {one.text}, of which is learned {_said(one)}"
+            return f"in no row: {one.text}, of which is learned {bytes(compress(one.text, one.learned))}"
     deepest, tries = [0, 0], [0]
 
     def lay(number: int, at: int, left: tuple[Shown, ...]) -> bool:
@@ -352,29 +302,21 @@ def _untiled(documents: Sequence[Shown], left: Sequence[Shown], length: int, pac
 def _write(folder: Path, number: int, one: dict[str, Any]) -> Path:
     draw, rows = random.Random(one["style"]), [row for row, _ in one["rows"]]
     path = folder / f"{number}.{one['form']}"
+    names = list(dict.fromkeys(name for row in rows for name in row))
     if one["form"] == "parquet":
-        for row in rows:
-            for name, value in row.items():
-                row[name] = None if value == [] else json.dumps(value) if isinstance(value, list) else value
-        pyarrow.parquet.write_table(
-            pyarrow.Table.from_pylist([{name: row.get(name) for name in _names(rows)} for row in rows]), path
-        )
+        table = [{name: _as_text(row.get(name)) for name in names} for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
         return path
     if one["form"] == "txt":
-        text = rows[0].get("text") or next(value for value in rows[0].values() if value)
+        text = rows[0]["text"]
     elif one["form"] in ("csv", "tsv"):
-        stream, names = io.StringIO(), _names(rows)
-        quoting = draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
-        table = csv.writer(
-            stream,
-            delimiter="," if one["form"] == "csv" else "\t",
-            quoting=quoting,
-            lineterminator=draw.choice(["\n", "\r\n"]),
+        quoting, end = (
+            draw.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]),
+            draw.choice(["\n", "\r\n"]),
         )
-        cells = [[row.get(name) or "" for name in names] for row in rows]
-        table.writerows(
-            [names, *([json.dumps(cell) if isinstance(cell, list) else cell for cell in line] for line in cells)]
-        )
+        stream, delimiter = io.StringIO(), "," if one["form"] == "csv" else "\t"
+        table = csv.writer(stream, delimiter=delimiter, quoting=quoting, lineterminator=end)  # pyright: ignore
+        table.writerows([names, *([_as_text(row.get(name)) or "" for name in names] for row in rows)])
         text = stream.getvalue()
     elif one["form"] == "json":
         text = json.dumps(rows, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1]))
@@ -389,8 +331,9 @@ def _write(folder: Path, number: int, one: dict[str, Any]) -> Path:
     return path
 
 
-def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+def _as_text(value: Any) -> Any:
+    """What a table has of a row's value."""
+    return (json.dumps(value) if value else None) if isinstance(value, list) else value
 
 
 def check(case: dict[str, Any]) -> str:
@@ -399,13 +342,8 @@ def check(case: dict[str, Any]) -> str:
     Raises:
         UserError: nothing is learned, as the plain reading says as well.
     """
-    case = copy.deepcopy(case)
     tokenizer = copy.deepcopy(TRAINED if case["tokenizer"] == "trained" else FAMILIES[case["tokenizer"]][0])
     means = [[one for _, one in each["rows"] if one] for each in case["sets"]]
-    for each, own in zip(case["sets"], means, strict=True):
-        if each["form"] == "txt":
-            own[:] = [{"text": each["rows"][0][1]["text"]}]
-            each["rows"][0][0] = {"text": own[0]["text"]}
     documents = [[Shown.of(found) for one in own if (found := _document(one, case, tokenizer))] for own in means]
     with tempfile.TemporaryDirectory(prefix="tawpipe-hunt-") as folder:
         paths = [str(_write(Path(folder), number, one)) for number, one in enumerate(case["sets"])]
@@ -448,14 +386,9 @@ def _compared(case: dict[str, Any], documents: list[list[Shown]], data: Any, tok
     how = case["length"], case["packing"], spell(pad)
     if case["use"] == "validation":
         return _untiled(documents[0], trained[0], *how) or _untiled(documents[1], out, *how)
-    if case["use"] == "one" and case["fraction"] == 0:
-        return _untiled(documents[0], trained[0], *how)
-    if case["use"] == "one":
-        wrong = _untiled(documents[0], [*trained[0], *out], *how)
-        if wrong or case["length"] < 1024:
-            return wrong
-    if case["length"] < 1024:
-        return ""
+    wrong = _untiled(documents[0], [*trained[0], *out], *how) if case["use"] == "one" else ""
+    if wrong or case["length"] < 1024:
+        return wrong
     return _sides(case, documents, trained, out)
 
 
@@ -489,17 +422,17 @@ def _evaluated(case: dict[str, Any], data: Any, paths: list[str]) -> str:
     """The validation loss of a small model beside that of each held-out document alone."""
     torch.set_num_threads(1)
     size = max(data.tokenizer.get_vocab().values()) + 1
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, max_position_embeddings=2048, **sizes)).double()  # pyright: ignore
-    rows = case["evaluated"]
-    config = TrainConfig(
-        data=paths,
-        sequence_length=case["length"],
-        global_batch=rows,
-        packing=case["packing"],
-        evaluation=EvaluationConfig(every=1, batches=10**6),
-    )
+    config: Any = LlamaConfig(vocab_size=size, max_position_embeddings=2048, **sizes)
+    model, rows = LlamaForCausalLM(config).double(), case["evaluated"]
+    given: dict[str, Any] = {
+        "data": paths,
+        "sequence_length": case["length"],
+        "global_batch": rows,
+        "packing": case["packing"],
+    }
+    config = TrainConfig(**given, evaluation=EvaluationConfig(every=1, batches=10**6))
     total, tokens = 0.0, 0
     with torch.no_grad():
         count = len(data.validation)
@@ -509,9 +442,8 @@ def _evaluated(case: dict[str, Any], data: Any, paths: list[str]) -> str:
                 ids, labels = (one[:, at : at + length] for one in (row.input_ids, row.labels))
                 at += length
                 if (labels != IGNORE).any():
-                    total += F.cross_entropy(
-                        model(ids).logits[0], labels[0], ignore_index=IGNORE, reduction="sum"
-                    ).item()
+                    logits = model(ids).logits[0]
+                    total += F.cross_entropy(logits, labels[0], ignore_index=IGNORE, reduction="sum").item()
                     tokens += int((labels != IGNORE).sum())
     bins = {"bin_tokens": 3 * case["length"]} if case["packing"] == "balanced" else {}
     pipeline = make_pipeline(model, world=ALONE, dtype=torch.float64, check="never", **bins)
@@ -521,6 +453,5 @@ def _evaluated(case: dict[str, Any], data: Any, paths: list[str]) -> str:
     finally:
         batches.close()
         pipeline.close()
-    if not (math.isnan(found) and not tokens) and not abs(found - total / max(1, tokens)) <= 1e-9 * total:
-        return f"validation loss {found}, plain {total / max(1, tokens)} of {tokens} tokens"
-    return ""
+    same = abs(found * tokens - total) <= 1e-9 * total if tokens else math.isnan(found)
+    return "" if same else f"validation loss {found}, plain {total} over {tokens} tokens"

@@ -13,6 +13,7 @@ import os
 import random
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from datetime import timedelta
@@ -117,6 +118,7 @@ def draw(draw: random.Random) -> dict[str, Any]:
         "early_updates": False,
         "skip_limit": draw.choice([0, 3]),
         "check": "always" if chance(0.1) else "never",
+        "parts": [],
     }
     if case["form"] == "bins":
         case["micro_batch"] = 1
@@ -125,17 +127,13 @@ def draw(draw: random.Random) -> dict[str, Any]:
     if case["clip_norm"] is None and chance(0.4):
         case["early_updates"] = True
     slots: list[int] = []
-    case["parts"] = [_part(draw, case, slots, first) for first in [True, *([False] if chance(0.25) else [])]]
+    for first in [True, *([False] if chance(0.25) else [])]:
+        nodes, local = draw.choice(SHAPES)
+        whole = optimizer.endswith("whole") and not chance(0.1)
+        part: dict[str, Any] = {"nodes": nodes, "local": local}
+        part["knobs"] = _knobs(draw, case, nodes, local, strategy="tawpipe-whole" if whole else "")
+        case["parts"].append({**part, "words": _words(draw, case, slots, first)})
     return case
-
-
-def _part(draw: random.Random, case: dict[str, Any], slots: list[int], first: bool) -> dict[str, Any]:
-    nodes, local = draw.choice(SHAPES)
-    if case["optimizer"].endswith("whole") and not draw.random() < 0.1:
-        knobs = _knobs(draw, case, nodes, local, strategy="tawpipe-whole")
-    else:
-        knobs = _knobs(draw, case, nodes, local)
-    return {"nodes": nodes, "local": local, "knobs": knobs, "words": _words(draw, case, slots, first)}
 
 
 def _words(draw: random.Random, case: dict[str, Any], slots: list[int], first: bool) -> list[list[Any]]:
@@ -188,7 +186,7 @@ def _knobs(draw: random.Random, case: dict[str, Any], nodes: int, local: int, st
         strategy = "1f1b"  # they have several stages on every process
     recompute = ["none", "none:1,full", "none:2,full", "full"]
     if strategy in STAGES:
-        open_to = {"stages": ["world", "nodes", "locals"], "recompute": recompute}
+        open_to: dict[str, list[Any]] = {"stages": ["world", "nodes", "locals"], "recompute": recompute}
     else:
         chunk = {"sequence_chunk": [3, 7, 19], "sequence_ranks": [n for n in (2, 3) if not local % n] or [1]}
         open_to = {
@@ -207,14 +205,14 @@ def _knobs(draw: random.Random, case: dict[str, Any], nodes: int, local: int, st
         if strategy in ("tawpipe-striped", "tawpipe-whole") and not (case["tied"] or case["adapter"]):
             places = range(nodes if strategy == "tawpipe-striped" else nodes * local)
             open_to["homes"] = [",".join(str(draw.choice(places)) for _ in range(layers + 2))]
-    open_to["loss_chunk_tokens"] = [1, 6]
+    open_to |= {"loss_chunk_tokens": [1, 6]}
     knobs: dict[str, Any] = {name: draw.choice(values) for name, values in open_to.items() if draw.random() < 0.2}
     if "sequence_chunk" in knobs or knobs.get("sequence_ranks", 1) > 1:
-        knobs.pop("recompute", None), knobs.pop("keep_mib", None)
+        knobs = {name: value for name, value in knobs.items() if name not in ("recompute", "keep_mib")}
     if knobs.get("recompute", "full") != "full":
-        knobs.pop("keep_mib", None), knobs.pop("offloaded_layers", None)
-    if not knobs.get("reuse", True):
-        knobs |= {"step_cache": 0} if strategy.startswith("tawpipe") else {}
+        knobs = {name: value for name, value in knobs.items() if name not in ("keep_mib", "offloaded_layers")}
+    if not knobs.get("reuse", True) and strategy.startswith("tawpipe"):
+        knobs["step_cache"] = 0
     delays = {"delays": 0.003} if draw.random() < 0.15 else {}
     return {"strategy": strategy, **knobs, **delays}
 
@@ -380,7 +378,7 @@ class Piped:
         self._bad = False
         knobs = {name: value for name, value in part["knobs"].items() if name in SETTINGS}
         if most := part["knobs"].get("delays"):
-            knobs["delay"] = lambda lane: random_delays(hash(lane) + world.rank, most)
+            knobs["delay"] = lambda lane: random_delays(zlib.crc32(lane.encode()) + world.rank, most)
         if any(word[0] == "bad" for one in case["parts"] for word in one["words"]):
             knobs["loss"] = self._loss
         same = ("micro_batch", "clip_norm", "early_updates", "skip_limit", "check", "quantize")

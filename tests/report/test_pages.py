@@ -66,9 +66,18 @@ def test_a_request_survives_being_written(plan):
         assert getattr(again, name) == getattr(asked, name), name
 
 
-def test_a_plan_without_the_memory_of_a_kind_of_block_is_refused_by_name(plan):
-    content = json.loads(json.dumps(record_of(plan.request)))
+def _without_memory(content):
     content["profile"]["memory"]["working"]["layer"] = None
+
+
+def _size_in_words(content):
+    content["units"][0][1][0] = str(content["units"][0][1][0])
+
+
+@pytest.mark.parametrize("damage", [_without_memory, _size_in_words])
+def test_a_damaged_request_is_refused_by_name(plan, damage):
+    content = json.loads(json.dumps(record_of(plan.request)))
+    damage(content)
     with pytest.raises(UserError, match="PLAN"):
         request_from(content, where="here")
 
