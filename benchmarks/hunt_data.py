@@ -124,7 +124,7 @@ def draw(draw: random.Random) -> dict[str, Any]:
         packed = {"gz": draw.random() < 0.2, "bom": draw.random() < 0.2, "style": draw.randrange(99)}
         sets.append({"form": form, "rows": rows, **packed})
     cut = draw.random() < 0.5
-    return {
+    case = {
         "sets": sets,
         "names": names,
         "use": draw.choice(["mixture", "mixture", "validation"]) if len(sets) > 1 else "one",
@@ -138,6 +138,8 @@ def draw(draw: random.Random) -> dict[str, Any]:
         "seed": draw.randrange(99),
         "evaluated": draw.choice([0, 0, 1, 2]),
     }
+    stream = case["packing"] in ("balanced", "none") and not cut and draw.random() < 0.3
+    return case | {"window": draw.choice([2, 4096] if case["fraction"] == 0 else [4096]) if stream else 0}
 
 
 # the plain reading
@@ -355,12 +357,14 @@ def check(case: dict[str, Any]) -> str:
             chat_template=case["template"],
             as_chat=case["as_chat"],
             packing=case["packing"],
+            streaming=case["window"] > 0,
+            stream_window=case["window"] or 4096,
             cache_dir=f"{folder}/cache",
         )
         try:
             data = prepare_data(settings, sequence_length=case["length"], seed=case["seed"], tokenizer=tokenizer)
         except UserError as error:
-            if all(documents) and case["length"] == 1024:
+            if all(documents) and case["length"] == 1024 and not case["window"]:
                 return f"refused: {error}"
             raise
         if case["use"] == "validation":
@@ -376,12 +380,17 @@ def _compared(case: dict[str, Any], documents: list[list[Shown]], data: Any, tok
     if case["template"] == "chatml" and "<|im_end|>" in tokenizer.get_vocab():
         pad = tokenizer.pad_token_id or tokenizer.convert_tokens_to_ids("<|im_end|>")
     spell = lambda number: _spelled(tokenizer, number, case["tokenizer"] in ("gemma3", "mistral"))  # noqa: E731
-    trained = []
-    for one in data.sets:
-        rows = len(one)
-        trained.append(_shown(one, range(case["epoch"] * rows, (case["epoch"] + 1) * rows), spell, pad))
     out = [] if data.validation is None else _shown(data.validation, range(len(data.validation)), spell, pad)
-    if (read := data.report.read.documents) != (count := sum(map(len, documents[: len(trained)]))):
+    trained = []
+    for one, own in zip(data.sets, documents, strict=False):
+        if case["window"]:  # an epoch has what is not held out
+            held = case["use"] != "validation" and [one.text for one in out]
+            rows = sum(not held or document.text not in held for document in own)
+        else:
+            rows = len(one)
+        trained.append(_shown(one, range(case["epoch"] * rows, (case["epoch"] + 1) * rows), spell, pad))
+    count = sum(map(len, documents[: len(trained)]))
+    if (read := data.report.read.documents) != count and case["window"] != 2:
         return f"{read} documents read, not {count}"
     how = case["length"], case["packing"], spell(pad)
     if case["use"] == "validation":
@@ -413,7 +422,7 @@ def _sides(case: dict[str, Any], documents: list[list[Shown]], trained: list[lis
         if missing := [one.text for one in set(own) - set(seen) - held if case["use"] == "one"]:
             return f"neither trained on nor held out: {missing}"
     spare = any(not any(set(own) == {one} for own in documents) for one in known)
-    if case["fraction"] > 0 and bool(out) != spare:
+    if case["fraction"] > 0 and bool(out) != spare and not case["window"]:
         return f"{len(out)} held out, though one document {'could' if spare else 'could not'} be spared"
     return ""
 
