@@ -82,6 +82,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "some layers": ("LoraConfig", {**PROJECTIONS, "layers_to_transform": [1]}),
     "dropout": ("LoraConfig", {**PROJECTIONS, "lora_dropout": 0.3}),
     "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []}),
+    "head": ("LoraConfig", {**PROJECTIONS, "modules_to_save": ["lm_head"]}),
+    "loha": ("LoHaConfig", {"r": 2, "target_modules": ["v_proj"], "init_weights": False}),
+    "vera": ("VeraConfig", {"r": 2, "target_modules": ["q_proj"], "projection_prng_key": 1}),
     "lokr": ("LoKrConfig", {"r": 2, "target_modules": ["o_proj"], "init_weights": False}),
 }
 STAGES = ("1f1b", "interleaved-1f1b", "zero-bubble", "generated", "solved")
