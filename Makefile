@@ -19,7 +19,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow hunt lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src
 
 test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
 	@$(PYTEST) -m slow $(ARGS)
+
+hunt: $(READY)  ## draw settings and data at random and look for wrong numbers: make hunt ARGS="--minutes 30 --seed 7"
+	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
 
 lint: $(READY)  ## check style, imports and types
 	@$(BIN)/ruff check

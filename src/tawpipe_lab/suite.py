@@ -170,7 +170,7 @@ def _read_workload(values: Any, what: str) -> Workload:
     kind = given.pop("kind", "timed") if isinstance(given, dict) else "timed"
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError("--suite", {"kind": kind}, f"{what} is of one of the kinds {', '.join(KINDS)}")
-    if kind == "timed" and "mix" in given:
+    if kind == "timed" and isinstance(given, dict) and "mix" in given:
         given |= _mixed(given.pop("mix"), given.get("layers"), what)
     return _make(KINDS[kind], given, what)
 

@@ -174,3 +174,6 @@ def test_a_mix_in_a_suite_is_that_of_its_model():
         assert (2 * part.forward_s, 2 * part.backward_input_s, 2 * part.backward_weight_s) == pytest.approx(own)
     with pytest.raises(UserError, match="nemotron"):
         read_suite({**suite, "cells": [{**cell, "workload": {**workload, "mix": {"model": "x", "tick_s": 1}}}]})
+    for nothing in ({}, {"workload": None}, {"workload": "mix"}):
+        with pytest.raises(UserError, match="workload"):
+            read_suite({**suite, "cells": [{**cell, **nothing}]})

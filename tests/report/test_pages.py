@@ -66,6 +66,22 @@ def test_a_request_survives_being_written(plan):
         assert getattr(again, name) == getattr(asked, name), name
 
 
+def _without_memory(content):
+    content["profile"]["memory"]["working"]["layer"] = None
+
+
+def _size_in_words(content):
+    content["units"][0][1][0] = str(content["units"][0][1][0])
+
+
+@pytest.mark.parametrize("damage", [_without_memory, _size_in_words])
+def test_a_damaged_request_is_refused_by_name(plan, damage):
+    content = json.loads(json.dumps(record_of(plan.request)))
+    damage(content)
+    with pytest.raises(UserError, match="PLAN"):
+        request_from(content, where="here")
+
+
 def test_what_a_plan_takes_as_given_survives_being_written():
     given = ScheduleSettings(early_updates=True, reuse=False, reduce_dtype="same", loss_chunk_tokens=7)
     assert request_from(record_of(plan_request(settings=given)), where="here").settings == given

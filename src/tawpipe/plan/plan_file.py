@@ -117,6 +117,8 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         ]
         if {u for own in of_blocks for u in own} != set(range(len(units))):
             raise ValueError("units that no block has, or the other way round")
+        if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed)):
+            raise ValueError("sizes of units that are no whole numbers")
         specs = tuple(
             BlockSpec(tuple(own), kind, reads, needs)
             for own, (kind, reads, needs, *_) in zip(of_blocks, blocks, strict=True)
@@ -132,7 +134,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
             settings=ScheduleSettings(**content["settings"]),
             **{name: content[name] for name in NUMBERS},
         )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UserError("PLAN", where, f"a plan that `tawpipe plan --save` or a run wrote ({error!r})") from error
 
 
