@@ -129,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
         return _longest(request, arguments, tell)
     if corpus is not None:
         return _dealt(request, corpus, arguments, tell)
-    plan = Plan.of(request, search(request, tell=tell))
+    plan = Plan.of(request, search(request, tell=tell, waiting=tell))
     if arguments.json:
         print(json_text(plan))
     else:

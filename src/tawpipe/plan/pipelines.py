@@ -7,7 +7,7 @@ Times are in microseconds and memory in boundary activations, rounded: what a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
+from tawpipe.schedule.pipelines.periodic import searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
@@ -34,28 +35,62 @@ PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
 
-def laid_out(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool = True) -> Iterator[Strategy]:
+def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[Strategy]:
     """The ways to lay a strategy out that a plan tries.
 
     Args:
         axis: the only one for what is made for costs, which takes time; any if empty.
-        hopeful: pipelines are not so far behind that a search for stages would be lost time.
     """
     if isinstance(strategy, ActivationPipeline) and strategy.made and axis and not strategy.stages:
         strategy = replace(strategy, stages=axis)
-    for way in strategy.layouts(request.topology):
-        if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
-            yield _made(request, way, "full", budget=QUICK if hopeful else 0)
-        else:
-            yield way
+    return strategy.layouts(request.topology)
 
 
-def changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
-    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others."""
+def made_for(request: PlanRequest, way: Strategy, *, hopeful: bool = True) -> Strategy:
+    """A way to lay a strategy out with what is made for the costs at hand, if it is such a strategy.
+
+    Args:
+        hopeful: pipelines are not so far behind that a search for stages would be lost time.
+
+    Raises:
+        UserError: memory for no order.
+    """
+    if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
+        return _made(request, way, "full", budget=QUICK if hopeful else 0)
+    return way
+
+
+def effort(request: PlanRequest, way: ActivationPipeline) -> int:
+    """Micro-batches, times blocks, of the orders that are made and played, about."""
+    positions = way.positions(request.topology)
+    each = -(-request.micro_batches // positions.replicas)
+    return min(each, 2 * searched(positions.size)) * len(request.model.blocks)
+
+
+def least_seconds(request: PlanRequest, way: ActivationPipeline) -> float:
+    """Seconds that some position of any order computes: the busiest one, or any if stages are searched for."""
+    positions = way.positions(request.topology)
+    times = [one.forward + one.backward_input + one.backward_weight for one in _blocks(request, "full")]
+    each = -(-request.micro_batches // positions.replicas)
+    if way.searches_stages:
+        return each * sum(times) / positions.size / MICRO
+    layout = way.layout_of(request.model, positions.size)
+    loads = [0.0] * positions.size
+    for stage, place in enumerate(layout.places):
+        loads[place] += sum(times[block] for block in layout.blocks_of(stage))
+    return each * max(loads) / MICRO
+
+
+def changes(request: PlanRequest, step: StepSpec, worth: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others.
+
+    Args:
+        worth: says whether recomputing so could gain anything.
+    """
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in (*ways, *(["full"] if strategy.searches_stages else []), "none"):
+    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
             made = _made(request, strategy, recompute) if strategy.made else None
             yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
@@ -90,8 +125,20 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     Args:
         recompute: what layers compute again.
     """
+    costs, boundary = request.costs, request.profile.memory.boundary * request.size.tokens
+    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
+    host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
+    return PipelineCosts(
+        _blocks(request, recompute),
+        pace=tuple(factors) if set(factors) != {1.0} else (),
+        memory=_room(request, positions, boundary),
+        host=round(host * MICRO) if host < math.inf else math.inf,
+        **hops(positions, boundary, between=costs.between, inside=costs.inside),
+    )
+
+
+def _blocks(request: PlanRequest, recompute: str) -> tuple[BlockTimes, ...]:
     costs, memory, blocks = request.costs, request.profile.memory, []
-    boundary = memory.boundary * request.size.tokens
     for number, block in enumerate(request.model.blocks):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
         forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
@@ -102,15 +149,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
         times = (round(one * MICRO) for one in (forward, back - weights, weights))
         blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2)))
-    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
-    host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
-    return PipelineCosts(
-        tuple(blocks),
-        pace=tuple(factors) if set(factors) != {1.0} else (),
-        memory=_room(request, positions, boundary),
-        host=round(host * MICRO) if host < math.inf else math.inf,
-        **hops(positions, boundary, between=costs.between, inside=costs.inside),
-    )
+    return tuple(blocks)
 
 
 def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: LinkModel) -> dict[str, Any]:

@@ -10,9 +10,10 @@ have none, several devices are tried for every row (``sequence_ranks``).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -21,6 +22,7 @@ from tawpipe.plan import pipelines
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import (
+    LARGEST_WORK,
     PLAYED_ROUNDS,
     Needs,
     Prediction,
@@ -41,13 +43,18 @@ GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
 LESS_MEMORY = 0.01
 """A choice that takes as long and saves as much of the memory is better."""
-LARGEST_WORK = 4096
-"""Ranks that are played, times blocks, beyond which a strategy is not played: a search should take a minute."""
-MOST_PLAYED = 30_000
-"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
+MOST_PLAYED = 15_000
+"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: a search should
+take seconds.
+"""
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
+MOST_EFFORT, QUICK_EFFORT = 20_000, 2_000
+"""Micro-batches, times blocks, of pipelines for which orders are made and played: of all together, after which no
+other is looked at, and of one that is looked at in any case.
+"""
+PATIENCE_S = 2.0
 DEVICE, HOST, FILES = "device memory", "host memory", "disk"
 HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
@@ -87,14 +94,58 @@ class Candidate:
         return settings_of(self.step) if self.step is not None else {}
 
 
+@dataclass
+class Outlook:
+    """What a search knows while it goes on, and what it has spent.
+
+    Args:
+        waiting: see ``search``.
+        hopeful: see ``pipelines.made_for``.
+        ahead: seconds of the best step so far.
+        effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
+    """
+
+    waiting: Callable[[str], None] = lambda _: None
+    hopeful: bool = True
+    ahead: float = math.inf
+    effort: int = MOST_EFFORT
+    patience_s: float = PATIENCE_S
+    begin: float = field(default_factory=time.monotonic)
+
+    def at(self, what: str) -> None:
+        """Say what is looked at, if that has taken a while."""
+        if (seconds := time.monotonic() - self.begin) >= self.patience_s:
+            self.waiting(f"planning for {seconds:.0f} s, now {what}")
+            self.patience_s = 2 * seconds
+
+    def why_not(self, request: PlanRequest, way: ActivationPipeline) -> str:
+        """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent."""
+        effort, least = pipelines.effort(request, way), pipelines.least_seconds(request, way)
+        if effort > QUICK_EFFORT and least > self.ahead * HOPELESS:
+            return (
+                f"not looked at: its busiest device computes for {least:.3g} s, others take {self.ahead:.3g} s a step"
+            )
+        if effort > QUICK_EFFORT and effort > self.effort and self.ahead < math.inf:
+            return "not looked at: orders for so many micro-batches and devices take too long to make"
+        self.effort -= effort
+        return ""
+
+
 @rarely_collected()
-def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
+def search(
+    request: PlanRequest,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    waiting: Callable[[str], None] = lambda _: None,
+) -> list[Candidate]:
     """The best settings of every strategy, the fastest that fits first.
 
     Args:
         tell: is given a line for every strategy.
+        waiting: is given a line that says what is looked at, after ``PATIENCE_S`` and then less and less often.
     """
     candidates: list[Candidate] = []
+    outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S)
     # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
     # alone no row is taken apart.
     for asked in [request.with_ranks(1), request] if request.drops and request.sets else [request]:
@@ -103,17 +154,22 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                axis, hopeful = _best_pipeline(candidates)
-                made = _best(asked, strategy, axis, hopeful=hopeful)
-                if not hopeful and _best_pipeline([*candidates, made])[1]:  # with balanced stages it is not far behind
-                    made = _best(asked, strategy, axis, hopeful=True)
+                outlook.at(strategy.name)
+                axis, outlook.hopeful = _best_pipeline(candidates)
+                outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+                made = _best(asked, strategy, axis, outlook)
+                if not outlook.hopeful and _best_pipeline([*candidates, made])[1]:  # balanced, it is not far behind
+                    outlook.hopeful = True
+                    made = _best(asked, strategy, axis, outlook)
                 candidates.append(made)
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
+    outlook.effort = MOST_EFFORT
     for i, one in enumerate(candidates):
         ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
         if one.fits and one.step is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
-            step, made = _improve(request, one.step, one.prediction)
+            outlook.at(f"other settings of {one.strategy}")
+            step, made = _improve(request, one.step, one.prediction, outlook)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
             tell(describe(request, candidates[i]))
     return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
@@ -146,11 +202,9 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
 
 def whole_rows_fit(request: PlanRequest) -> bool:
-    """True if some strategy can run the rows whole, with everything on the device."""
+    """True if some strategy whose rows could run in chunks can run them whole, with everything on the device."""
     for strategy in strategies().values():
-        if (
-            strategy.weights_stay or not strategy.candidate
-        ):  # where a pipeline fits, others do that keep less at one time
+        if "sequence_chunk" in strategy.refusals or not strategy.candidate:
             continue
         with suppress(UserError):
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
@@ -180,17 +234,18 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy, axis: str = "", *, hopeful: bool = True) -> Candidate:
+def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Outlook | None = None) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
-        axis, hopeful: see ``pipelines.laid_out``.
+        axis: see ``pipelines.laid_out``.
     """
-    best = _best_of(request, strategy, axis, hopeful=hopeful)
+    outlook = outlook or Outlook()
+    best = _best_of(request, strategy, axis, outlook)
     if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
         return best
     for ranks in request.sets:
-        other = _best_of(request.with_ranks(ranks), strategy, axis, hopeful=hopeful)
+        other = _best_of(request.with_ranks(ranks), strategy, axis, outlook)
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -212,14 +267,23 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool) -> Candidate:
+def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> Candidate:
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
-    try:
-        ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis, hopeful=hopeful)]
-    except UserError as error:
-        return Candidate(strategy.name, None, None, False, str(error))
+    refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
+    ways: list[Candidate] = []
+    for way in pipelines.laid_out(request, strategy, axis):
+        try:
+            why = ""
+            if isinstance(way, ActivationPipeline):
+                why = _too_large(request, way.positions(request.topology).size)
+                why = why or (outlook.why_not(request, way) if way.made else "")
+            if not why:
+                way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
+            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way))
+        except UserError as error:
+            ways.append(replace(refused, why_not=str(error)))
     if not ways:
-        return Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
+        return refused
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
 
 
@@ -228,9 +292,9 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     leaves all open.
     """
     found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
-    if not found:
-        return "", True
-    best = min(found, key=lambda one: (not one.fits, one.seconds))
+    if not any(one.fits for one in found):  # and what is made for the memory that there is may fit elsewhere
+        return "", not any(one.fits for one in candidates) or not found
+    best = min((one for one in found if one.fits), key=lambda one: one.seconds)
     ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
     assert best.step is not None
     assert isinstance(best.step.strategy, ActivationPipeline)
@@ -284,7 +348,8 @@ def _fastest(
 
 def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
     """Steps whose rows run in chunks, the largest that fit."""
-    if request.settings.sequence_chunk is not None or not request.chunks:
+    whole = "sequence_chunk" in options[0].strategy.refusals
+    if whole or request.settings.sequence_chunk is not None or not request.chunks:
         return
     for option, layers in _offloading(request, options, chunk=request.chunks[0]):
         first = with_settings(option, **request.in_chunks(request.chunks[0]), offloaded_layers=layers)
@@ -322,7 +387,7 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
 
 def unplayed(request: PlanRequest, step: StepSpec) -> str:
     """Why a strategy is not looked at here, or nothing."""
-    return _too_large(request, step) or _same_here(step.strategy, request)
+    return _too_large(request, played(request, step)) or _same_here(step.strategy, request)
 
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
@@ -344,9 +409,9 @@ def _played(request: PlanRequest, step: StepSpec) -> int:
     return played(request, step) * len(request.model.blocks) * step.settings.micro_batches_per_visit * rounds
 
 
-def _too_large(request: PlanRequest, step: StepSpec) -> str:
-    """Why a strategy is not played here, or nothing."""
-    if played(request, step) * len(request.model.blocks) <= LARGEST_WORK:
+def _too_large(request: PlanRequest, ranks: int) -> str:
+    """Why a strategy of which so many ranks would be played is not, or nothing."""
+    if ranks * len(request.model.blocks) <= LARGEST_WORK:
         return ""
     return f"not played on {request.topology.world_size} devices that do not all do alike"
 
@@ -358,11 +423,13 @@ def _per_visit(request: PlanRequest) -> list[int]:
     return [*powers, most]
 
 
-def _improve(request: PlanRequest, step: StepSpec, prediction: Prediction) -> tuple[StepSpec, Prediction]:
+def _improve(
+    request: PlanRequest, step: StepSpec, prediction: Prediction, outlook: Outlook
+) -> tuple[StepSpec, Prediction]:
     """Change one setting at a time while a step gets faster by ``GAIN``, and memory allows it."""
     for _ in range(PASSES):
         before = prediction.step_seconds
-        for change in _changes(request, step):
+        for change in _changes(request, step, prediction.step_seconds, outlook):
             try:
                 other = with_settings(step, **change)
                 if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
@@ -393,11 +460,20 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
     return replace(candidate, step=step, prediction=made, homes=homes)
 
 
-def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
-    """Settings that may be worth a try; a strategy refuses those that are not for it."""
+def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
+    """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
     settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
     if step.strategy.weights_stay:
-        yield from pipelines.changes(request, step)
+        strategy = step.strategy
+        assert isinstance(strategy, ActivationPipeline)
+
+        def worth(recompute: str) -> bool:
+            """True if computing alone takes less, so that an order may, and if there is time to make one."""
+            if strategy.made and outlook.why_not(request, strategy):
+                return False
+            return bound_of(request, with_settings(step, recompute=recompute)) < seconds * (1 - GAIN)
+
+        yield from pipelines.changes(request, step, worth)
         return
     for name in ("look_ahead", "gradient_buffers"):
         yield {name: getattr(settings, name) + 1}
@@ -421,7 +497,7 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
 
 def leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
-    chunk = request.chunks[0] if request.chunks else 0
+    chunk = request.chunks[0] if request.chunks and "sequence_chunk" not in step.strategy.refusals else 0
     offloaded = request.model.num_layers if relieved(request, step.strategy, chunk=chunk) else 0
     return with_settings(step, **LEAN, offloaded_layers=offloaded, **request.in_chunks(chunk))
 
