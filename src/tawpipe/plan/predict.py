@@ -119,7 +119,7 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     if step.strategy.weights_stay:  # each of them is computed by several ranks, in turn
         most = len({m for own in step.micro_batches for m in own}) / step.topology.world_size
     compute, topology = most * request.compute_s(step), request.topology
-    if topology.num_nodes == 1:
+    if topology.num_nodes == 1 or step.strategy.weights_stay:  # of pipelines there is no formula
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
