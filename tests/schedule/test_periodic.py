@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_arrange import problems
 
 from schedules import llama, step_for
+from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines import arrange as arranging
 from tawpipe.schedule.pipelines import fitting, passes
 from tawpipe.schedule.pipelines.arrange import arrange, continuing
@@ -28,7 +29,8 @@ from tawpipe.schedule.strategies import build
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 
-COSTS = PipelineCosts((BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0)), 20)
+NOTHING = BlockTimes(0, 0, 0, 0)
+COSTS = PipelineCosts((NOTHING, *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0)), 20)
 
 
 @given(problems(), st.integers(0, 40))
@@ -67,24 +69,46 @@ def test_a_period_takes_what_it_says_and_positions_are_busy(memory):
         assert made.length <= 1.01 * made.period * (2 * 397 + 300)  # the position of the head
 
 
-def test_what_is_offloaded_goes_on_as_it_does():
-    """Within the memory in every timing, however many micro-batches; and proved as a schedule."""
-    layout, costs = Layout.even(10, 2), replace(COSTS, memory=9.0, host=7.0)
-    few = filling(2)
-    orders = [order for order in heuristics(layout, costs, few).values() if order.host]
-    assert orders
-    for order in orders:
+@st.composite
+def offloaded(draw: st.DrawFn) -> tuple[int, PipelineCosts]:
+    """(positions, costs) of pipelines with too little memory, beside that of a host."""
+    size = draw(st.integers(2, 3))
+    layer = BlockTimes(*(draw(st.integers(0, 9)) for _ in range(3)), 1, draw(st.sampled_from([0.0, 0.5])))
+    head = BlockTimes(*(draw(st.integers(0, 9)) for _ in range(2)), 0)
+    blocks = (NOTHING, *[layer] * 2 * size, head)
+    memory, host = draw(st.sampled_from([3.0, 4.0, 6.0, 9.0])), draw(st.sampled_from([0.0, 0.1, 1.0, 7.0]))
+    return size, PipelineCosts(blocks, draw(st.integers(0, 9)), memory=memory, host=host)
+
+
+@given(offloaded(), st.integers(0, 9))
+@example(
+    (2, PipelineCosts((NOTHING, *[BlockTimes(7, 9, 0, 1, 0.5)] * 4, BlockTimes(8, 8, 0)), 9, memory=6.0, host=1)), 0
+)
+@example((3, replace(COSTS, memory=4.0, host=0.0)), 0)
+@settings(max_examples=8, deadline=None)
+def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
+    """In every timing, however many micro-batches: what waits because of memory waits for as many works as before."""
+    size, costs = problem
+    layout, few = Layout.even(len(costs.blocks), size), filling(2)
+    for order in heuristics(layout, costs, few).values():
         made = periodic(layout, order, costs, few)
-        for count in (few, few + 1, few + made.period + 3):
+        for count in (few, few + 1, few + 2 * made.period + more):
             longer = made.of(count)
             done = Counter(work for lane in (*longer.compute, *longer.host) for work in lane)
             assert set(done.values()) == {1} and max(work.micro_batch for work in done) == count - 1
+            assert {(one.stage, one.micro_batch) for one in done if one.kind == "O"} == {
+                (one.stage, one.micro_batch) for one in done if one.kind == "R"
+            }
             assert len(play(layout, longer, costs)) == len(done)
             assert max(worst_peak(layout, longer, costs)) <= costs.memory * (1 + 1e-9)
-        assert made.of(few) == order
-    use = ActivationPipeline("solved", block_times=spell_times(costs))
+
+
+def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
+    use = ActivationPipeline("solved", block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
     step = step_for(llama(8), Topology.grid(2, 1), searched(2) + 2, use=use)
-    verify(for_one_thread(build(step)), steps=1, one_thread=True)
+    made = for_one_thread(build(step))
+    assert any(action.op is Op.OFFLOAD for action in made.programs[0])
+    verify(made, steps=1, one_thread=True)
 
 
 def test_no_more_micro_batches_are_searched_than_fill_a_pipeline(monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import peak
+from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs, play
 
 SEARCHED, FILLED, LEAST = 64, 3, 16
@@ -56,22 +56,29 @@ class Periodic:
     def of(self, count: int) -> Order:
         """The order for so many micro-batches, at least ``few``: periods for no fewer, of which the last ones go."""
         repeats = -(-(count - self.few) // self.period)
+        sides = [(self.order.compute, self.spans[0])]
+        sides += [(self.order.host, self.spans[1])] if self.order.host else []
+        lanes = [[_repeated(*one, repeats) for one in zip(*side, strict=True)] for side in sides]
+        made = [tuple(tuple(_later(one, turn * self.period) for turn, one in lane) for lane in side) for side in lanes]
+        if not self.order.host:
+            return _first(Order(tuple(map(_in_turn, made[0]))), count)
+        at = {work: index for _, lane in self.order.lanes for index, work in enumerate(lane)}
         after = dict[Work, Work]()
-        sides = list[tuple[tuple[Work, ...], ...]]()
-        for lanes, spans in zip((self.order.compute, self.order.host), self.spans, strict=True):
-            made = []
-            for lane, (begin, end) in zip(lanes, spans, strict=True):
-                parts = [(0, lane[:end])]
-                parts += [(turn * self.period, lane[begin:end]) for turn in range(1, repeats + 1)]
-                parts += [(repeats * self.period, lane[end:])]
-                pairs = [(_later(work, shift), work, shift) for shift, works in parts for work in works]
-                made.append(tuple(work for work, _, _ in pairs))
-                if self.order.after:
-                    waits = ((work, self.order.after.get(own), shift) for work, own, shift in pairs)
-                    after |= {work: _later(other, shift) for work, other, shift in waits if other is not None}
-            sides.append(tuple(made))
-        compute, host = sides
-        return _first(Order(compute if host else tuple(map(_in_turn, compute)), host, after), count)
+        for side, other in ((0, 1), (1, 0)):
+            for lane, works, others, (begin, end) in zip(
+                lanes[side], made[side], made[other], self.spans[other], strict=True
+            ):
+                for (turn, first), work in zip(lane, works, strict=True):
+                    if first in self.order.after:  # as many works of the other lane later, whichever they are
+                        after[work] = others[at[self.order.after[first]] + turn * (end - begin)]
+        return _first(Order(made[0], made[1], after), count)
+
+
+def _repeated(lane: Sequence[Work], span: tuple[int, int], repeats: int) -> list[tuple[int, Work]]:
+    """(repetition, work) of a lane whose period comes so many times more."""
+    begin, end = span
+    parts = [(0, lane[:end]), *((turn, lane[begin:end]) for turn in range(1, repeats + 1)), (repeats, lane[end:])]
+    return [(turn, work) for turn, works in parts for work in works]
 
 
 def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Periodic:
@@ -83,7 +90,10 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
     if not order.host:
         order = Order(tuple(map(_in_turn, order.compute)))
     times = play(layout, order, costs)
-    positions = [_Position(layout, order, place, times) for place in range(layout.size)]
+    works: list[list[Work]] = [[] for _ in range(layout.size)]
+    for work in sorted(times, key=lambda one: times[one][0]):  # those that start together as ``play`` has done them
+        works[layout.places[work.stage]].append(work)
+    positions = [_Position(layout.stages_of(place), own, times) for place, own in enumerate(works)]
     options: list[tuple[float, int, list[tuple[int, int]]]] = []
     for moment in dict.fromkeys([0.0, *positions[0].moments]):
         begins = [bisect_left(one.starts, moment) for one in positions]
@@ -97,12 +107,11 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
             break
     limit = min(each for each, _, _ in options) * (1 + HARDLY)
     options.sort(key=lambda one: (one[0] > limit, one[1] if one[0] <= limit else one[0]))
-    most = max(peak(layout, order, costs))
     for each, period, spans in options:  # from the beginning to the end it is the whole order
         sides = [tuple(one.of_lane(side, *span) for one, span in zip(positions, spans, strict=True)) for side in (0, 1)]
         made = Periodic(order, few, period, (sides[0], sides[1] if order.host else ()), each * period)
         # What works wait for because of memory repeats itself, but need not have been said again in the first order.
-        if not order.host or max(peak(layout, made.of(few + 2 * period), costs)) <= most:
+        if not order.host or fits(costs, max(peak(layout, made.of(few + 2 * period), costs))):
             return made
     raise AssertionError("an order can follow itself")
 
@@ -115,15 +124,12 @@ class _Position:
         moments: at which a period may begin, those of forward passes.
     """
 
-    def __init__(self, layout: Layout, order: Order, place: int, times: Mapping[Work, tuple[float, float]]) -> None:
-        lanes = order.compute[place], order.host[place] if order.host else ()
-        works = [(times[work], side, work) for side in (0, 1) for work in lanes[side]]
-        works.sort(key=lambda one: one[0][0])
-        self._times = [time for time, _, _ in works]
-        self._sides = [side for _, side, _ in works]
+    def __init__(self, stages: Sequence[int], works: Sequence[Work], times: Mapping[Work, tuple[float, float]]) -> None:
+        self._times = [times[work] for work in works]
+        self._sides = [work.kind in "OR" for work in works]
         self.starts = [start for start, _ in self._times]
-        self.moments = dict.fromkeys(start for (start, _), _, work in works if work.kind == "F")
-        self._states = list(_states(layout.stages_of(place), [work for _, _, work in works]))
+        self.moments = dict.fromkeys(times[work][0] for work in works if work.kind == "F")
+        self._states = list(_states(stages, works))
         self._index = {state: index for index, state in enumerate(self._states)}
 
     def again(self, begin: int, period: int) -> int | None:
