@@ -469,9 +469,9 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
 
         def worth(recompute: str) -> bool:
             """True if computing alone takes less, so that an order may, and if there is time to make one."""
-            if strategy.made and outlook.why_not(request, strategy):
+            if bound_of(request, with_settings(step, recompute=recompute)) >= seconds * (1 - GAIN):
                 return False
-            return bound_of(request, with_settings(step, recompute=recompute)) < seconds * (1 - GAIN)
+            return not (strategy.made and outlook.why_not(request, strategy))
 
         yield from pipelines.changes(request, step, worth)
         return

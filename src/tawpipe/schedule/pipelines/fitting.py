@@ -23,12 +23,8 @@ LATE = (1, 2, math.inf)
 """W of a position that wait, where memory is not looked at."""
 SPARE = (0, 1, 2, 4)
 """Micro-batches in flight beyond what a round trip needs."""
-MOST = 250_000
-"""Works that are played under each name, after which no other variant is tried: seconds on one core. With many
-positions each of them takes longer.
-"""
-MANY = 8
-"""Positions from which on it does."""
+MOST = 400_000
+"""Works that are played under each name, after which no other variant is tried: seconds on one core."""
 
 
 def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
@@ -115,9 +111,8 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
             best[name] = seconds, order
 
     seen = set()
-    works = layout.stages * micro_batches * max(1, layout.size // MANY)
     for parts, name in ((False, "1f1b"), (True, "zero-bubble"))[: 1 + split]:
-        left = max(1, MOST // ((3 if parts else 2) * works))
+        left = max(1, MOST // ((3 if parts else 2) * layout.stages * micro_batches))
         for spare in SPARE:
             if left <= 0:
                 break
