@@ -18,6 +18,7 @@ from family_configs import tiny_config
 from plan_requests import LAYERS, plan_request, profile, step_of
 from schedules import llama, spell_recompute
 from tawpipe.cli import main
+from tawpipe.commands.plan import run as plan_command
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
@@ -292,13 +293,12 @@ def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     assert max(most) <= 2 * searched(4) + 1
 
 
-def test_a_search_that_takes_a_while_says_what_it_looks_at(monkeypatch):
-    said: list[str] = []
-    search(plan_request(), waiting=said.append)
-    quiet = len(said)
+def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
     monkeypatch.setattr(searching, "PATIENCE_S", 0.0)
-    search(plan_request(), waiting=said.append)
-    assert len(said) > quiet and said[quiet].startswith("planning for 0 s, now tawpipe-spread")
+    words = "--model tiny --vocab-size 500 --topology 1x2 --device-name H100 --sequence-length 64 --global-batch 4"
+    assert plan_command(words.split()) == 0
+    said, progress = capsys.readouterr()
+    assert "  planning for 0 s, now tawpipe-spread\n" in progress and "planning for" not in said
 
 
 def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):

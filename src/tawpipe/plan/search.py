@@ -154,7 +154,6 @@ def search(
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                outlook.at(strategy.name)
                 axis, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
                 made = _best(asked, strategy, axis, outlook)
@@ -168,7 +167,6 @@ def search(
     for i, one in enumerate(candidates):
         ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
         if one.fits and one.step is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
-            outlook.at(f"other settings of {one.strategy}")
             step, made = _improve(request, one.step, one.prediction, outlook)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
             tell(describe(request, candidates[i]))
@@ -272,6 +270,7 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
     ways: list[Candidate] = []
     for way in pipelines.laid_out(request, strategy, axis):
+        outlook.at(strategy.name)
         try:
             why = ""
             if isinstance(way, ActivationPipeline):
@@ -430,6 +429,7 @@ def _improve(
     for _ in range(PASSES):
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
+            outlook.at(f"other settings of {step.strategy.name}")
             try:
                 other = with_settings(step, **change)
                 if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
