@@ -302,25 +302,20 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
 
 
 def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
-    """Those that are made for costs: others need no search. What is hopeless could not have won."""
-    made = ("zero-bubble", "generated", "solved")
+    """Those that are made for costs: others need no search. Balanced stages may be far better than even ones."""
     asked = plan_request(global_batch=8)
-    by_name = {one.strategy: one for one in search(asked)}
     monkeypatch.setattr(searching, "QUICK_EFFORT", 1)
     monkeypatch.setattr(searching, "HOPELESS", 0.0)
     hopeless = {one.strategy: one for one in search(asked)}
-    monkeypatch.undo()
-    monkeypatch.setattr(searching, "QUICK_EFFORT", 1)
+    monkeypatch.setattr(searching, "HOPELESS", 100.0)
     monkeypatch.setattr(searching, "MOST_EFFORT", 1)
     long = {one.strategy: one for one in search(asked)}
     assert hopeless["1f1b"].prediction is not None and long["1f1b"].prediction is not None
-    for name in made:
-        assert hopeless[name].why_not.startswith("not looked at: its busiest device computes for")
+    for name in ("zero-bubble", "solved"):
+        assert hopeless[name].why_not.startswith("not looked at: others take")
+    assert hopeless["generated"].prediction is not None
+    for name in ("zero-bubble", "generated", "solved"):
         assert long[name].why_not.startswith("not looked at: orders for so many micro-batches and devices take")
-        step, seconds = by_name[name].step, by_name[name].seconds
-        assert step is not None and isinstance(step.strategy, ActivationPipeline)
-        ways = [replace(strategies()[name], stages=axis) for axis in ("nodes", "locals")]
-        assert seconds * searching.HOPELESS >= min(pipelines.least_seconds(asked, way) for way in ways)
 
 
 def test_slow_links_ask_for_fewer_bytes():

@@ -17,6 +17,7 @@ from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
+from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.periodic import searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -67,20 +68,6 @@ def effort(request: PlanRequest, way: ActivationPipeline) -> int:
     return min(each, 2 * searched(positions.size)) * len(request.model.blocks)
 
 
-def least_seconds(request: PlanRequest, way: ActivationPipeline) -> float:
-    """Seconds that some position of any order computes: the busiest one, or any if stages are searched for."""
-    positions = way.positions(request.topology)
-    times = [one.forward + one.backward_input + one.backward_weight for one in _blocks(request, "full")]
-    each = -(-request.micro_batches // positions.replicas)
-    if way.searches_stages:
-        return each * sum(times) / positions.size / MICRO
-    layout = way.layout_of(request.model, positions.size)
-    loads = [0.0] * positions.size
-    for stage, place in enumerate(layout.places):
-        loads[place] += sum(times[block] for block in layout.blocks_of(stage))
-    return each * max(loads) / MICRO
-
-
 def changes(request: PlanRequest, step: StepSpec, worth: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
     """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others.
 
@@ -103,8 +90,9 @@ def _made(
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
+    layout: Layout | None = None
     for _ in range(TRIES):
-        if strategy.searches_stages:
+        if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
             layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
             stages = f"{positions.axis}:{layout}"
         made = replace(strategy, stages=stages, block_times=spell_times(costs))
@@ -119,26 +107,20 @@ def _made(
     return made
 
 
+def _holds(costs: PipelineCosts, layout: Layout) -> bool:
+    """True if there is memory for one micro-batch."""
+    kept = (sum(costs.kept(layout, stage) for stage in layout.stages_of(place)) for place in range(layout.size))
+    return max(kept) <= costs.memory
+
+
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:
     """What a search for a pipeline's schedule is given: the costs of the clock, for each position.
 
     Args:
         recompute: what layers compute again.
     """
-    costs, boundary = request.costs, request.profile.memory.boundary * request.size.tokens
-    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
-    host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
-    return PipelineCosts(
-        _blocks(request, recompute),
-        pace=tuple(factors) if set(factors) != {1.0} else (),
-        memory=_room(request, positions, boundary),
-        host=round(host * MICRO) if host < math.inf else math.inf,
-        **hops(positions, boundary, between=costs.between, inside=costs.inside),
-    )
-
-
-def _blocks(request: PlanRequest, recompute: str) -> tuple[BlockTimes, ...]:
     costs, memory, blocks = request.costs, request.profile.memory, []
+    boundary = memory.boundary * request.size.tokens
     for number, block in enumerate(request.model.blocks):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
         forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
@@ -149,7 +131,15 @@ def _blocks(request: PlanRequest, recompute: str) -> tuple[BlockTimes, ...]:
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
         times = (round(one * MICRO) for one in (forward, back - weights, weights))
         blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2)))
-    return tuple(blocks)
+    factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
+    host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
+    return PipelineCosts(
+        tuple(blocks),
+        pace=tuple(factors) if set(factors) != {1.0} else (),
+        memory=_room(request, positions, boundary),
+        host=round(host * MICRO) if host < math.inf else math.inf,
+        **hops(positions, boundary, between=costs.between, inside=costs.inside),
+    )
 
 
 def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: LinkModel) -> dict[str, Any]:

@@ -43,7 +43,7 @@ GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
 LESS_MEMORY = 0.01
 """A choice that takes as long and saves as much of the memory is better."""
-MOST_PLAYED = 15_000
+MOST_PLAYED = 10_000
 """Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: a search should
 take seconds.
 """
@@ -60,6 +60,8 @@ HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
+NEAR = 1.05
+"""The same beyond which what is long to make is not made anew: another search gains a few per cent."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,15 @@ class Outlook:
             self.waiting(f"planning for {seconds:.0f} s, now {what}")
             self.patience_s = 2 * seconds
 
-    def why_not(self, request: PlanRequest, way: ActivationPipeline) -> str:
-        """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent."""
-        effort, least = pipelines.effort(request, way), pipelines.least_seconds(request, way)
-        if effort > QUICK_EFFORT and least > self.ahead * HOPELESS:
-            return (
-                f"not looked at: its busiest device computes for {least:.3g} s, others take {self.ahead:.3g} s a step"
-            )
+    def why_not(self, request: PlanRequest, way: ActivationPipeline, *, hopeful: bool) -> str:
+        """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent.
+
+        Args:
+            hopeful: a step may be among the best with it, as far as one sees.
+        """
+        effort = pipelines.effort(request, way)
+        if effort > QUICK_EFFORT and not hopeful:
+            return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
         if effort > QUICK_EFFORT and effort > self.effort and self.ahead < math.inf:
             return "not looked at: orders for so many micro-batches and devices take too long to make"
         self.effort -= effort
@@ -165,8 +169,8 @@ def search(
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     outlook.effort = MOST_EFFORT
     for i, one in enumerate(candidates):
-        ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        if one.fits and one.step is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
+        outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
+        if one.fits and one.step is not None and one.prediction and one.seconds < outlook.ahead * HOPELESS:
             step, made = _improve(request, one.step, one.prediction, outlook)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
             tell(describe(request, candidates[i]))
@@ -275,7 +279,8 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
             why = ""
             if isinstance(way, ActivationPipeline):
                 why = _too_large(request, way.positions(request.topology).size)
-                why = why or (outlook.why_not(request, way) if way.made else "")
+                if way.made and not why:
+                    why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
             if not why:
                 way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
             ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way))
@@ -291,10 +296,10 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     leaves all open.
     """
     found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
-    if not any(one.fits for one in found):  # and what is made for the memory that there is may fit elsewhere
-        return "", not any(one.fits for one in candidates) or not found
-    best = min((one for one in found if one.fits), key=lambda one: one.seconds)
     ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+    best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
+    if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
+        return "", best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
     assert isinstance(best.step.strategy, ActivationPipeline)
     return best.step.strategy.axis, best.seconds < ahead * HOPELESS
@@ -468,10 +473,12 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
         assert isinstance(strategy, ActivationPipeline)
 
         def worth(recompute: str) -> bool:
-            """True if computing alone takes less, so that an order may, and if there is time to make one."""
-            if bound_of(request, with_settings(step, recompute=recompute)) >= seconds * (1 - GAIN):
+            """True if computing alone takes less, so that a step may; and if what is made anew could then be best."""
+            bound = bound_of(request, with_settings(step, recompute=recompute))
+            if bound >= seconds * (1 - GAIN):
                 return False
-            return not (strategy.made and outlook.why_not(request, strategy))
+            expected = seconds * bound / bound_of(request, step)
+            return not strategy.made or not outlook.why_not(request, strategy, hopeful=expected < outlook.ahead * NEAR)
 
         yield from pipelines.changes(request, step, worth)
         return

@@ -23,7 +23,7 @@ LATE = (1, 2, math.inf)
 """W of a position that wait, where memory is not looked at."""
 SPARE = (0, 1, 2, 4)
 """Micro-batches in flight beyond what a round trip needs."""
-MOST = 400_000
+MOST = 200_000
 """Works that are played under each name, after which no other variant is tried: seconds on one core."""
 
 

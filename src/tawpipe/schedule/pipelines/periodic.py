@@ -98,10 +98,13 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
     for moment in dict.fromkeys([0.0, *positions[0].moments]):
         begins = [bisect_left(one.starts, moment) for one in positions]
         for period in range(1, few + 1):
-            ends = [one.again(begin, period) for one, begin in zip(positions, begins, strict=True)]
-            if None in ends:
+            spans = list[tuple[int, int]]()
+            for one, begin in zip(positions, begins, strict=True):
+                if (end := one.again(begin, period)) is None:
+                    break
+                spans.append((begin, end))
+            if len(spans) < len(positions):
                 continue
-            spans = [(begin, end) for begin, end in zip(begins, ends, strict=True) if end is not None]
             length = max(one.length(*span) for one, span in zip(positions, spans, strict=True))
             options.append((length / period, period, spans))
             break
