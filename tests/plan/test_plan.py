@@ -304,7 +304,7 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
 def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
     """Those that are made for costs: others need no search. Balanced stages may be far better than even ones."""
     asked = plan_request(global_batch=8)
-    monkeypatch.setattr(searching, "QUICK_EFFORT", 1)
+    monkeypatch.setattr(pipelines, "QUICK_EFFORT", 1)
     monkeypatch.setattr(searching, "HOPELESS", 0.0)
     hopeless = {one.strategy: one for one in search(asked)}
     monkeypatch.setattr(searching, "HOPELESS", 100.0)

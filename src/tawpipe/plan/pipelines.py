@@ -30,6 +30,8 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK = BUDGET // 10
 """Of a search for stages, where it is to be seen whether they are worth one that takes longer."""
+QUICK_EFFORT = 2_000
+"""Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
 PASSING = 3
@@ -68,24 +70,30 @@ def effort(request: PlanRequest, way: ActivationPipeline) -> int:
     return min(each, 2 * searched(positions.size)) * len(request.model.blocks)
 
 
-def changes(request: PlanRequest, step: StepSpec, worth: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+def long(request: PlanRequest, way: ActivationPipeline) -> bool:
+    """True if making and playing orders takes seconds."""
+    return effort(request, way) > QUICK_EFFORT
+
+
+def changes(
+    request: PlanRequest, step: StepSpec, worth: Callable[[str], bool], *, budget: int = BUDGET
+) -> Iterator[dict[str, Any]]:
     """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others.
 
     Args:
         worth: says whether recomputing so could gain anything.
+        budget: for a search for stages, of which the first one had ``QUICK``.
     """
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages else []), "none")):
+    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages and budget > QUICK else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
-            made = _made(request, strategy, recompute) if strategy.made else None
+            made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
             yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
 
 
-def _made(
-    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int = BUDGET
-) -> ActivationPipeline:
+def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int) -> ActivationPipeline:
     """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages

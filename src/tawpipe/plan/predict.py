@@ -16,6 +16,7 @@ from functools import lru_cache
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.schedule.footprint import far_widths, held, held_apart
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -115,11 +116,16 @@ def link_bytes_of(timeline: Timeline) -> float:
 
 def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
-    most = max(map(len, step.micro_batches))
-    if step.strategy.weights_stay:  # each of them is computed by several ranks, in turn
-        most = len({m for own in step.micro_batches for m in own}) / step.topology.world_size
-    compute, topology = most * request.compute_s(step), request.topology
-    if topology.num_nodes == 1 or step.strategy.weights_stay:  # of pipelines there is no formula
+    strategy, topology = step.strategy, request.topology
+    if isinstance(strategy, ActivationPipeline):  # of its links there is no formula
+        positions, seconds = strategy.positions(topology), request.block_seconds(step)
+        layout = strategy.layout_of(request.model, positions.size)
+        loads = [0.0] * positions.size
+        for stage, place in enumerate(layout.places):
+            loads[place] += sum(seconds[block] for block in layout.blocks_of(stage))
+        return max(loads) * -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
+    compute = max(map(len, step.micro_batches)) * request.compute_s(step)
+    if topology.num_nodes == 1:
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
@@ -179,7 +185,8 @@ def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
     """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
     one has a program.
     """
-    short, _, _ = shortened(request, step, 2)
+    rounds = PLAYED_ROUNDS if step.strategy.weights_stay else 2  # of a pipeline what fits is played at once
+    short, _, _ = shortened(request, step, rounds)
     return _build(request, short) if one_for_all(request, short) else _built(short, short.strategy.fullest(short))
 
 
@@ -217,9 +224,9 @@ def _build(request: PlanRequest, step: StepSpec) -> Schedule:
     return _built(step, stand_ins(step) if one_for_all(request, step) else None)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _built(step: StepSpec, ranks: tuple[int, ...] | None) -> Schedule:
-    """What was built to see whether it fits is played next."""
+    """What was built to see whether it fits is played next, and once more with other links."""
     return build(step, ranks=ranks)
 
 

@@ -32,6 +32,7 @@ from tawpipe.plan.predict import (
     played,
     predict,
     short_schedule,
+    shortened,
 )
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -47,12 +48,16 @@ MOST_PLAYED = 10_000
 """Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: a search should
 take seconds.
 """
+QUICK_PLAYED = 2_000
+"""The same up to which a strategy is played even if its bound is hopeless."""
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
-MOST_EFFORT, QUICK_EFFORT = 20_000, 2_000
-"""Micro-batches, times blocks, of pipelines for which orders are made and played: of all together, after which no
-other is looked at, and of one that is looked at in any case.
+MOST_EFFORT = 20_000
+"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
+MOST_IMPROVED = 20_000
+"""Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
+than ``QUICK_PLAYED`` are.
 """
 PATIENCE_S = 2.0
 DEVICE, HOST, FILES = "device memory", "host memory", "disk"
@@ -105,12 +110,14 @@ class Outlook:
         hopeful: see ``pipelines.made_for``.
         ahead: seconds of the best step so far.
         effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
+        plays: what is left for changes of settings, see ``MOST_IMPROVED``.
     """
 
     waiting: Callable[[str], None] = lambda _: None
     hopeful: bool = True
     ahead: float = math.inf
     effort: int = MOST_EFFORT
+    plays: int = MOST_IMPROVED
     patience_s: float = PATIENCE_S
     begin: float = field(default_factory=time.monotonic)
 
@@ -126,10 +133,10 @@ class Outlook:
         Args:
             hopeful: a step may be among the best with it, as far as one sees.
         """
-        effort = pipelines.effort(request, way)
-        if effort > QUICK_EFFORT and not hopeful:
+        long, effort = pipelines.long(request, way), pipelines.effort(request, way)
+        if long and not hopeful:
             return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
-        if effort > QUICK_EFFORT and effort > self.effort and self.ahead < math.inf:
+        if long and effort > self.effort and self.ahead < math.inf:
             return "not looked at: orders for so many micro-batches and devices take too long to make"
         self.effort -= effort
         return ""
@@ -273,8 +280,9 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
     refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
     ways: list[Candidate] = []
-    for way in pipelines.laid_out(request, strategy, axis):
+    for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one)):
         outlook.at(strategy.name)
+        most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
         try:
             why = ""
             if isinstance(way, ActivationPipeline):
@@ -283,7 +291,7 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
                     why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
             if not why:
                 way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
-            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way))
+            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way, most))
         except UserError as error:
             ways.append(replace(refused, why_not=str(error)))
     if not ways:
@@ -305,7 +313,21 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     return best.step.strategy.axis, best.seconds < ahead * HOPELESS
 
 
-def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
+def _least(request: PlanRequest, way: Strategy) -> float:
+    """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made."""
+    if not isinstance(way, ActivationPipeline) or way.made:
+        return 0.0
+    with suppress(UserError):
+        return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
+    return math.inf
+
+
+def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.inf) -> Candidate:
+    """The best settings of one way to lay a strategy out.
+
+    Args:
+        most: seconds beyond which no more than ``QUICK_PLAYED`` is played.
+    """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
     visits = [1] if strategy.weights_stay else _per_visit(request)
@@ -314,6 +336,9 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
         options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
+        least, work = min(bound_of(request, one) for one in options), min(_played(request, one) for one in options)
+        if least > most and work > QUICK_PLAYED:
+            return replace(refused, why_not=f"not looked at: computing and links alone take {least:.3g} s a step")
         best = _fastest(request, options, look=True)
     except UserError as error:
         return replace(refused, why_not=str(error))
@@ -408,9 +433,10 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
 
 
 def _played(request: PlanRequest, step: StepSpec) -> int:
-    """Micro-batches, times blocks, that a prediction plays."""
-    rounds = min(step.rounds, PLAYED_ROUNDS + 1)
-    return played(request, step) * len(request.model.blocks) * step.settings.micro_batches_per_visit * rounds
+    """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
+    _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
+    ranks = 1 if step.strategy.weights_stay else played(request, step)
+    return ranks * len(request.model.blocks) * max(map(len, longer.micro_batches))
 
 
 def _too_large(request: PlanRequest, ranks: int) -> str:
@@ -435,12 +461,15 @@ def _improve(
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
             outlook.at(f"other settings of {step.strategy.name}")
+            if (plays := _played(request, step)) > QUICK_PLAYED and plays > outlook.plays:
+                return step, prediction
             try:
                 other = with_settings(step, **change)
                 if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
                     continue
                 if not fits(request, memory_quickly(request, other)):
                     continue
+                outlook.plays -= plays if plays > QUICK_PLAYED else 0
                 made = predict(request, other)
             except UserError:  # not for this strategy, or two settings that do not go together
                 continue
@@ -480,7 +509,8 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
             expected = seconds * bound / bound_of(request, step)
             return not strategy.made or not outlook.why_not(request, strategy, hopeful=expected < outlook.ahead * NEAR)
 
-        yield from pipelines.changes(request, step, worth)
+        budget = pipelines.QUICK if pipelines.long(request, strategy) else pipelines.BUDGET
+        yield from pipelines.changes(request, step, worth, budget=budget)
         return
     for name in ("look_ahead", "gradient_buffers"):
         yield {name: getattr(settings, name) + 1}

@@ -72,13 +72,14 @@ def generate(
     if len(costs.blocks) - 2 < positions:
         expected = f"at least {positions}, one for every position; or a pipeline of {max(1, len(costs.blocks) - 2)}"
         raise UserError("layers of the model", len(costs.blocks) - 2, expected)
+    most = max(MOST, budget)
     if micro_batches > searched(positions):  # the order goes on as it does with fewer
-        micro_batches = filling(positions)
+        micro_batches, most = filling(positions), budget
     search = _Search(costs, positions, micro_batches, split)
     fixed = list(fixed_layouts(search.moves, positions))
     begun = [Plan(layout.cuts, layout.places) for layout in fixed]
     for plan in (*begun, *search.moves.starts()) if budget else begun:
-        if search.spent <= max(MOST, budget):
+        if search.spent <= most or plan in begun:
             search.score(plan)
     if not budget and (found := search.best(1)):
         return Layout(len(costs.blocks), *found[0])
@@ -90,7 +91,7 @@ def generate(
     finalists = [Layout(len(costs.blocks), *plan) for plan in search.best(FINALISTS)]
     best: tuple[int, Layout] | None = None
     refused = None
-    left = MOST
+    left = most
     for layout in dict.fromkeys([*finalists, *fixed]):
         if best is not None and left <= 0:
             break

@@ -11,7 +11,7 @@ from tawpipe.schedule.pipelines.arrange import arrange, continuing
 from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import forward_only, interleaved, one_f_one_b
+from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
 from tawpipe.schedule.pipelines.periodic import Periodic, filling, periodic, searched
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
@@ -195,6 +195,8 @@ class ActivationPipeline(Strategy):
                     self.kind, self.layout_of(step.model, positions.size), self.costs(step.model)
                 ).period
         elif self.kind == "interleaved-1f1b":
+            if not makes_groups(each, positions.size):  # as its order says when it is made
+                return step, step, 0.0
             round_ = each // max(1, each // positions.size)
             least = rounds * round_
         few = least + (each - least) % round_
