@@ -53,9 +53,9 @@ QUICK_PLAYED = 2_000
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
-MOST_EFFORT = 20_000
+MOST_EFFORT = 13_000
 """Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
-MOST_IMPROVED = 20_000
+MOST_IMPROVED = 12_000
 """Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
 than ``QUICK_PLAYED`` are.
 """
@@ -280,7 +280,10 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
     refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
     ways: list[Candidate] = []
-    for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one)):
+    for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one, axis)):
+        other = isinstance(way, ActivationPipeline) and axis not in ("", way.axis) and pipelines.long(request, way)
+        if other and any(one.fits for one in ways):
+            continue
         outlook.at(strategy.name)
         most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
         try:
@@ -313,9 +316,11 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     return best.step.strategy.axis, best.seconds < ahead * HOPELESS
 
 
-def _least(request: PlanRequest, way: Strategy) -> float:
-    """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made."""
-    if not isinstance(way, ActivationPipeline) or way.made:
+def _least(request: PlanRequest, way: Strategy, axis: str) -> float:
+    """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made; none
+    for the one that suits another pipeline best.
+    """
+    if not isinstance(way, ActivationPipeline) or way.made or way.axis == axis:
         return 0.0
     with suppress(UserError):
         return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
