@@ -89,7 +89,9 @@ CASES = (  # model, nodes x devices of each, Gbit/s, tokens of a row, rows of a 
     ("30B-A3B, 48 layers", 3, 8, 10, 16384, 1536),
     ("30B-A3B, 48 layers", 128, 8, 400, 8192, 100_000),
 )
-INTERNAL = re.compile(r"\b(nan|None|inf|Error|Traceback|Infinity)\b|<\w+ object|\w+Error\b")
+INTERNAL = re.compile(
+    r"\b(nan|None|inf|Error|Traceback|Infinity|block_times|memory of a position)\b|\w+ object at|\wError\b"
+)
 """What no user should read."""
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from family_configs import tiny_config
 from plan_requests import LAYERS, plan_request, profile, step_of
@@ -275,6 +275,21 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
     assert not any(one.fits for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
     nothing = Plan.of(tight, search(replace(asked, memory_bytes=memory // 3)))
     assert nothing.chosen is None and nothing.least is not None
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
+    """Layers of Qwen3-30B-A3B on two nodes of four devices with 76 GiB: what others gather of a layer is too much."""
+    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "moe_intermediate_size": 768}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128256}
+    AutoConfig.for_model("qwen3_moe", **sizes, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
+    machine = machine_of("2x4@10gbit", device=Device("H100"))
+    asked = request_of(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
+    plan = Plan.of(asked, search(asked))
+    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.weights_stay
+    assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
+    refused = {one.strategy: one.why_not for one in plan.candidates if one.why_not}
+    assert refused and not any("position" in why or "block_times" in why for why in refused.values())
 
 
 @pytest.mark.parametrize("rows", [1000, 100_001])

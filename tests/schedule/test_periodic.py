@@ -73,9 +73,9 @@ def test_a_period_takes_what_it_says_and_positions_are_busy(memory):
 def offloaded(draw: st.DrawFn) -> tuple[int, PipelineCosts]:
     """(positions, costs) of pipelines with too little memory, beside that of a host."""
     size = draw(st.integers(2, 3))
-    layer = BlockTimes(*(draw(st.integers(0, 9)) for _ in range(3)), 1, draw(st.sampled_from([0.0, 0.5])))
-    head = BlockTimes(*(draw(st.integers(0, 9)) for _ in range(2)), 0)
-    blocks = (NOTHING, *[layer] * 2 * size, head)
+    forward, backward, weights, *head = (draw(st.integers(0, 9)) for _ in range(5))
+    layer = BlockTimes(forward, backward, weights, 1, draw(st.sampled_from([0.0, 0.5])))
+    blocks = (NOTHING, *[layer] * 2 * size, BlockTimes(head[0], head[1], 0))
     memory, host = draw(st.sampled_from([3.0, 4.0, 6.0, 9.0])), draw(st.sampled_from([0.0, 0.1, 1.0, 7.0]))
     return size, PipelineCosts(blocks, draw(st.integers(0, 9)), memory=memory, host=host)
 

@@ -34,6 +34,7 @@ QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
+MEMORY_OF_A_POSITION = "memory of a position"
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
@@ -99,19 +100,27 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
     layout: Layout | None = None
-    for _ in range(TRIES):
-        if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
-            layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
-            stages = f"{positions.axis}:{layout}"
-        made = replace(strategy, stages=stages, block_times=spell_times(costs))
-        if not request.memory_bytes:
-            break
-        settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
-        needs = memory_quickly(request, request.step(settings, made))
-        if (over := needs.device - request.memory_bytes) <= 0:
-            break
-        held = min(costs.memory, needs.parts["activations"] // boundary)
-        costs = replace(costs, memory=held - over // boundary - 1)
+    try:
+        for _ in range(TRIES):
+            if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
+                layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
+                stages = f"{positions.axis}:{layout}"
+            made = replace(strategy, stages=stages, block_times=spell_times(costs))
+            if not request.memory_bytes:
+                break
+            settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
+            needs = memory_quickly(request, request.step(settings, made))
+            if (over := needs.device - request.memory_bytes) <= 0:
+                break
+            held = min(costs.memory, needs.parts["activations"] // boundary)
+            costs = replace(costs, memory=max(0, held - over // boundary - 1))
+    except UserError as error:
+        if error.setting != MEMORY_OF_A_POSITION:
+            raise
+        expected = (
+            "more: beside weights, gradients and optimizer state that holds no micro-batch of a pipeline's stages"
+        )
+        raise UserError("memory of a device", f"{request.memory_bytes / 2**30:.4g} GiB", expected) from error
     return made
 
 

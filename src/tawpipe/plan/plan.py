@@ -12,12 +12,10 @@ import yaml
 
 from tawpipe.console import columns
 from tawpipe.errors import UserError
-from tawpipe.plan.pipelines import long
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import Needs, bound_of, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate, gib, settle, shortage
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.plan.search import GAIN, QUICK_PLAYED, Candidate, gib, plays, settle, shortage
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("s/step", "{:.3f}".format),
@@ -256,8 +254,7 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     """The rate of the links at which ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
-    ways = (first.step.strategy, second.step.strategy)
-    if any(isinstance(one, ActivationPipeline) and long(request, one) for one in ways):
+    if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED:
         return ""  # each rate takes seconds
     base = request.machine.between.bytes_per_s
 

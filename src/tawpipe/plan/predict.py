@@ -27,7 +27,7 @@ PLAYED_STEPS = 3
 """Steps that are played: one before and one after the step that is looked at."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
-LARGEST_WORK = 4096
+LARGEST_WORK = 3_500
 """Ranks that are played, times blocks, beyond which a strategy is not played: a search should take seconds."""
 MOST_UNEVEN = 30_000
 """Micro-batches, times blocks, beyond which devices that have one more or less are taken for equal ones."""

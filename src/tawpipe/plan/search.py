@@ -340,8 +340,8 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
-        options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
-        least, work = min(bound_of(request, one) for one in options), min(_played(request, one) for one in options)
+        options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
+        least, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
         if least > most and work > QUICK_PLAYED:
             return replace(refused, why_not=f"not looked at: computing and links alone take {least:.3g} s a step")
         best = _fastest(request, options, look=True)
@@ -437,7 +437,7 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     return ""
 
 
-def _played(request: PlanRequest, step: StepSpec) -> int:
+def plays(request: PlanRequest, step: StepSpec) -> int:
     """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
     _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
     ranks = 1 if step.strategy.weights_stay else played(request, step)
@@ -466,7 +466,7 @@ def _improve(
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
             outlook.at(f"other settings of {step.strategy.name}")
-            if (plays := _played(request, step)) > QUICK_PLAYED and plays > outlook.plays:
+            if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
             try:
                 other = with_settings(step, **change)
@@ -474,7 +474,7 @@ def _improve(
                     continue
                 if not fits(request, memory_quickly(request, other)):
                     continue
-                outlook.plays -= plays if plays > QUICK_PLAYED else 0
+                outlook.plays -= work if work > QUICK_PLAYED else 0
                 made = predict(request, other)
             except UserError:  # not for this strategy, or two settings that do not go together
                 continue

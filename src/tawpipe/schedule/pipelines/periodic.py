@@ -129,7 +129,7 @@ class _Position:
 
     def __init__(self, stages: Sequence[int], works: Sequence[Work], times: Mapping[Work, tuple[float, float]]) -> None:
         self._times = [times[work] for work in works]
-        self._sides = [work.kind in "OR" for work in works]
+        self._sides = [int(work.kind in "OR") for work in works]
         self.starts = [start for start, _ in self._times]
         self.moments = dict.fromkeys(times[work][0] for work in works if work.kind == "F")
         self._states = list(_states(stages, works))
