@@ -257,18 +257,11 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED:
         return ""  # each rate takes seconds
     base = request.machine.between.bytes_per_s
-
-    def wins(factor: float) -> bool:
+    for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
         other = replace(request, machine=request.machine.with_rate(base * factor))
-        assert first.step is not None
-        assert second.step is not None
         limit = predict(other, first.step).step_seconds * 0.995
-        return bound_of(other, second.step) < limit and predict(other, second.step).step_seconds < limit
-
-    for most, less in ((0.125, (0.5, 0.25)), (8.0, (2.0, 4.0))):  # what loses there loses in between
-        if wins(most):
-            rate = base * next((factor for factor in less if wins(factor)), most)
-            return f"{second.strategy} is faster with links of {rate * 8 / 1e9:.3g} Gbit/s"
+        if bound_of(other, second.step) < limit and predict(other, second.step).step_seconds < limit:
+            return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
     return ""
 
 
