@@ -349,9 +349,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         return replace(refused, why_not=str(error))
     if best is None:
         options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
-        offloaded = [with_settings(step, offloaded_layers=n) for step, n in _offloading(request, options, chunk=0)]
-        possible = [step for step in offloaded if fits(request, memory_quickly(request, step))]
-        possible += _in_chunks(request, options)
+        possible = [*_offloaded(request, options), *_in_chunks(request, options)]
         best = _fastest(request, possible)
     if best is None:
         least = leanest(request, options[0])
@@ -385,14 +383,30 @@ def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
     whole = "sequence_chunk" in options[0].strategy.refusals
     if whole or request.settings.sequence_chunk is not None or not request.chunks:
         return
+    over = set[int]()
     for option, layers in _offloading(request, options, chunk=request.chunks[0]):
+        if layers in over:  # with fewer micro-batches a visit
+            continue
         first = with_settings(option, **request.in_chunks(request.chunks[0]), offloaded_layers=layers)
         schedule = short_schedule(request, first)
+        over.add(layers)
         for size in reversed(request.chunks):
             step = with_settings(first, sequence_chunk=size)
             if fits(request, memory_of(request, resized(schedule, step))):
+                over.discard(layers)
                 yield step
                 break
+
+
+def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
+    """Steps with whole rows and layers offloaded, or less ahead, that fit."""
+    over = set[int]()
+    for option, layers in _offloading(request, options, chunk=0):
+        step = with_settings(option, offloaded_layers=layers)
+        if layers not in over and fits(request, memory_quickly(request, step)):
+            yield step
+        else:
+            over.add(layers)  # more micro-batches a visit need no less
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:

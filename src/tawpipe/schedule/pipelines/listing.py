@@ -11,6 +11,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import count
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import ROUNDING, Table, guarded
@@ -29,6 +30,7 @@ class _Play:
         self.awake = [True] * layout.size
         """Positions for which something has changed since ``woken`` asked: nothing else can start anything."""
         self._events: list[tuple[float, int, int, Work | None]] = []
+        self._count = count()
 
     def ready(self, work: Work) -> bool:
         """True if all that it needs has been done and has arrived."""
@@ -55,13 +57,13 @@ class _Play:
         self.times[work] = self.now, end
         self.held[place] += self.table.taken[work.kind, work.stage]
         self.busy[place][work.kind in "OR"] = True
-        heapq.heappush(self._events, (end, len(self.times), place, work))
+        heapq.heappush(self._events, (end, next(self._count), place, work))
         following = work.stage + {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
         if following != work.stage and 0 <= following < len(places):
             arrives = end + self.costs.travel(place, places[following])
             if arrives <= self.now:
                 self.awake[places[following]] = True
-            heapq.heappush(self._events, (arrives, len(self.times), places[following], None))
+            heapq.heappush(self._events, (arrives, next(self._count), places[following], None))
 
     def woken(self) -> Iterator[int]:
         """Positions that may have something to start."""
