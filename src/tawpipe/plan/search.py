@@ -341,20 +341,21 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
         options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
-        least, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
-        if least > most and work > QUICK_PLAYED:
-            return replace(refused, why_not=f"not looked at: computing and links alone take {least:.3g} s a step")
-        best = _fastest(request, options, look=True)
+        bound, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
+        if bound > most and work > QUICK_PLAYED:
+            return replace(refused, why_not=f"not looked at: computing and links alone take {bound:.3g} s a step")
+        whole = fits(request, memory_quickly(request, options[0]))  # more micro-batches a visit need no less
+        best = _fastest(request, options, look=True) if whole else None
     except UserError as error:
         return replace(refused, why_not=str(error))
     if best is None:
-        options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
-        possible = [*_offloaded(request, options), *_in_chunks(request, options)]
-        best = _fastest(request, possible)
-    if best is None:
         least = leanest(request, options[0])
-        good = fits(request, memory_quickly(request, least))
-        return replace(refused, step=least, prediction=predict(request, least), fits=good)
+        missing = lacking(request, memory_quickly(request, least))
+        if DEVICE not in missing:  # and if it is, nothing needs less
+            options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
+            best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
+        if best is None:
+            return replace(refused, step=least, prediction=predict(request, least), fits=not missing)
     return Candidate(strategy.name, *best, True)
 
 
