@@ -254,7 +254,7 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     """The rate of the links at which ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
-    if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED:
+    if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED // 2:
         return ""  # each rate takes seconds
     base = request.machine.between.bytes_per_s
     for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
