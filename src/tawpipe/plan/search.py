@@ -54,7 +54,9 @@ PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
 MOST_EFFORT = 13_000
-"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
+"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at but
+``solved``, whose orders are made at once.
+"""
 MOST_IMPROVED = 12_000
 """Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
 than ``QUICK_PLAYED`` are.
@@ -133,7 +135,7 @@ class Outlook:
         Args:
             hopeful: a step may be among the best with it, as far as one sees.
         """
-        long, effort = pipelines.long(request, way), pipelines.effort(request, way)
+        long, effort = pipelines.long(request, way), 0 if way.improves else pipelines.effort(request, way)
         if long and not hopeful:
             return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
         if long and effort > self.effort and self.ahead < math.inf:
@@ -344,19 +346,31 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         bound, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
         if bound > most and work > QUICK_PLAYED:
             return replace(refused, why_not=f"not looked at: computing and links alone take {bound:.3g} s a step")
-        whole = fits(request, memory_quickly(request, options[0]))  # more micro-batches a visit need no less
-        best = _fastest(request, options, look=True) if whole else None
+        best = _fastest(request, options, look=True) if _some_fit(request, options) else None
     except UserError as error:
         return replace(refused, why_not=str(error))
     if best is None:
         least = leanest(request, options[0])
-        missing = lacking(request, memory_quickly(request, least))
-        if DEVICE not in missing:  # and if it is, nothing needs less
+        lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
+        if _some_fit(request, lean, DEVICE):
             options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
             best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
         if best is None:
-            return replace(refused, step=least, prediction=predict(request, least), fits=not missing)
+            good = fits(request, memory_quickly(request, least))
+            return replace(refused, step=least, prediction=predict(request, least), fits=good)
     return Candidate(strategy.name, *best, True)
+
+
+def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> bool:
+    """True if one of them may fit, which have more and more micro-batches a visit: these need more memory, but for all
+    in one round, of which nothing is kept for another one.
+
+    Args:
+        what: the memory that is looked at; all by default.
+    """
+    ends = [*options[:1], *options[-1:]] if len(options) > 1 else options
+    short = (lacking(request, memory_quickly(request, one)) for one in ends)
+    return any(not (set(missing) & set(what) if what else missing) for missing in short)
 
 
 def _fastest(
@@ -386,7 +400,7 @@ def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
         return
     over = set[int]()
     for option, layers in _offloading(request, options, chunk=request.chunks[0]):
-        if layers in over:  # with fewer micro-batches a visit
+        if layers in over and option.rounds > 1:  # see ``_some_fit``
             continue
         first = with_settings(option, **request.in_chunks(request.chunks[0]), offloaded_layers=layers)
         schedule = short_schedule(request, first)
@@ -404,10 +418,12 @@ def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[St
     over = set[int]()
     for option, layers in _offloading(request, options, chunk=0):
         step = with_settings(option, offloaded_layers=layers)
-        if layers not in over and fits(request, memory_quickly(request, step)):
+        if layers in over and option.rounds > 1:  # see ``_some_fit``
+            continue
+        if fits(request, memory_quickly(request, step)):
             yield step
         else:
-            over.add(layers)  # more micro-batches a visit need no less
+            over.add(layers)
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:
