@@ -53,10 +53,8 @@ QUICK_PLAYED = 2_000
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
-MOST_EFFORT = 13_000
-"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at but
-``solved``, whose orders are made at once.
-"""
+MOST_EFFORT = 13_500
+"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
 MOST_IMPROVED = 12_000
 """Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
 than ``QUICK_PLAYED`` are.
@@ -135,7 +133,7 @@ class Outlook:
         Args:
             hopeful: a step may be among the best with it, as far as one sees.
         """
-        long, effort = pipelines.long(request, way), 0 if way.improves else pipelines.effort(request, way)
+        long, effort = pipelines.long(request, way), pipelines.effort(request, way)
         if long and not hopeful:
             return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
         if long and effort > self.effort and self.ahead < math.inf:
