@@ -12,12 +12,13 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from family_configs import tiny_config
 from plan_requests import LAYERS, plan_request, profile, step_of
 from schedules import llama, spell_recompute
 from tawpipe.cli import main
+from tawpipe.commands.plan import run as plan_command
 from tawpipe.errors import UserError
 from tawpipe.model.build import build_model
 from tawpipe.model.chain import Chain
@@ -25,6 +26,8 @@ from tawpipe.model.flops import chain_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.settings import LoraSettings
 from tawpipe.plan import pipelines
+from tawpipe.plan import predict as predicting
+from tawpipe.plan import search as searching
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, uniform
 from tawpipe.plan.measure import machine_of, request_of
@@ -34,6 +37,7 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, reque
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.search import Candidate, search, with_settings
+from tawpipe.schedule.pipelines.periodic import searched
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
 from tawpipe.simulate import LinkModel, Seconds
@@ -253,6 +257,80 @@ def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets
     monkeypatch.setattr("tawpipe.plan.search.HOPELESS", hopeless)
     found = {one.strategy: one for one in search(plan_request())}
     assert used == budgets and found["generated"].step is not None
+
+
+def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_chunks():
+    """They compute whole rows, of which one way to lay them out may fit and another may not."""
+    model, one = llama(8), profile(8)
+    wide = tuple(replace(unit, numel=10**7) if 0 < unit.blocks[0] < 9 else unit for unit in model.units)
+    lines = dict.fromkeys(("forward full", "backward full"), (0.0, 300.0, 6.0))
+    made = replace(one, memory=replace(one.memory, in_chunks=lines), in_chunks=one.blocks)
+    gpus = Machine((2, 2), LinkModel(2e9, 1e-5), LinkModel(1e10), host=LinkModel(1e6), device=Device("GPU"))
+    asked = replace(plan_request(gpus, model=replace(model, units=wide), profile=made), sequence_length=4096)
+    asked = replace(asked, size=size_of([4096]))
+    assert asked.chunks
+    memory = memory_quickly(asked, step_of(asked, "1f1b", stages="world")).device
+    plan = Plan.of(asked, search(tight := replace(asked, memory_bytes=memory)))
+    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.weights_stay
+    assert not any(one.fits for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
+    nothing = Plan.of(tight, search(replace(asked, memory_bytes=memory // 3)))
+    assert nothing.chosen is None and nothing.least is not None
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
+    """Layers of Qwen3-30B-A3B on two nodes of four devices with 76 GiB: what others gather of a layer is too much."""
+    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "moe_intermediate_size": 768}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128256}
+    AutoConfig.for_model("qwen3_moe", **sizes, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
+    machine = machine_of("2x4@10gbit", device=Device("H100"))
+    asked = request_of(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
+    plan = Plan.of(asked, search(asked))
+    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.weights_stay
+    assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
+    refused = {one.strategy: one.why_not for one in plan.candidates if one.why_not}
+    assert refused and not any("position" in why or "block_times" in why for why in refused.values())
+
+
+@pytest.mark.parametrize("rows", [1000, 100_001])
+def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
+    """Neither where pipelines are long, nor where some devices have a row more than others."""
+    most, play = [0], predicting.play
+
+    def watched(schedule, *args, **kwargs):
+        most.append(max(len(own) for own in schedule.step.micro_batches))
+        return play(schedule, *args, **kwargs)
+
+    monkeypatch.setattr(predicting, "play", watched)
+    monkeypatch.setattr(predicting, "MOST_UNEVEN", 1000)
+    found = search(plan_request(global_batch=rows))
+    assert all(one.prediction is not None for one in found if not one.why_not) and any(one.fits for one in found)
+    assert max(most) <= 2 * searched(4) + 1
+
+
+def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
+    monkeypatch.setattr(searching, "PATIENCE_S", 0.0)
+    words = "--model tiny --vocab-size 500 --topology 1x2 --device-name H100 --sequence-length 64 --global-batch 4"
+    assert plan_command(words.split()) == 0
+    said, progress = capsys.readouterr()
+    assert "  planning for 0 s, now tawpipe-spread\n" in progress and "planning for" not in said
+
+
+def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
+    """Those that are made for costs: others need no search. Balanced stages may be far better than even ones."""
+    asked = plan_request(global_batch=8)
+    monkeypatch.setattr(pipelines, "QUICK_EFFORT", 1)
+    monkeypatch.setattr(searching, "HOPELESS", 0.0)
+    hopeless = {one.strategy: one for one in search(asked)}
+    monkeypatch.setattr(searching, "HOPELESS", 100.0)
+    monkeypatch.setattr(searching, "MOST_EFFORT", 1)
+    long = {one.strategy: one for one in search(asked)}
+    assert hopeless["1f1b"].prediction is not None and long["1f1b"].prediction is not None
+    for name in ("zero-bubble", "solved"):
+        assert hopeless[name].why_not.startswith("not looked at: others take")
+    assert hopeless["generated"].prediction is not None
+    for name in ("zero-bubble", "generated", "solved"):
+        assert long[name].why_not.startswith("not looked at: orders for so many micro-batches and devices take")
 
 
 def test_slow_links_ask_for_fewer_bytes():

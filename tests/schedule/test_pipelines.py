@@ -148,6 +148,17 @@ def test_what_waits_in_the_host_s_memory_is_proved():
         verify(build_pipeline(replace(shape, order_of=lambda _: bad), step, training=True))
 
 
+def test_what_is_kept_in_the_place_of_inputs_is_not_offloaded():
+    """Schedules move inputs alone, and these are gone."""
+    blocks = (BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0))
+    costs = PipelineCosts(blocks, 20, memory=9.0, host=7.0)
+    use = ActivationPipeline("solved", block_times=spell_times(costs))
+    step = step_for(llama(8), Topology.grid(2, 1), 6, use=use)
+    assert any(action.op.name == "OFFLOAD" for action in build(step).programs[0])
+    with pytest.raises(UserError, match=r"schedule.recompute: got 'none'; full under solved where inputs wait"):
+        build(replace(step, settings=replace(step.settings, recompute="none")))
+
+
 def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():
     """Links as slow as half a forward pass; the other order is made as if they took no time."""
     size, count = 6, 24

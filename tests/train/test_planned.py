@@ -68,6 +68,20 @@ def test_a_plan_for_documents_that_are_dealt_has_no_pipeline(monkeypatch):
     assert not any(one.fits and one.step.strategy.weights_stay for one in search(request) if one.step is not None)
 
 
+def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
+    asked, said = plan_request(), list[str]()
+    monkeypatch.setattr(planned, "ask", lambda *_, **__: (asked, ""))
+    monkeypatch.setattr("tawpipe.plan.search.PATIENCE_S", 0.0)
+    found = follow_plan(
+        *(CONFIG, TWO_BY_TWO, None),
+        vocab_size=500,
+        dtype=torch.bfloat16,
+        tell=said.append,
+        measure=lambda _: asked.machine,
+    )
+    assert found.text and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
+
+
 def state(plan: str = "", nodes: Topology | None = None) -> RunState:
     return RunState(step=3, samples=48, seed=0, topology=str(nodes or Topology.grid(2, 2)), plan=plan)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from tawpipe.train.names import ELSEWHERE
 
 if TYPE_CHECKING:
     from tawpipe.plan.lengths import Lengths
+    from tawpipe.plan.plan import Plan
     from tawpipe.plan.request import PlanRequest
 
 T = TypeVar("T", RopeSettings, LoraSettings)
@@ -63,9 +64,8 @@ def run(argv: Sequence[str]) -> int:
     from tawpipe.plan.machine import Device
     from tawpipe.plan.measure import device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
-    from tawpipe.plan.plan import Plan, crossing, explain, json_text
+    from tawpipe.plan.plan import Plan, explain, json_text
     from tawpipe.plan.probe import probe_files
-    from tawpipe.plan.remedy import smaller
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.named_optimizers import BY_NAME
@@ -129,20 +129,12 @@ def run(argv: Sequence[str]) -> int:
         return _longest(request, arguments, tell)
     if corpus is not None:
         return _dealt(request, corpus, arguments, tell)
-    plan = Plan.of(request, search(request, tell=tell))
+    plan = Plan.of(request, search(request, tell=tell, waiting=tell))
     if arguments.json:
         print(json_text(plan))
     else:
-        for line in plan.table():
+        for line in lines(plan):
             print(line)
-        print(f"\n{plan.reason}")
-        if plan.memory:
-            print(plan.memory)
-        if plan.chosen is None and plan.least is not None and plan.least.step is not None:
-            for line in smaller(request, plan.least.step):
-                print(f"would fit: {line}")
-        if plan.chosen and plan.runner_up and (words := crossing(request, plan.chosen, plan.runner_up)):
-            print(words)
     if arguments.explain:
         for line in explain(plan, arguments.explain):
             print(line, file=sys.stdout if talk else sys.stderr)
@@ -152,6 +144,21 @@ def run(argv: Sequence[str]) -> int:
         if talk:
             print(f"wrote {arguments.save}; tawpipe train --plan {arguments.save} follows it")
     return 0 if plan.chosen else 1
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """What is printed of a plan: the candidates, the reasons of the choice, and other ways."""
+    from tawpipe.plan.plan import crossing
+    from tawpipe.plan.remedy import smaller
+
+    yield from plan.table()
+    yield from ("", plan.reason)
+    if plan.memory:
+        yield plan.memory
+    if plan.chosen is None and plan.least is not None and plan.least.step is not None:
+        yield from (f"would fit: {line}" for line in smaller(plan.request, plan.least.step))
+    if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):
+        yield words
 
 
 def _longest(request: PlanRequest, arguments: argparse.Namespace, tell: Callable[[str], None]) -> int:

@@ -18,9 +18,9 @@ from functools import cached_property
 from tawpipe.errors import UserError
 from tawpipe.plan.lengths import Lengths
 from tawpipe.plan.plan_file import settings_of
-from tawpipe.plan.predict import PLAYED_STEPS, foldable, memory_quickly
+from tawpipe.plan.predict import LARGEST_WORK, PLAYED_STEPS, foldable, memory_quickly
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, LARGEST_WORK, Candidate, fits, leanest, search
+from tawpipe.plan.search import GAIN, Candidate, fits, leanest, search
 from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
@@ -108,7 +108,7 @@ class Dealt:
             UserError: a document is longer than any bin can be.
         """
         alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
-        candidates = search(alone, tell=tell)
+        candidates = search(alone, tell=tell, waiting=tell)
         good = [one for one in candidates if one.fits and one.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size

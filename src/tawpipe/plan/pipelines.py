@@ -7,7 +7,7 @@ Times are in microseconds and memory in boundary activations, rounded: what a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,8 @@ from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
+from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.periodic import searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
@@ -28,60 +30,104 @@ from tawpipe.simulate import LinkModel
 MICRO = 1e6
 QUICK = BUDGET // 10
 """Of a search for stages, where it is to be seen whether they are worth one that takes longer."""
+QUICK_EFFORT = 2_000
+"""Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
+MEMORY_OF_A_POSITION = "memory of a position"
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
 
-def laid_out(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool = True) -> Iterator[Strategy]:
+def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[Strategy]:
     """The ways to lay a strategy out that a plan tries.
 
     Args:
         axis: the only one for what is made for costs, which takes time; any if empty.
-        hopeful: pipelines are not so far behind that a search for stages would be lost time.
     """
     if isinstance(strategy, ActivationPipeline) and strategy.made and axis and not strategy.stages:
         strategy = replace(strategy, stages=axis)
-    for way in strategy.layouts(request.topology):
-        if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
-            yield _made(request, way, "full", budget=QUICK if hopeful else 0)
-        else:
-            yield way
+    return strategy.layouts(request.topology)
 
 
-def changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
-    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others."""
+def made_for(request: PlanRequest, way: Strategy, *, hopeful: bool = True) -> Strategy:
+    """A way to lay a strategy out with what is made for the costs at hand, if it is such a strategy.
+
+    Args:
+        hopeful: pipelines are not so far behind that a search for stages would be lost time.
+
+    Raises:
+        UserError: memory for no order.
+    """
+    if isinstance(way, ActivationPipeline) and way.made and not way.block_times:
+        return _made(request, way, "full", budget=QUICK if hopeful else 0)
+    return way
+
+
+def effort(request: PlanRequest, way: ActivationPipeline) -> int:
+    """Micro-batches, times blocks, of the orders that are made and played, about."""
+    positions = way.positions(request.topology)
+    each = -(-request.micro_batches // positions.replicas)
+    return min(each, 2 * searched(positions.size)) * len(request.model.blocks)
+
+
+def long(request: PlanRequest, way: ActivationPipeline) -> bool:
+    """True if making and playing orders takes seconds."""
+    return effort(request, way) > QUICK_EFFORT
+
+
+def changes(
+    request: PlanRequest, step: StepSpec, worth: Callable[[str], bool], *, budget: int = BUDGET
+) -> Iterator[dict[str, Any]]:
+    """Settings of a pipeline that may be worth a try. What is made for costs is made anew for those of others.
+
+    Args:
+        worth: says whether recomputing so could gain anything.
+        budget: for a search for stages, of which the first one had ``QUICK``.
+    """
     strategy, layers = step.strategy, request.model.num_layers
     assert isinstance(strategy, ActivationPipeline)
     ways = [f"none:{max(1, layers // share)},full" for share in (4, 2)] if not strategy.made else []
-    for recompute in (*ways, *(["full"] if strategy.searches_stages else []), "none"):
+    for recompute in filter(worth, (*ways, *(["full"] if strategy.searches_stages and budget > QUICK else []), "none")):
         with suppress(UserError):  # memory for no order of what layers would keep
-            made = _made(request, strategy, recompute) if strategy.made else None
+            made = _made(request, strategy, recompute, budget=budget) if strategy.made else None
             yield {"recompute": recompute} | ({"stages": made.stages, "block_times": made.block_times} if made else {})
 
 
-def _made(
-    request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int = BUDGET
-) -> ActivationPipeline:
+def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *, budget: int) -> ActivationPipeline:
     """What is made for costs, with less memory where a first one does not fit: ends and uneven stages take theirs."""
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
-    for _ in range(TRIES):
-        if strategy.searches_stages:
-            layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
-            stages = f"{positions.axis}:{layout}"
-        made = replace(strategy, stages=stages, block_times=spell_times(costs))
-        if not request.memory_bytes:
-            break
-        settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
-        needs = memory_quickly(request, request.step(settings, made))
-        if (over := needs.device - request.memory_bytes) <= 0:
-            break
-        held = min(costs.memory, needs.parts["activations"] // boundary)
-        costs = replace(costs, memory=held - over // boundary - 1)
+    layout: Layout | None = None
+    try:
+        for _ in range(TRIES):
+            if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
+                layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
+                stages = f"{positions.axis}:{layout}"
+            made = replace(strategy, stages=stages, block_times=spell_times(costs))
+            if not request.memory_bytes:
+                break
+            settings = replace(request.settings, strategy=strategy.name, recompute=recompute)
+            needs = memory_quickly(request, request.step(settings, made))
+            if (over := needs.device - request.memory_bytes) <= 0:
+                break
+            held = min(costs.memory, needs.parts["activations"] // boundary)
+            costs = replace(costs, memory=max(0, held - over // boundary - 1))
+    except UserError as error:
+        if error.setting != MEMORY_OF_A_POSITION:
+            raise
+        expected = (
+            "more: beside weights, gradients and optimizer state that holds no micro-batch of a pipeline's stages"
+        )
+        raise UserError("memory of a device", f"{request.memory_bytes / 2**30:.4g} GiB", expected) from error
     return made
+
+
+def _holds(costs: PipelineCosts, layout: Layout) -> bool:
+    """True if there is memory for one micro-batch."""
+    kept = (sum(costs.kept(layout, stage) for stage in layout.stages_of(place)) for place in range(layout.size))
+    return max(kept) <= costs.memory
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:

@@ -21,7 +21,7 @@ from math import isfinite
 
 import numpy as np
 
-from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.predict import PLAYED_ROUNDS, memory_quickly, shortened
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import far_widths
 from tawpipe.schedule.routes.staggered import number_of_exchanges, visits_of_exchange
@@ -119,6 +119,23 @@ class _Exchange:
     times: int
 
 
+def _counts(step: StepSpec) -> Counter[tuple[bool, tuple[tuple[int, int], ...]]]:
+    """How often every exchange occurs, as ``_Exchange`` has them."""
+    assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
+    tour, nodes = step.strategy.tour(step), step.topology.num_nodes
+    coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
+    counts = Counter((True, one) for one in _staggered(coming, nodes))
+    rounds = [
+        [step.model.trainable_units(v.block) for v in tour.visits if v.round == r and v.gradient_index is not None]
+        for r in range(step.rounds)
+    ]
+    if step.settings.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
+        rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
+    for leaving in rounds:
+        counts.update((False, one) for one in _staggered(leaving, nodes))
+    return counts
+
+
 class _Task:
     """Homes as nodes of the schedule, of which a machine may have several; what they cost; which are allowed.
 
@@ -149,18 +166,9 @@ class _Task:
             [one.numel * widths.at_home(unit, trainable=one.trainable) for unit, one in enumerate(model.units)]
         )
 
-        assert isinstance(step.strategy, WeightStrategy)  # as ``find_homes`` has seen
-        tour = step.strategy.tour(step)
-        coming = [tuple(unit for unit, stay in visit.items() if not stay.held) for visit in tour.residency.arriving]
-        counts = Counter((True, one) for one in _staggered(coming, topology.num_nodes))
-        rounds = [
-            [model.trainable_units(v.block) for v in tour.visits if v.round == r and v.gradient_index is not None]
-            for r in range(step.rounds)
-        ]
-        if step.settings.gradients_scope == "step":  # at the last visit of a unit, of which a tied one has two
-            rounds = [_first_of_each(rounds[-1][::-1])[::-1]]
-        for leaving in rounds:
-            counts.update((False, one) for one in _staggered(leaving, topology.num_nodes))
+        short, longer, left = shortened(request, step, PLAYED_ROUNDS)
+        counts, more = _counts(short), _counts(longer) if left else Counter()
+        counts.update({one: round(left * (number - counts[one])) for one, number in more.items()})
         self.exchanges = [_Exchange(*what, times) for what, times in counts.items() if what[1]]
 
         self.limit = float(self.device_bytes(self.in_turn).max())

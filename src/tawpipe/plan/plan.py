@@ -13,9 +13,9 @@ import yaml
 from tawpipe.console import columns
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
-from tawpipe.plan.predict import Needs, predict
+from tawpipe.plan.predict import Needs, bound_of, predict
 from tawpipe.plan.request import PlanRequest
-from tawpipe.plan.search import GAIN, Candidate, gib, settle, shortage
+from tawpipe.plan.search import GAIN, QUICK_PLAYED, Candidate, gib, plays, settle, shortage
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("s/step", "{:.3f}".format),
@@ -254,10 +254,13 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
     """The rate of the links at which ``second`` becomes faster than ``first``, as a sentence; empty if at none."""
     if first.step is None or second.step is None or request.topology.num_nodes == 1:
         return ""
+    if max(plays(request, first.step), plays(request, second.step)) > QUICK_PLAYED // 2:
+        return ""  # each rate takes seconds
     base = request.machine.between.bytes_per_s
     for factor in (0.5, 0.25, 0.125, 2.0, 4.0, 8.0):
         other = replace(request, machine=request.machine.with_rate(base * factor))
-        if predict(other, second.step).step_seconds < predict(other, first.step).step_seconds * 0.995:
+        limit = predict(other, first.step).step_seconds * 0.995
+        if bound_of(other, second.step) < limit and predict(other, second.step).step_seconds < limit:
             return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
     return ""
 

@@ -10,12 +10,13 @@ more the second time, and what the round took is added for all that are left (``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.schedule.footprint import far_widths, held, held_apart
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -26,6 +27,10 @@ PLAYED_STEPS = 3
 """Steps that are played: one before and one after the step that is looked at."""
 PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
+LARGEST_WORK = 3_500
+"""Ranks that are played, times blocks, beyond which a strategy is not played: a search should take seconds."""
+MOST_UNEVEN = 30_000
+"""Micro-batches, times blocks, beyond which devices that have one more or less are taken for equal ones."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,25 @@ def link_bytes_of(timeline: Timeline) -> float:
 
 def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
-    most = max(map(len, step.micro_batches))
-    if step.strategy.weights_stay:  # each of them is computed by several ranks, in turn
-        most = len({m for own in step.micro_batches for m in own}) / step.topology.world_size
-    compute, topology = most * request.compute_s(step), request.topology
-    traffic = step.strategy.traffic(step, training=True)
-    if topology.num_nodes == 1 or traffic is None:
+    strategy, topology = step.strategy, request.topology
+    if isinstance(strategy, ActivationPipeline):  # of its links there is no formula
+        positions, seconds = strategy.positions(topology), request.block_seconds(step)
+        layout = strategy.layout_of(request.model, positions.size)
+        loads = [0.0] * positions.size
+        for stage, place in enumerate(layout.places):
+            loads[place] += sum(seconds[block] for block in layout.blocks_of(stage))
+        return max(loads) * -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
+    compute = max(map(len, step.micro_batches)) * request.compute_s(step)
+    if topology.num_nodes == 1:
         return compute
-    far = far_widths(step.settings, request.widths)
-    rates = request.link_rates
-    moved = [max(one.bytes_sent(*far), one.bytes_received(*far)) for one in traffic]
+    short, longer, left = shortened(request, step, PLAYED_ROUNDS)
+    traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
+    far, rates, amounts = far_widths(step.settings, request.widths), request.link_rates, list[list[int]]()
+    for links in traffic:
+        if links is None:
+            return compute
+        amounts.append([max(one.bytes_sent(*far), one.bytes_received(*far)) for one in links])
+    moved = [first + left * (second - first) for first, second in zip(amounts[0], amounts[-1], strict=True)]
     if topology == request.machine.topology:
         link = max(amount / rate for amount, rate in zip(moved, rates, strict=True))
     else:  # groups of one machine do not use its link between them, and units may all live in one
@@ -137,7 +151,7 @@ def predict(request: PlanRequest, step: StepSpec) -> Prediction:
     Raises:
         UserError: the strategy cannot run this model on these machines.
     """
-    short, longer, left = step.strategy.extended(step, PLAYED_ROUNDS)
+    short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     schedule = _build(request, short)
     made = _play(request, schedule)
     more = _play(request, _build(request, longer)) if left else made
@@ -160,7 +174,7 @@ def predict(request: PlanRequest, step: StepSpec) -> Prediction:
 def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
     """A step with all of its rounds and ranks, or with some of them if there are too many to look at."""
     if request.micro_batches * len(request.model.blocks) > MOST_VISITS:
-        short, _, _ = step.strategy.extended(step, PLAYED_ROUNDS)
+        short, _, _ = shortened(request, step, PLAYED_ROUNDS)
         return _play(request, _build(request, short))
     return play(build(step), request.of(step).costs, steps=PLAYED_STEPS, physical=request.machine.topology)
 
@@ -174,8 +188,26 @@ def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
     """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
     one has a program.
     """
-    short, _, _ = step.strategy.extended(step, 2)
+    rounds = PLAYED_ROUNDS if step.strategy.weights_stay else 2  # of a pipeline what fits is played at once
+    short, _, _ = shortened(request, step, rounds)
     return _build(request, short) if one_for_all(request, short) else _built(short, short.strategy.fullest(short))
+
+
+def shortened(request: PlanRequest, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
+    """``Strategy.extended`` of a step that can be played."""
+    return (step := alike(request, step)).strategy.extended(step, rounds)
+
+
+def alike(request: PlanRequest, step: StepSpec) -> StepSpec:
+    """The step; or where it is too large to play all ranks, of which some have less, with as much for these."""
+    shares, world = step.micro_batches, step.topology.world_size
+    most, blocks = max(map(len, shares)), len(request.model.blocks)
+    count = 1 + max(own[-1] for own in shares if own)
+    if min(map(len, shares)) == most or max(world * blocks / LARGEST_WORK, count * blocks / MOST_UNEVEN) <= 1:
+        return step
+    ranks = sum(map(len, shares)) // count
+    """That a micro-batch goes to."""
+    return replace(step, micro_batches=step.strategy.share(most * world // ranks, step.topology, step.settings))
 
 
 def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
@@ -185,6 +217,7 @@ def one_for_all(request: PlanRequest, step: StepSpec) -> bool:
 
 def played(request: PlanRequest, step: StepSpec) -> int:
     """Ranks that are played."""
+    step = alike(request, step)
     if not one_for_all(request, step):
         return request.topology.world_size
     return len(stand_ins(step))
@@ -194,9 +227,9 @@ def _build(request: PlanRequest, step: StepSpec) -> Schedule:
     return _built(step, stand_ins(step) if one_for_all(request, step) else None)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _built(step: StepSpec, ranks: tuple[int, ...] | None) -> Schedule:
-    """What was built to see whether it fits is played next."""
+    """What was built to see whether it fits is played next, and once more with other links."""
     return build(step, ranks=ranks)
 
 

@@ -186,13 +186,17 @@ class PlanRequest:
 
     def compute_s(self, step: StepSpec) -> float:
         """Seconds in which a device computes its share of one micro-batch, forward and backward."""
-        costs, seconds = self.of(step).costs.in_sets(step.sequence_ranks), 0.0
+        return sum(self.block_seconds(step))
+
+    def block_seconds(self, step: StepSpec) -> list[float]:
+        """The same of every block."""
+        costs, found = self.of(step).costs.in_sets(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
-            seconds += costs.forward_s(0, b, 0) * (block.kind != "head")
+            seconds = costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward
             visits = 1 + block.needs_backward
-            seconds += visits * costs.unpack_s(0, b) / step.settings.micro_batches_per_visit
-        return seconds
+            found.append(seconds + visits * costs.unpack_s(0, b) / step.settings.micro_batches_per_visit)
+        return found
 
     @property
     def activation_bytes(self) -> Mapping[Kind, int]:

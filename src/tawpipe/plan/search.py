@@ -10,9 +10,10 @@ have none, several devices are tried for every row (``sequence_ranks``).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -21,6 +22,7 @@ from tawpipe.plan import pipelines
 from tawpipe.plan.place import Homes, find_homes
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import (
+    LARGEST_WORK,
     PLAYED_ROUNDS,
     Needs,
     Prediction,
@@ -30,6 +32,7 @@ from tawpipe.plan.predict import (
     played,
     predict,
     short_schedule,
+    shortened,
 )
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -41,18 +44,29 @@ GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
 LESS_MEMORY = 0.01
 """A choice that takes as long and saves as much of the memory is better."""
-LARGEST_WORK = 4096
-"""Ranks that are played, times blocks, beyond which a strategy is not played: a search should take a minute."""
-MOST_PLAYED = 30_000
-"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: the same."""
+MOST_PLAYED = 10_000
+"""Micro-batches, times blocks, of the ranks and rounds that are played, beyond which a setting is not: a search should
+take seconds.
+"""
+QUICK_PLAYED = 2_000
+"""The same up to which a strategy is played even if its bound is hopeless."""
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
+MOST_EFFORT = 13_500
+"""Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
+MOST_IMPROVED = 12_000
+"""Micro-batches, times blocks, that are played while settings are changed one by one, of those steps for which more
+than ``QUICK_PLAYED`` are.
+"""
+PATIENCE_S = 2.0
 DEVICE, HOST, FILES = "device memory", "host memory", "disk"
 HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
+NEAR = 1.05
+"""The same beyond which what is long to make is not made anew: another search gains a few per cent."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +101,62 @@ class Candidate:
         return settings_of(self.step) if self.step is not None else {}
 
 
+@dataclass
+class Outlook:
+    """What a search knows while it goes on, and what it has spent.
+
+    Args:
+        waiting: see ``search``.
+        hopeful: see ``pipelines.made_for``.
+        ahead: seconds of the best step so far.
+        effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
+        plays: what is left for changes of settings, see ``MOST_IMPROVED``.
+    """
+
+    waiting: Callable[[str], None] = lambda _: None
+    hopeful: bool = True
+    ahead: float = math.inf
+    effort: int = MOST_EFFORT
+    plays: int = MOST_IMPROVED
+    patience_s: float = PATIENCE_S
+    begin: float = field(default_factory=time.monotonic)
+
+    def at(self, what: str) -> None:
+        """Say what is looked at, if that has taken a while."""
+        if (seconds := time.monotonic() - self.begin) >= self.patience_s:
+            self.waiting(f"planning for {seconds:.0f} s, now {what}")
+            self.patience_s = 2 * seconds
+
+    def why_not(self, request: PlanRequest, way: ActivationPipeline, *, hopeful: bool) -> str:
+        """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent.
+
+        Args:
+            hopeful: a step may be among the best with it, as far as one sees.
+        """
+        long, effort = pipelines.long(request, way), pipelines.effort(request, way)
+        if long and not hopeful:
+            return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
+        if long and effort > self.effort and self.ahead < math.inf:
+            return "not looked at: orders for so many micro-batches and devices take too long to make"
+        self.effort -= effort
+        return ""
+
+
 @rarely_collected()
-def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None) -> list[Candidate]:
+def search(
+    request: PlanRequest,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    waiting: Callable[[str], None] = lambda _: None,
+) -> list[Candidate]:
     """The best settings of every strategy, the fastest that fits first.
 
     Args:
         tell: is given a line for every strategy.
+        waiting: is given a line that says what is looked at, after ``PATIENCE_S`` and then less and less often.
     """
     candidates: list[Candidate] = []
+    outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S)
     # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
     # alone no row is taken apart.
     for asked in [request.with_ranks(1), request] if request.drops and request.sets else [request]:
@@ -103,17 +165,20 @@ def search(request: PlanRequest, *, tell: Callable[[str], None] = lambda _: None
         candidates = []
         for strategy in strategies().values():
             if strategy.candidate:
-                axis, hopeful = _best_pipeline(candidates)
-                made = _best(asked, strategy, axis, hopeful=hopeful)
-                if not hopeful and _best_pipeline([*candidates, made])[1]:  # with balanced stages it is not far behind
-                    made = _best(asked, strategy, axis, hopeful=True)
+                axis, outlook.hopeful = _best_pipeline(candidates)
+                outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+                made = _best(asked, strategy, axis, outlook)
+                if not outlook.hopeful and _best_pipeline([*candidates, made])[1]:  # balanced, it is not far behind
+                    outlook.hopeful = True
+                    made = _best(asked, strategy, axis, outlook)
                 candidates.append(made)
                 tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
+    outlook.effort = MOST_EFFORT
     for i, one in enumerate(candidates):
-        ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        if one.fits and one.step is not None and one.prediction is not None and one.seconds < ahead * HOPELESS:
-            step, made = _improve(request, one.step, one.prediction)
+        outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
+        if one.fits and one.step is not None and one.prediction and one.seconds < outlook.ahead * HOPELESS:
+            step, made = _improve(request, one.step, one.prediction, outlook)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
             tell(describe(request, candidates[i]))
     return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
@@ -146,11 +211,9 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
 
 def whole_rows_fit(request: PlanRequest) -> bool:
-    """True if some strategy can run the rows whole, with everything on the device."""
+    """True if some strategy whose rows could run in chunks can run them whole, with everything on the device."""
     for strategy in strategies().values():
-        if (
-            strategy.weights_stay or not strategy.candidate
-        ):  # where a pipeline fits, others do that keep less at one time
+        if "sequence_chunk" in strategy.refusals or not strategy.candidate:
             continue
         with suppress(UserError):
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
@@ -180,17 +243,18 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 / 10 else f"{size / 2**30:.3f}"
 
 
-def _best(request: PlanRequest, strategy: Strategy, axis: str = "", *, hopeful: bool = True) -> Candidate:
+def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Outlook | None = None) -> Candidate:
     """The settings that suit a strategy, as long as nothing is improved one by one.
 
     Args:
-        axis, hopeful: see ``pipelines.laid_out``.
+        axis: see ``pipelines.laid_out``.
     """
-    best = _best_of(request, strategy, axis, hopeful=hopeful)
+    outlook = outlook or Outlook()
+    best = _best_of(request, strategy, axis, outlook)
     if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
         return best
     for ranks in request.sets:
-        other = _best_of(request.with_ranks(ranks), strategy, axis, hopeful=hopeful)
+        other = _best_of(request.with_ranks(ranks), strategy, axis, outlook)
         if other.fits != best.fits:
             better = other.fits
         elif other.fits:
@@ -212,14 +276,29 @@ def _peak(candidate: Candidate) -> float:
     return candidate.prediction.peak_bytes if candidate.prediction else float("inf")
 
 
-def _best_of(request: PlanRequest, strategy: Strategy, axis: str, *, hopeful: bool) -> Candidate:
+def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlook) -> Candidate:
     """The same with as many ranks to a row as the request says: the best of all ways to lay it out."""
-    try:
-        ways = [_best_laid_out(request, way) for way in pipelines.laid_out(request, strategy, axis, hopeful=hopeful)]
-    except UserError as error:
-        return Candidate(strategy.name, None, None, False, str(error))
+    refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
+    ways: list[Candidate] = []
+    for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one, axis)):
+        other = isinstance(way, ActivationPipeline) and axis not in ("", way.axis) and pipelines.long(request, way)
+        if other and any(one.fits for one in ways):
+            continue
+        outlook.at(strategy.name)
+        most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
+        try:
+            why = ""
+            if isinstance(way, ActivationPipeline):
+                why = _too_large(request, way.positions(request.topology).size)
+                if way.made and not why:
+                    why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
+            if not why:
+                way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
+            ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way, most))
+        except UserError as error:
+            ways.append(replace(refused, why_not=str(error)))
     if not ways:
-        return Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
+        return refused
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
 
 
@@ -228,16 +307,32 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     leaves all open.
     """
     found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
-    if not found:
-        return "", True
-    best = min(found, key=lambda one: (not one.fits, one.seconds))
     ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+    best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
+    if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
+        return "", best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
     assert isinstance(best.step.strategy, ActivationPipeline)
     return best.step.strategy.axis, best.seconds < ahead * HOPELESS
 
 
-def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
+def _least(request: PlanRequest, way: Strategy, axis: str) -> float:
+    """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made; none
+    for the one that suits another pipeline best.
+    """
+    if not isinstance(way, ActivationPipeline) or way.made or way.axis == axis:
+        return 0.0
+    with suppress(UserError):
+        return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
+    return math.inf
+
+
+def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.inf) -> Candidate:
+    """The best settings of one way to lay a strategy out.
+
+    Args:
+        most: seconds beyond which no more than ``QUICK_PLAYED`` is played.
+    """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
     visits = [1] if strategy.weights_stay else _per_visit(request)
@@ -245,21 +340,35 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy) -> Candidate:
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
             return replace(refused, why_not=why)
-        options = [step for step in options if _played(request, step) <= MOST_PLAYED] or options[:1]
-        best = _fastest(request, options, look=True)
+        options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
+        bound, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
+        if bound > most and work > QUICK_PLAYED:
+            return replace(refused, why_not=f"not looked at: computing and links alone take {bound:.3g} s a step")
+        best = _fastest(request, options, look=True) if _some_fit(request, options) else None
     except UserError as error:
         return replace(refused, why_not=str(error))
     if best is None:
-        options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
-        offloaded = [with_settings(step, offloaded_layers=n) for step, n in _offloading(request, options, chunk=0)]
-        possible = [step for step in offloaded if fits(request, memory_quickly(request, step))]
-        possible += _in_chunks(request, options)
-        best = _fastest(request, possible)
-    if best is None:
         least = leanest(request, options[0])
-        good = fits(request, memory_quickly(request, least))
-        return replace(refused, step=least, prediction=predict(request, least), fits=good)
+        lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
+        if _some_fit(request, lean, DEVICE):
+            options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
+            best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
+        if best is None:
+            good = fits(request, memory_quickly(request, least))
+            return replace(refused, step=least, prediction=predict(request, least), fits=good)
     return Candidate(strategy.name, *best, True)
+
+
+def _some_fit(request: PlanRequest, options: Sequence[StepSpec], *what: str) -> bool:
+    """True if one of them may fit, which have more and more micro-batches a visit: these need more memory, but for all
+    in one round, of which nothing is kept for another one.
+
+    Args:
+        what: the memory that is looked at; all by default.
+    """
+    ends = [*options[:1], *options[-1:]] if len(options) > 1 else options
+    short = (lacking(request, memory_quickly(request, one)) for one in ends)
+    return any(not (set(missing) & set(what) if what else missing) for missing in short)
 
 
 def _fastest(
@@ -284,16 +393,35 @@ def _fastest(
 
 def _in_chunks(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
     """Steps whose rows run in chunks, the largest that fit."""
-    if request.settings.sequence_chunk is not None or not request.chunks:
+    whole = "sequence_chunk" in options[0].strategy.refusals
+    if whole or request.settings.sequence_chunk is not None or not request.chunks:
         return
+    over = set[int]()
     for option, layers in _offloading(request, options, chunk=request.chunks[0]):
+        if layers in over and option.rounds > 1:  # see ``_some_fit``
+            continue
         first = with_settings(option, **request.in_chunks(request.chunks[0]), offloaded_layers=layers)
         schedule = short_schedule(request, first)
+        over.add(layers)
         for size in reversed(request.chunks):
             step = with_settings(first, sequence_chunk=size)
             if fits(request, memory_of(request, resized(schedule, step))):
+                over.discard(layers)
                 yield step
                 break
+
+
+def _offloaded(request: PlanRequest, options: Sequence[StepSpec]) -> Iterator[StepSpec]:
+    """Steps with whole rows and layers offloaded, or less ahead, that fit."""
+    over = set[int]()
+    for option, layers in _offloading(request, options, chunk=0):
+        step = with_settings(option, offloaded_layers=layers)
+        if layers in over and option.rounds > 1:  # see ``_some_fit``
+            continue
+        if fits(request, memory_quickly(request, step)):
+            yield step
+        else:
+            over.add(layers)
 
 
 def resized(schedule: Schedule, step: StepSpec) -> Schedule:
@@ -322,7 +450,7 @@ def with_settings(step: StepSpec, **changes: Any) -> StepSpec:
 
 def unplayed(request: PlanRequest, step: StepSpec) -> str:
     """Why a strategy is not looked at here, or nothing."""
-    return _too_large(request, step) or _same_here(step.strategy, request)
+    return _too_large(request, played(request, step)) or _same_here(step.strategy, request)
 
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
@@ -338,15 +466,16 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     return ""
 
 
-def _played(request: PlanRequest, step: StepSpec) -> int:
-    """Micro-batches, times blocks, that a prediction plays."""
-    rounds = min(step.rounds, PLAYED_ROUNDS + 1)
-    return played(request, step) * len(request.model.blocks) * step.settings.micro_batches_per_visit * rounds
+def plays(request: PlanRequest, step: StepSpec) -> int:
+    """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
+    _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
+    ranks = 1 if step.strategy.weights_stay else played(request, step)
+    return ranks * len(request.model.blocks) * max(map(len, longer.micro_batches))
 
 
-def _too_large(request: PlanRequest, step: StepSpec) -> str:
-    """Why a strategy is not played here, or nothing."""
-    if played(request, step) * len(request.model.blocks) <= LARGEST_WORK:
+def _too_large(request: PlanRequest, ranks: int) -> str:
+    """Why a strategy of which so many ranks would be played is not, or nothing."""
+    if ranks * len(request.model.blocks) <= LARGEST_WORK:
         return ""
     return f"not played on {request.topology.world_size} devices that do not all do alike"
 
@@ -358,17 +487,23 @@ def _per_visit(request: PlanRequest) -> list[int]:
     return [*powers, most]
 
 
-def _improve(request: PlanRequest, step: StepSpec, prediction: Prediction) -> tuple[StepSpec, Prediction]:
+def _improve(
+    request: PlanRequest, step: StepSpec, prediction: Prediction, outlook: Outlook
+) -> tuple[StepSpec, Prediction]:
     """Change one setting at a time while a step gets faster by ``GAIN``, and memory allows it."""
     for _ in range(PASSES):
         before = prediction.step_seconds
-        for change in _changes(request, step):
+        for change in _changes(request, step, prediction.step_seconds, outlook):
+            outlook.at(f"other settings of {step.strategy.name}")
+            if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
+                return step, prediction
             try:
                 other = with_settings(step, **change)
                 if other == step or bound_of(request, other) >= prediction.step_seconds * (1 - GAIN):
                     continue
                 if not fits(request, memory_quickly(request, other)):
                     continue
+                outlook.plays -= work if work > QUICK_PLAYED else 0
                 made = predict(request, other)
             except UserError:  # not for this strategy, or two settings that do not go together
                 continue
@@ -393,11 +528,23 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
     return replace(candidate, step=step, prediction=made, homes=homes)
 
 
-def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
-    """Settings that may be worth a try; a strategy refuses those that are not for it."""
+def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
+    """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
     settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
     if step.strategy.weights_stay:
-        yield from pipelines.changes(request, step)
+        strategy = step.strategy
+        assert isinstance(strategy, ActivationPipeline)
+
+        def worth(recompute: str) -> bool:
+            """True if computing alone takes less, so that a step may; and if what is made anew could then be best."""
+            bound = bound_of(request, with_settings(step, recompute=recompute))
+            if bound >= seconds * (1 - GAIN):
+                return False
+            expected = seconds * bound / bound_of(request, step)
+            return not strategy.made or not outlook.why_not(request, strategy, hopeful=expected < outlook.ahead * NEAR)
+
+        budget = pipelines.QUICK if pipelines.long(request, strategy) else pipelines.BUDGET
+        yield from pipelines.changes(request, step, worth, budget=budget)
         return
     for name in ("look_ahead", "gradient_buffers"):
         yield {name: getattr(settings, name) + 1}
@@ -421,7 +568,7 @@ def _changes(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
 
 def leanest(request: PlanRequest, step: StepSpec) -> StepSpec:
     """The settings of a strategy that need the least memory."""
-    chunk = request.chunks[0] if request.chunks else 0
+    chunk = request.chunks[0] if request.chunks and "sequence_chunk" not in step.strategy.refusals else 0
     offloaded = request.model.num_layers if relieved(request, step.strategy, chunk=chunk) else 0
     return with_settings(step, **LEAN, offloaded_layers=offloaded, **request.in_chunks(chunk))
 

@@ -82,14 +82,14 @@ class _Lane:
     busy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Start:
     """In the log: an instance got its lane."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class End:
     """In the log: an instance is done."""
 

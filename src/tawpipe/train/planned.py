@@ -253,7 +253,7 @@ def _make(
         if request is None:
             return NO_PLAN + problem
         try:
-            made = Plan.of(request, search(request))
+            made = Plan.of(request, search(request, waiting=tell))
         except Exception as error:
             logger.debug("searching", exc_info=True)
             return f"{NO_PLAN}{type(error).__name__}: {error}"

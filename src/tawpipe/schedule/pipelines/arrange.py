@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
 from tawpipe.schedule.pipelines.passes import Passes, Timed
+from tawpipe.schedule.pipelines.periodic import Periodic, filling, periodic, searched
 from tawpipe.schedule.pipelines.room import whole_stages
 from tawpipe.schedule.pipelines.ticks import StageTicks, Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
@@ -19,6 +21,10 @@ MANY = 4096
 """Works of a pipeline beyond which few beginnings are tried: those that are best with few micro-batches."""
 HOPEFUL, FEW = 3, 2
 """So many beginnings, and for each position micro-batches."""
+MOST = 250_000
+"""Works beyond which even fewer are."""
+LONG = 3
+"""Times as many micro-batches more as an order that goes on begins with: by such a length orders are compared."""
 SLACK = 1
 """Thousandths by which an order may be longer than the shortest, if it takes less memory."""
 
@@ -40,23 +46,57 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     F0.0 F0.1 I0.0 F0.2 B0.1 B0.2 W0.0
     F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.2 W1.1 W1.0
     """
+    if micro_batches > searched(layout.size):
+        return continuing(layout, costs, split=split).of(micro_batches)
+    found = _orders(layout, costs, micro_batches, split)
+    limit = min(found, key=lambda one: one[:2])[0] * (1000 + SLACK) // 1000
+    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+
+
+@cache
+def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> Periodic:
+    """The order that ``arrange`` makes for more micro-batches than are searched: what is best with many.
+
+    Raises:
+        UserError: see ``arrange``.
+    """
+    few = filling(layout.size)
+    stages = Ticks.of(costs).stages(layout)
+    options: list[tuple[float, int, Periodic]] = []
+    for *_, order in _orders(layout, costs, few, split, regular=True):
+        made, most = periodic(layout, order, costs, few), peak(stages, order)
+        time = makespan(play(layout, order, costs))
+        options.append((time + LONG * few * made.length / made.period, most, made))
+    limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
+    return min((one for one in options if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+
+
+def _orders(
+    layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool, *, regular: bool = False
+) -> list[tuple[int, int, Order]]:
+    """(makespan, most memory, order) of all that are tried.
+
+    Args:
+        regular: those that searches begin with, too.
+    """
     stages = Ticks.of(costs).stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
     found: list[tuple[int, int, Order]] = []
     tried = policies(layout.size, micro_batches)
     if len(passes.works) > MANY:
         few = replace(passes, micro_batches=min(micro_batches, FEW * layout.size))
-        tried = sorted(tried, key=lambda one: began(few, *one).makespan)[:HOPEFUL]
+        hopeful = max(1, min(HOPEFUL, MOST // (2 * ROUNDS * len(passes.works))))
+        tried = sorted(tried, key=lambda one: began(few, *one).makespan)[:hopeful]
     for flying, group in tried:
-        timed = justified(passes, began(passes, flying, group), flying)
-        order = joined(passes, timed)
-        found.append((timed.makespan, peak(stages, order), order))
+        first = began(passes, flying, group)
+        for timed in (justified(passes, first, flying), *([first] if regular else [])):
+            order = joined(passes, timed)
+            found.append((timed.makespan, peak(stages, order), order))
     for order in published(layout, costs, micro_batches, split):
         most = peak(stages, order)
         if stages.of.memory is None or most <= stages.of.memory:
             found.append((round(makespan(play(layout, order, costs)) * stages.of.scale), most, order))
-    limit = min(found, key=lambda one: one[:2])[0] * (1000 + SLACK) // 1000
-    return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
+    return found
 
 
 def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:

@@ -23,6 +23,8 @@ LATE = (1, 2, math.inf)
 """W of a position that wait, where memory is not looked at."""
 SPARE = (0, 1, 2, 4)
 """Micro-batches in flight beyond what a round trip needs."""
+MOST = 200_000
+"""Works that are played under each name, after which no other variant is tried: seconds on one core."""
 
 
 def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
@@ -110,20 +112,24 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
 
     seen = set()
     for parts, name in ((False, "1f1b"), (True, "zero-bubble"))[: 1 + split]:
+        left = max(1, MOST // ((3 if parts else 2) * layout.stages * micro_batches))
         for spare in SPARE:
+            if left <= 0:
+                break
             caps = round_trips(layout, costs, spare)
-            compute = listed(layout, costs, micro_batches, caps, parts, costs.memory)
+            compute, left = listed(layout, costs, micro_batches, caps, parts, costs.memory), left - 1
             if compute and compute not in seen:
                 seen.add(compute)
                 offer(name, Order(compute))
             for late in LATE if parts and not math.isinf(costs.host) else [math.inf] * (not math.isinf(costs.host)):
-                wide = listed(layout, costs, micro_batches, caps, parts, math.inf, late)
+                wide, left = listed(layout, costs, micro_batches, caps, parts, math.inf, late), left - 1
                 if wide is None or wide in seen:
                     continue
                 seen.add(wide)
                 patterns = [_evenly(layout, wide, costs, share) for share in SHARES]
                 patterns += [_latest(layout, wide, costs, margin) for margin in MARGINS]
-                for away in dict.fromkeys(frozenset(one) for one in patterns if one):
+                for away in list(dict.fromkeys(frozenset(one) for one in patterns if one))[: max(1, left)]:
+                    left -= 1
                     most = best[f"{name}-offload"][0] if f"{name}-offload" in best else math.inf
                     offer(f"{name}-offload", with_host(layout, wide, away, costs, most))
     if not best:

@@ -15,16 +15,19 @@ from functools import lru_cache
 from itertools import pairwise
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, began, justified, published
+from tawpipe.schedule.pipelines.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.moves import Moves, Plan
 from tawpipe.schedule.pipelines.passes import Passes, Timed
+from tawpipe.schedule.pipelines.periodic import filling, searched
 from tawpipe.schedule.pipelines.room import whole_stages
 from tawpipe.schedule.pipelines.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
 BUDGET = 2_000_000
 """Works that are put into lists altogether: seconds on one core."""
+MOST = 1_000_000
+"""The same for what is looked at in any case."""
 STAGES = 6
 """Of a position, at most."""
 STAGE_PENALTY = 2000
@@ -69,11 +72,15 @@ def generate(
     if len(costs.blocks) - 2 < positions:
         expected = f"at least {positions}, one for every position; or a pipeline of {max(1, len(costs.blocks) - 2)}"
         raise UserError("layers of the model", len(costs.blocks) - 2, expected)
+    most = max(MOST, budget)
+    if micro_batches > searched(positions):  # the order goes on as it does with fewer
+        micro_batches, most = filling(positions), budget
     search = _Search(costs, positions, micro_batches, split)
     fixed = list(fixed_layouts(search.moves, positions))
     begun = [Plan(layout.cuts, layout.places) for layout in fixed]
-    for plan in (*search.moves.starts(), *begun) if budget else begun:
-        search.score(plan)
+    for plan in (*begun, *search.moves.starts()) if budget else begun:
+        if search.spent <= most or plan in begun:
+            search.score(plan)
     if not budget and (found := search.best(1)):
         return Layout(len(costs.blocks), *found[0])
     for plan in search.best(SUNK):
@@ -84,12 +91,16 @@ def generate(
     finalists = [Layout(len(costs.blocks), *plan) for plan in search.best(FINALISTS)]
     best: tuple[int, Layout] | None = None
     refused = None
+    left = most
     for layout in dict.fromkeys([*finalists, *fixed]):
+        if best is not None and left <= 0:
+            break
         try:
             if best is not None and layout in fixed:
                 orders = published(layout, costs, micro_batches, split)
                 if all(best[0] <= search.time(layout, order) for order in orders):
                     continue
+            left -= 2 * ROUNDS * HOPEFUL * 3 * layout.stages * micro_batches
             time = search.time(layout, arrange(layout, costs, micro_batches, split=split))
         except UserError as error:
             refused = error

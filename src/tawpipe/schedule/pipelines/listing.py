@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import ROUNDING, Table, guarded
@@ -26,7 +27,10 @@ class _Play:
         self.times: dict[Work, tuple[float, float]] = {}
         self.held = [0.0] * layout.size
         self.busy = [[False, False] for _ in range(layout.size)]
-        self._events: list[tuple[float, int, Work | None]] = []
+        self.awake = [True] * layout.size
+        """Positions for which something has changed since ``woken`` asked: nothing else can start anything."""
+        self._events: list[tuple[float, int, int, Work | None]] = []
+        self._count = count()
 
     def ready(self, work: Work) -> bool:
         """True if all that it needs has been done and has arrived."""
@@ -48,14 +52,25 @@ class _Play:
         return self.held[self.layout.places[work.stage]] + self.table.taken[work.kind, work.stage] <= self.table.limit
 
     def start(self, work: Work) -> None:
-        place = self.layout.places[work.stage]
+        place, places = self.layout.places[work.stage], self.layout.places
         end = self.now + self.table.seconds[work.kind, work.stage]
         self.times[work] = self.now, end
         self.held[place] += self.table.taken[work.kind, work.stage]
         self.busy[place][work.kind in "OR"] = True
-        heapq.heappush(self._events, (end, len(self.times), work))
-        for hop in {self.costs.hop, self.costs.near_hop if self.costs.nodes else 0.0} - {0.0}:
-            heapq.heappush(self._events, (end + hop, len(self.times), None))
+        heapq.heappush(self._events, (end, next(self._count), place, work))
+        following = work.stage + {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
+        if following != work.stage and 0 <= following < len(places):
+            arrives = end + self.costs.travel(place, places[following])
+            if arrives <= self.now:
+                self.awake[places[following]] = True
+            heapq.heappush(self._events, (arrives, next(self._count), places[following], None))
+
+    def woken(self) -> Iterator[int]:
+        """Positions that may have something to start."""
+        for place in range(self.layout.size):
+            if self.awake[place]:
+                self.awake[place] = False
+                yield place
 
     def advance(self) -> bool:
         """On to the next time at which something ends or arrives; False if there is none."""
@@ -63,9 +78,9 @@ class _Play:
             return False
         self.now = self._events[0][0]
         while self._events and self._events[0][0] <= self.now:
-            work = heapq.heappop(self._events)[2]
+            _, _, place, work = heapq.heappop(self._events)
+            self.awake[place] = True
             if work is not None:
-                place = self.layout.places[work.stage]
                 self.held[place] -= self.table.given[work.kind, work.stage]
                 self.busy[place][work.kind in "OR"] = False
         return True
@@ -164,7 +179,8 @@ def listed(
     played = _Play(layout, costs)
     places = [_Listed(played, place, micro_batches, caps, split, room, late) for place in range(layout.size)]
     while True:
-        for place, one in enumerate(places):
+        for place in played.woken():
+            one = places[place]
             if not played.busy[place][0] and (work := one.choose()) is not None:
                 played.start(work)
                 one.started(work)
@@ -218,7 +234,8 @@ def with_host(
         return work
 
     while True:
-        for place, works in enumerate(compute):
+        for place in played.woken():
+            works = compute[place]
             if not played.busy[place][0] and at[place] < len(works):
                 work = works[at[place]]
                 if played.ready(work) and played.room(work):

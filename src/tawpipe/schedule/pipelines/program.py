@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.blocks import backward, forward
 from tawpipe.schedule.buffers import (
@@ -343,6 +344,9 @@ class _Worker:
         m, own = self.numbers[work.micro_batch], self.layout.blocks_of(work.stage)
         first = max(1, self.model.first_backward)
         layers = [block for block in own if block >= first and self.model.blocks[block].kind == "layer"]
+        if any(self.step.saves(block) for block in layers):  # it is in the place of the input
+            expected = f"full under {self.step.strategy.name} where inputs wait in the host's memory: nothing else does"
+            raise UserError("schedule.recompute", self.step.settings.recompute, expected)
         there = work._replace(kind="O")
         if work.kind == "O":
             taken = {slot for other, slot in slots.items() if other.stage == work.stage}

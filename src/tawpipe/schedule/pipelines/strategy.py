@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange
+from tawpipe.schedule.pipelines.arrange import arrange, continuing
 from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.generate import BUDGET, generate
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import forward_only, interleaved, one_f_one_b
+from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
+from tawpipe.schedule.pipelines.periodic import Periodic, filling, periodic, searched
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
@@ -181,17 +182,31 @@ class ActivationPipeline(Strategy):
         return [replace(self, stages=self.stages or axis) for axis in axes if axis in sizes.values()]
 
     def extended(self, step: StepSpec, rounds: int) -> tuple[StepSpec, StepSpec, float]:
-        """A round here is as many micro-batches of a pipeline as it has positions; each pipeline has an equal share."""
+        """A round here is as many micro-batches of a pipeline as it has positions, or what its order repeats; each
+        pipeline has an equal share.
+        """
         positions = self.positions(step.topology)
         each = -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
-        few = rounds * positions.size
-        if each <= few + positions.size or each % positions.size or self.made:
+        round_, least = positions.size, rounds * positions.size
+        if self.made:
+            least = searched(positions.size) + 1
+            if each > least:
+                round_ = _continuing(
+                    self.kind, self.layout_of(step.model, positions.size), self.costs(step.model)
+                ).period
+        elif self.kind == "interleaved-1f1b":
+            if not makes_groups(each, positions.size):  # as its order says when it is made
+                return step, step, 0.0
+            round_ = each // max(1, each // positions.size)
+            least = rounds * round_
+        few = least + (each - least) % round_
+        if each <= few + round_:
             return step, step, 0.0
 
         def cut(count: int) -> StepSpec:
             return replace(step, micro_batches=positions.share(count * positions.replicas))
 
-        return cut(few), cut(few + positions.size), (each - few) / positions.size
+        return cut(few), cut(few + round_), (each - few) / round_
 
 
 @cache
@@ -251,9 +266,23 @@ def _order(kind: str, layout: Layout, costs: PipelineCosts, count: int) -> Order
         return one_f_one_b(layout, count)
     if kind == "interleaved-1f1b":
         return interleaved(layout, count)
-    if kind == "zero-bubble":
-        return arrange(layout, replace(costs, memory=_memory_of_a_v(layout, costs)), count)
-    if kind == "generated":
-        return arrange(layout, costs, count)
-    found = heuristics(layout, costs, count)
-    return min(found.values(), key=lambda order: makespan(play(layout, order, costs)))
+    if count > searched(layout.size):
+        return _continuing(kind, layout, costs).of(count)
+    if kind == "solved":
+        found = heuristics(layout, costs, count)
+        return min(found.values(), key=lambda order: makespan(play(layout, order, costs)))
+    return arrange(layout, _limited(kind, layout, costs), count)
+
+
+@cache
+def _continuing(kind: str, layout: Layout, costs: PipelineCosts) -> Periodic:
+    """The order that goes on for more micro-batches than orders are looked for."""
+    if kind != "solved":
+        return continuing(layout, _limited(kind, layout, costs))
+    few = filling(layout.size)
+    found = [periodic(layout, order, costs, few) for order in heuristics(layout, costs, few).values()]
+    return min(found, key=lambda one: one.length / one.period)
+
+
+def _limited(kind: str, layout: Layout, costs: PipelineCosts) -> PipelineCosts:
+    return replace(costs, memory=_memory_of_a_v(layout, costs)) if kind == "zero-bubble" else costs

@@ -1,0 +1,322 @@
+"""How long does a plan take, and does it name what fits? Thirty cases up to the largest, and cases drawn at random.
+
+    python benchmarks/plans.py --out benchmarks/results/DATE-plans
+    python benchmarks/plans.py --random 100 --seed 1
+    python benchmarks/plans.py --random 1 --seed 1 --first 17
+
+A plan takes the seconds of the processor (``time.process_time``) of all that ``tawpipe plan`` does and prints, once
+Python has loaded it; other programs on the machine take nothing of them. The goal is ``GOAL_S`` for up to 100,000 rows,
+1,024 devices and 128 layers. A case that is drawn is wrong if its plan takes longer, ends in an error or says something
+that is none of the user's, is faster than its bound, does not fit, or names nothing though a single setting fits. The
+exit code is 1 if one is wrong. ``--out`` writes ``table.md`` and ``results.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from tawpipe.commands.plan import lines
+from tawpipe.errors import UserError
+from tawpipe.model.settings import LoraSettings
+from tawpipe.plan.machine import Device, Machine
+from tawpipe.plan.measure import INSIDE, LATENCY_S, request_of
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import LEAN, fits, search, unplayed
+from tawpipe.schedule.strategies import strategies
+from tawpipe.simulate import LinkModel
+
+HERE = Path(__file__).resolve().parent.parent
+GOAL_S = 20.0
+MODELS = {
+    "8B, 32 layers": {"layers": 32, "hidden": 4096},
+    "13B, 48 layers": {"layers": 48, "hidden": 4096},
+    "70B, 80 layers": {"layers": 80, "hidden": 8192},
+    "1.5B, 28 layers": {"layers": 28, "hidden": 1536},
+    "26B, 128 layers": {"layers": 128, "hidden": 4096},
+    "30B-A3B, 48 layers": {"layers": 48, "hidden": 2048, "experts": 128},
+}
+CASES = (  # model, nodes x devices of each, Gbit/s, tokens of a row, rows of a step
+    ("13B, 48 layers", 3, 8, 10, 16384, 192),
+    ("13B, 48 layers", 3, 8, 10, 16384, 1536),
+    ("13B, 48 layers", 3, 8, 10, 16384, 1537),
+    ("13B, 48 layers", 3, 8, 1, 4096, 192),
+    ("13B, 48 layers", 3, 8, 1, 4096, 1536),
+    ("13B, 48 layers", 3, 8, 1, 4096, 100_000),
+    ("8B, 32 layers", 1, 8, 100, 4096, 64),
+    ("8B, 32 layers", 1, 8, 100, 8192, 512),
+    ("8B, 32 layers", 2, 4, 1, 4096, 128),
+    ("8B, 32 layers", 2, 4, 1, 4096, 100_000),
+    ("8B, 32 layers", 3, 8, 10, 32768, 96),
+    ("8B, 32 layers", 16, 8, 100, 8192, 1024),
+    ("8B, 32 layers", 128, 8, 400, 8192, 4096),
+    ("8B, 32 layers", 128, 8, 10, 8192, 100_000),
+    ("70B, 80 layers", 4, 8, 100, 8192, 256),
+    ("70B, 80 layers", 8, 8, 10, 8192, 512),
+    ("70B, 80 layers", 8, 8, 1, 4096, 10_000),
+    ("70B, 80 layers", 32, 8, 100, 16384, 2048),
+    ("70B, 80 layers", 128, 8, 400, 8192, 100_000),
+    ("26B, 128 layers", 4, 8, 10, 4096, 256),
+    ("26B, 128 layers", 4, 8, 1, 4096, 4096),
+    ("26B, 128 layers", 16, 8, 10, 4096, 10_000),
+    ("26B, 128 layers", 128, 8, 100, 4096, 100_000),
+    ("26B, 128 layers", 128, 8, 1, 4096, 100_000),
+    ("1.5B, 28 layers", 1, 2, 100, 4096, 100_000),
+    ("1.5B, 28 layers", 24, 1, 1, 2048, 1000),
+    ("1.5B, 28 layers", 2, 8, 0.1, 131072, 16),
+    ("30B-A3B, 48 layers", 2, 4, 10, 8192, 64),
+    ("30B-A3B, 48 layers", 3, 8, 10, 16384, 1536),
+    ("30B-A3B, 48 layers", 128, 8, 400, 8192, 100_000),
+)
+INTERNAL = re.compile(
+    r"\b(nan|None|inf|Error|Traceback|Infinity|block_times|memory of a position)\b|\w+ object at|\wError\b"
+)
+"""What no user should read."""
+
+
+def draw(source: random.Random) -> dict[str, Any]:
+    """A case: a model, machines, the data of a step and what of it is computed at one time."""
+    layers = source.choice((source.randint(1, 12), source.randint(8, 48), source.randint(32, 128)))
+    model = {"layers": layers, "hidden": source.choice((256, 1024, 1536, 2048, 4096, 5120, 8192))}
+    if source.random() < 0.2:
+        model["experts"] = source.choice((8, 64, 128))
+    local = source.choice((1, 2, 4, 8, 8, 8))
+    many = source.choice((source.randint(1, 4), source.randint(1, 16), source.choice((32, 64, 128))))
+    nodes = [local] * many
+    if many > 1 and source.random() < 0.1:
+        nodes[-1] = source.randint(1, local)
+    rows = round(10 ** source.uniform(0, 5))
+    return {
+        "model": model,
+        "nodes": nodes,
+        "gbit": source.choice((0.1, 1, 10, 25, 100, 400)),
+        "slow_node": source.random() < 0.1,
+        "gpu": source.choice(("H100", "A100", "L40S")),
+        "memory_gib": source.choice((10, 22, 38, 44, 75, 76, 135)),
+        "host_gib": source.choice((0, 0, 200, 1900)),
+        "tokens": source.choice((1 << source.randint(7, 17), source.randint(100, 100_000))),
+        "rows": rows,
+        "micro_batch": min(rows, source.choice((1, 1, 1, 2, 4))),
+        "lora": source.choice((0, 0, 0, 16)),
+    }
+
+
+def check(case: dict[str, Any]) -> str:
+    """What is wrong with the plan of a case, a line each; empty if nothing is.
+
+    Raises:
+        UserError: the case is refused.
+    """
+    begin = time.process_time()
+    request = ask(case)
+    try:
+        plan = Plan.of(request, search(request))
+        said = [*lines(plan), *map(str, (one.why_not for one in plan.candidates))]
+    except Exception:
+        return traceback.format_exc()
+    took = time.process_time() - begin
+    wrong = [f"takes {took:.1f} s of the processor"] if took > GOAL_S else []
+    wrong += [f"says {line!r}" for line in said if INTERNAL.search(line)]
+    for one in plan.candidates:
+        if one.prediction is not None and one.seconds < one.prediction.bound_s * (1 - 1e-6):
+            wrong.append(f"{one.strategy} takes {one.seconds:.6g} s, and its bound is {one.prediction.bound_s:.6g} s")
+    if plan.chosen is None:
+        wrong += [f"names nothing, and {name} fits" for name in _single(request)][:1]
+    elif plan.chosen.step is None or not fits(request, memory_quickly(request, plan.chosen.step)):
+        wrong.append(f"{plan.chosen.strategy} is chosen, and does not fit")
+    return "\n".join(wrong)
+
+
+def ask(case: dict[str, Any]) -> PlanRequest:
+    """The request for a case's plan."""
+    rate = case["gbit"] / 8 * 1e9
+    between, slower = LinkModel(rate, LATENCY_S), LinkModel(rate / 4, LATENCY_S)
+    machine = Machine(
+        tuple(case["nodes"]),
+        between,
+        INSIDE["GPU"],
+        {0: slower} if case["slow_node"] and len(case["nodes"]) > 1 else {},
+        host=LinkModel(50e9, 1e-5),
+        device=Device(case["gpu"]),
+        host_bytes=case["host_gib"] << 30,
+    )
+    return request_of(
+        model_folder(**case["model"]),
+        machine,
+        sequence_length=case["tokens"],
+        global_batch=case["rows"],
+        micro_batch=case["micro_batch"],
+        memory_bytes=int(case["memory_gib"] * 2**30),
+        lora=LoraSettings(rank=case["lora"] or None),
+    )
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def model_folder(layers: int, hidden: int, experts: int = 0) -> str:
+    """A folder with the config of such a model, and nothing else."""
+    folder = Path(_folder().name, f"{layers}-{hidden}-{experts}")
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 7 * hidden // 2,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": 4 if hidden % 512 == 0 else 2,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 1 << 20,
+        "tie_word_embeddings": False,
+    }
+    mixture = {"num_experts": experts, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    kind = AutoConfig.for_model("qwen3_moe", **sizes, **mixture) if experts else AutoConfig.for_model("llama", **sizes)
+    kind.save_pretrained(folder)
+    return str(folder)
+
+
+def _single(request: PlanRequest) -> Iterator[str]:
+    """Single settings that fit: every strategy, laid out in every way, with what needs the least memory."""
+    layers = request.model.num_layers
+    leaner: list[dict[str, Any]] = [{}, {"offloaded_layers": layers}]
+    leaner += [one | request.in_chunks(request.chunks[0]) for one in leaner] if request.chunks else []
+    leaner += [one | {"sequence_ranks": ranks} for one in leaner for ranks in request.sets[-1:]]
+    for strategy in strategies().values():
+        for way in strategy.layouts(request.topology) if strategy.candidate else ():
+            for lean in leaner:
+                settings = replace(request.settings, strategy=strategy.name, recompute="full", **{**LEAN, **lean})
+                try:
+                    step = request.step(settings, way)
+                    if not unplayed(request, step) and fits(request, memory_quickly(request, step)):
+                        yield f"{strategy.name} {way.layout} {lean or ''}".rstrip()
+                except UserError:
+                    continue
+
+
+def drawn(seed: int, first: int, number: int) -> int:
+    """Plan so many cases that are drawn, and say what is wrong; how many are."""
+    counts = {"right": 0, "refused": 0, "WRONG": 0}
+    for at in range(first, first + number):
+        case, begin = draw(random.Random(f"{seed} {at}")), time.process_time()
+        try:
+            why = check(case)
+            outcome = "WRONG" if why else "right"
+        except UserError as error:
+            outcome, why = "refused", str(error)
+        counts[outcome] += 1
+        print(f"{at:4d} {time.process_time() - begin:5.1f} s  {outcome}  {json.dumps(case)}", flush=True)
+        if why:
+            print(why.rstrip(), flush=True)
+        if outcome == "WRONG":
+            print(f"again: python benchmarks/plans.py --random 1 --seed {seed} --first {at}", flush=True)
+    print(f"seed {seed}: {', '.join(f'{count} {what}' for what, count in counts.items())}")
+    return counts["WRONG"]
+
+
+def measured(
+    model: str, nodes: int, local: int, gbit: float, tokens: int, rows: int, memory_gib: float
+) -> dict[str, Any]:
+    """A plan of the thirty, and what it took."""
+    case = {"model": MODELS[model], "nodes": [local] * nodes, "gbit": gbit, "slow_node": False, "gpu": "H100"}
+    case |= {"memory_gib": memory_gib, "host_gib": 0, "tokens": tokens, "rows": rows, "micro_batch": 1, "lora": 0}
+    begin = time.process_time()
+    request = ask(case)
+    asked = time.process_time()
+    plan = Plan.of(request, search(request))
+    found = time.process_time()
+    said = list(lines(plan))
+    end = time.process_time()
+    chosen = plan.chosen
+    return {
+        "model": model,
+        "machines": f"{nodes}x{local}@{gbit:g}gbit",
+        "sequence_length": tokens,
+        "global_batch": rows,
+        "chosen": chosen.strategy if chosen else None,
+        "settings": chosen.chosen_settings() if chosen else {},
+        "step_seconds": chosen.seconds if chosen else None,
+        "processor_s": {"request": asked - begin, "search": found - asked, "words": end - found, "all": end - begin},
+        "said": said,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The cases as a page."""
+    lines = [
+        "| model | machines | tokens of a row | rows of a step | chosen | s/step | processor s | of them searching |",
+        "| --- | --- | --: | --: | --- | --: | --: | --: |",
+    ]
+    for row in rows:
+        step = "" if row["step_seconds"] is None else f"{row['step_seconds']:.1f}"
+        sizes = f"{row['sequence_length']:,} | {row['global_batch']:,}"
+        took = row["processor_s"]
+        cells = (row["model"], row["machines"], sizes, row["chosen"] or "nothing fits", step)
+        lines.append(f"| {' | '.join(cells)} | {took['all']:.1f} | {took['search']:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--random", type=int, metavar="CASES")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, metavar="CASE")
+    parser.add_argument("--memory", type=float, default=76, metavar="GIB")
+    args = parser.parse_args()
+    if args.random:
+        return int(drawn(args.seed, args.first, args.random) > 0)
+    if args.out is None:
+        parser.error("--out or --random")
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "results.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["cases"] if results.exists() else []
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True).strip()
+    for case in CASES[len(rows) :]:  # goes on where it was interrupted
+        rows.append({"commit": commit} | measured(*case, args.memory))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        content = {"settings": settings(args.memory), "cases": rows}
+        results.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    most = max(row["processor_s"]["all"] for row in rows)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    head = f"# How long plans take\n\n{', '.join(f'{name} {value}' for name, value in settings(args.memory).items())}; "
+    head += f"at {commits}: `{shlex.join(['python', 'benchmarks/plans.py', *sys.argv[1:]])}`.\n\n"
+    head += f"The longest takes {most:.1f} s of the processor; the goal is {GOAL_S:g}.\n\n"
+    (args.out / "table.md").write_text(head + table(rows) + "\n", encoding="utf-8")
+    return int(most > GOAL_S)
+
+
+def settings(memory_gib: float) -> dict[str, Any]:
+    """What all cases have in common, and what they ran with."""
+    return {
+        "device": f"H100 with {memory_gib:g} GiB, by estimate",
+        "processor": f"{os.cpu_count()} cores, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
