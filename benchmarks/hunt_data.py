@@ -139,6 +139,8 @@ def draw(draw: random.Random) -> dict[str, Any]:
         "evaluated": draw.choice([0, 0, 1, 2]),
     }
     stream = case["packing"] in ("balanced", "none") and not cut and draw.random() < 0.3
+    # Of what a mixture holds out, validation has shares, and how long a pass of a stream is, nobody says.
+    stream = stream and (case["use"] != "mixture" or case["fraction"] == 0)
     return case | {"window": draw.choice([2, 4096] if case["fraction"] == 0 else [4096]) if stream else 0}
 
 
