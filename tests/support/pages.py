@@ -10,10 +10,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from torch.distributed.run import get_args_parser
 
 from tawpipe.cli import COMMANDS
+from tawpipe.commands.brought import brought
 from tawpipe.errors import UserError
 from tawpipe.train.config import load_config, train_options
 
@@ -107,8 +109,8 @@ def inline_scripts(page: Path) -> Iterator[tuple[str, ...]]:
 def known_options() -> set[str]:
     """Every option of every command of tawpipe, and of torchrun."""
     options = {"--import", "--config", "--print-config", *(leaf.option for leaf in train_options().leaves.values())}
-    for name in COMMANDS:
-        module = importlib.import_module(f"tawpipe.commands.{name}")
+    for name in [*COMMANDS, *brought()]:
+        module = _command(name)
         parsers = [module._parser()] if hasattr(module, "_parser") else []
         while parsers:
             one = parsers.pop()
@@ -117,6 +119,11 @@ def known_options() -> set[str]:
             parsers += [other for action in subparsers for other in (action.choices or {}).values()]
     torchrun = {spelled for one in get_args_parser()._option_string_actions for spelled in (one, one.replace("_", "-"))}
     return options | torchrun
+
+
+def _command(name: str) -> ModuleType:
+    """The module of one of tawpipe's commands."""
+    return importlib.import_module(f"tawpipe.commands.{name}") if name in COMMANDS else brought()[name]
 
 
 def complaint(command: Command) -> str:
@@ -149,14 +156,14 @@ def _read(command: Command) -> None:
 
 
 def _read_tawpipe(words: list[str]) -> None:
-    assert words and words[0] in COMMANDS, f"no such command: {words}"
+    assert words and words[0] in [*COMMANDS, *brought()], f"no such command: {words}"
     name, given, partly = words[0], words[1:], LEFT_OUT in words
     while "--import" in given:
         place = given.index("--import")
         assert (ROOT / given[place + 1]).exists(), f"{given[place + 1]} is not there"
         del given[place : place + 2]
     given = [word for word in given if word != LEFT_OUT]
-    module = importlib.import_module(f"tawpipe.commands.{name}")
+    module = _command(name)
     if name == "train":
         if "--config" in given and not Path(given[given.index("--config") + 1]).exists():
             del given[given.index("--config") : given.index("--config") + 2]  # the reader's own file
