@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,15 @@ def folder(tmp_path_factory):
     """The output folder of a run with a model of random weights, whose tokenizer has a template."""
     path = tmp_path_factory.mktemp("run") / "model"
     torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(**shape, vocab_size=300, max_position_embeddings=120)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer = train_tokenizer(["how are you? [user] [assistant] [system] " * 20], 300)
+    tokenizer: Any = train_tokenizer(["how are you? [user] [assistant] [system] " * 20], 300)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     return path.parent
