@@ -342,7 +342,7 @@ def test_unreadable_files_are_named_and_skipped(home, capfd):
 
 @pytest.mark.slow
 def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained):
-    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1")
+    words = ("--plan", str(trained / "first" / "plan.yaml"), "--max-restarts", "1", "--checkpoint.background", "false")
     done = run(trained, "restarted", *words, *QUIET, "--inject", "rank=2,step=3,at=update,kind=kill")
     assert done.returncode == 0, done.stderr
     assert "restart 1 of at most 1" in done.stderr and "resumed from" in done.stdout
@@ -425,7 +425,8 @@ def stopped_at(said: str) -> tuple[int, str, list[str]]:
 
 @pytest.mark.slow
 def test_a_run_that_dies_says_what_is_saved(trained):
-    done = run(trained, "died", *QUIET, "--inject", "rank=1,step=4,at=forward,kind=kill")
+    dies = ("--inject", "rank=1,step=4,at=forward,kind=kill", "--checkpoint.background", "false")
+    done = run(trained, "died", *QUIET, *dies)
     assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
     folder = trained / "died" / "checkpoints" / "step-00000002"
     go_on = f"tawpipe train --config {trained / 'died' / 'config.yaml'} --resume auto"
