@@ -275,7 +275,7 @@ def reasons(rows: Sequence[dict[str, Any]], machine: Emulation) -> list[str]:
         name = row["label"] + ", void" * (row["status"] == "void")
         cells = [row["folder"], row["cell"]["name"], name, f"{seconds:.2f}", f"{bound / seconds:.3f}"]
         lines.append("| " + " | ".join([*cells, *(f"{number:+.2f}" for number in numbers)]) + " |")
-    return [(reasons.__doc__ or "").split("\n")[0].removeprefix("Markdown: ").capitalize(), *lines]
+    return ["What stands between what dependencies allow and what was measured, in seconds, by the clock.", *lines]
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

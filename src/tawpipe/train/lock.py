@@ -60,7 +60,7 @@ def _taken(path: Path) -> int | None:
             os.close(file)
             return None
         except OSError:  # a file system without locks
-            if _read(path) and _alive(_read(path)):
+            if (holder := _read(path)) and _alive(holder):
                 os.close(file)
                 return None
         with suppress(FileNotFoundError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
@@ -53,7 +53,7 @@ def arrange(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: 
     return min((one for one in found if one[0] <= limit), key=lambda one: (one[1], one[0]))[2]
 
 
-@cache
+@lru_cache(maxsize=64)
 def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> Periodic:
     """The order that ``arrange`` makes for more micro-batches than are searched: what is best with many.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.arrange import arrange, continuing
@@ -274,7 +274,7 @@ def _order(kind: str, layout: Layout, costs: PipelineCosts, count: int) -> Order
     return arrange(layout, _limited(kind, layout, costs), count)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _continuing(kind: str, layout: Layout, costs: PipelineCosts) -> Periodic:
     """The order that goes on for more micro-batches than orders are looked for."""
     if kind != "solved":
