@@ -67,8 +67,8 @@ def faults_of(kind: str, place: str, ranks: int) -> str:
         return f"rank=0,step={FAULTY_STEP},at=update,kind=exit;rank={rank},step=1,at=load,kind={kind},restart=1"
     step = FAULTY_STEP - 1 if place == "save" else FAULTY_STEP
     fault = f"rank={rank},step={step},at={place},kind={kind},seconds=0.5"
-    if (place, kind) == ("save", "bitflip"):  # something must make it be read again
-        fault += f";rank=0,step={STEPS},at=update,kind=exit"
+    if (place, kind) == ("save", "bitflip"):  # something must make it be read again; the next save waits for this one
+        fault += f";rank=0,step={STEPS},at=save,kind=exit"
     return fault
 
 
