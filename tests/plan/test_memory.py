@@ -259,7 +259,8 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
     pipeline.drain()
     measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
-    assert pipeline._compute.places.file_bytes == needs.files
+    compute: Any = pipeline.executor.compute
+    assert compute.places.file_bytes == needs.files
     pipeline.close()
     assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
 
