@@ -99,7 +99,7 @@ def _import_modules(words: list[str]) -> list[str]:
         else:
             left.append(word)
     if modules:
-        from tawpipe.schedule.strategies import import_strategies
+        from tawpipe.schedule.strategies.table import import_strategies
 
         import_strategies(modules)
     return left

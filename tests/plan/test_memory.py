@@ -37,10 +37,11 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.activations import activations, peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 from tawpipe.train.memory import check_left
 
@@ -305,9 +306,9 @@ def test_activations_and_working_set_are_those_of_one_moment():
     schedule, sizes = build(step), asked.activation_bytes
     huge = 10**9
     at_the_start = costs(schedule, asked.widths, activation_bytes=sizes, working=lambda one: huge * (one.block == 0))
-    least = min(held for action, held in schedule.activations(0, sizes) if action.block == 0)
+    least = min(held for action, held in activations(schedule, 0, sizes) if action.block == 0)
     assert at_the_start.working_bytes == huge
-    assert least <= at_the_start.activation_bytes < schedule.peak_activations(0, sizes)
+    assert least <= at_the_start.activation_bytes < peak_activations(schedule, 0, sizes)
 
 
 def test_pinned_memory_comes_in_powers_of_two():

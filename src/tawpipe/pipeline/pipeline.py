@@ -57,7 +57,7 @@ from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import Schedule, Strategy
-from tawpipe.schedule.strategies import strategy_of
+from tawpipe.schedule.strategies.table import strategy_of
 
 logger = logging.getLogger(__name__)
 

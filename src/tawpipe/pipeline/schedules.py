@@ -20,7 +20,8 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, shares_of, step_of, strategy_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.activations import activations, peak_activations
 from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
@@ -252,10 +253,10 @@ def held(
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
-    moments = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
+    moments = [(total, working(action)) for rank in ranks for action, total in activations(schedule, rank, on_device)]
     activations, computing = max(moments, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
-    left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
+    left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
     return Held(
         home_bytes=max(home),
         buffer_bytes=max(buffers),

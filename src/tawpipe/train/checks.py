@@ -19,7 +19,7 @@ from tawpipe.runtime.faults import Fault, parse_faults
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
 
