@@ -90,5 +90,5 @@ def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None 
         UserError: nothing in the model is trainable.
     """
     if training and not any(unit.trainable for unit in step.model.units):
-        raise UserError("--model", "no trainable parameter", "at least one parameter must require a gradient")
+        raise UserError("model", "no trainable parameter", "at least one parameter must require a gradient")
     return in_sets(step.strategy.build(step, training=training, ranks=ranks))

@@ -57,7 +57,7 @@ def import_strategies(modules: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception as error:
             expected = "a module, or a .py file, that can be imported"
-            raise UserError("--import", module, f"{expected} ({type(error).__name__}: {error})") from error
+            raise UserError("modules", module, f"{expected} ({type(error).__name__}: {error})") from error
     known = filter(None, os.environ.get(IMPORTS, "").split(os.pathsep))
     named = [str(Path(module).absolute()) if module.endswith(".py") else module for module in modules]
     os.environ[IMPORTS] = os.pathsep.join(dict.fromkeys((*known, *named)))
