@@ -37,7 +37,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.activations import activations, peak_activations
+from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
@@ -306,7 +306,7 @@ def test_activations_and_working_set_are_those_of_one_moment():
     schedule, sizes = build(step), asked.activation_bytes
     huge = 10**9
     at_the_start = costs(schedule, asked.widths, activation_bytes=sizes, working=lambda one: huge * (one.block == 0))
-    least = min(held for action, held in activations(schedule, 0, sizes) if action.block == 0)
+    least = min(held for action, held in activations_held(schedule, 0, sizes) if action.block == 0)
     assert at_the_start.working_bytes == huge
     assert least <= at_the_start.activation_bytes < peak_activations(schedule, 0, sizes)
 

@@ -13,7 +13,7 @@ from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
-from tawpipe.schedule.activations import activations
+from tawpipe.schedule.activations import activations_held
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
@@ -116,7 +116,7 @@ def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_ones():
     )
     inputs, arriving, of_input = 3 * 8 * 500, 8 * 500, 8 * 500
     assert said.activation_bytes + said.working_bytes == inputs + arriving + of_input + 2000 + 12 * 1000 + 16 * 500
-    peak = max(activations(made, 0, {Kind.KEYS: 1, Kind.KEY_GRADIENTS: 1}), key=lambda one: one[1])
+    peak = max(activations_held(made, 0, {Kind.KEYS: 1, Kind.KEY_GRADIENTS: 1}), key=lambda one: one[1])
     assert peak[1] == 2
 
 

@@ -19,7 +19,7 @@ def peak_activations(schedule: Schedule, rank: int, sizes: Mapping[Kind, int] | 
     sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
     if STAYING.issuperset(sizes):
         return _staying(schedule, rank, sizes)
-    return max((held for _, held in activations(schedule, rank, sizes)), default=0)
+    return max((held for _, held in activations_held(schedule, rank, sizes)), default=0)
 
 
 def _staying(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
@@ -28,7 +28,7 @@ def _staying(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:
     return sum(sizes.get(buffer.kind, 0) for buffer in staying)
 
 
-def activations(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
+def activations_held(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
     """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
 
     What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
