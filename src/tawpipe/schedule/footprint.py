@@ -253,9 +253,8 @@ def held(
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
-    moments = [
-        (total, working(action)) for rank in ranks for action, total in activations_held(schedule, rank, on_device)
-    ]
+    programs = [activations_held(schedule, rank, on_device) for rank in ranks]
+    moments = [(total, working(action)) for program in programs for action, total in program]
     activations, computing = max(moments, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
