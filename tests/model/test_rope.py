@@ -209,7 +209,7 @@ def test_presets_take_them_and_stay_as_they_are():
         ({"scaling": "yarn", "factor": 2.0}, r"rope\.factor: got 2\.0; at least 3, as the longest .* has 48 tokens"),
         (
             {"scaling": "yarn", "factor": 5.0, "original_length": 20},
-            r"original-length: got 20; at most 16, the positions",
+            r"original_length: got 20; at most 16, the positions",
         ),
         ({"scaling": "yarn", "factor": 2.0, "original_length": 4}, r"factor: got 2\.0; at least 4: .* for 16 tokens"),
         ({"scaling": "yarn", "factor": 3.0, "beta_slow": 40.0}, r"rope\.beta_fast: got 32; above --rope\.beta-slow"),
@@ -253,7 +253,7 @@ def test_a_config_that_says_something_else_is_named(tmp_path):
             {"scaling": "yarn", "factor": 4.0},
             r"rope\.scaling: got 'yarn'.*short_mscale",
         ),
-        (phi, {"scaling": "linear", "factor": 8.0, "original_length": 8}, r"original-length: got 8; 16, as the config"),
+        (phi, {"scaling": "linear", "factor": 8.0, "original_length": 8}, r"original_length: got 8; 16, as the config"),
         (
             LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
             {"scaling": "yarn", "factor": 8.0},
