@@ -41,7 +41,7 @@ from tawpipe.plan.search import fits, search
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 from tawpipe_lab.bounds import workload_model
 from tawpipe_lab.cluster.links import Links

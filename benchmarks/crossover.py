@@ -29,7 +29,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 HIDDEN = (1024, 2048, 4096, 8192)

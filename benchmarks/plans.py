@@ -43,7 +43,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import LEAN, fits, search, unplayed
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
 
 HERE = Path(__file__).resolve().parent.parent

@@ -23,7 +23,9 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies import Spread, build, find, register, shares_of, step_of, strategies
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import find, register, strategies
+from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology

@@ -26,7 +26,7 @@ from tawpipe.schedule.pipelines.fitting import one_by_one
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.topology import Topology
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import CHUNKS, PlanRequest
 from tawpipe.plan.search import FILES, _best, fits, lacking, shortage, with_settings
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.topology import Topology
 from tawpipe.train.config import TrainConfig

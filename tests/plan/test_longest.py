@@ -22,7 +22,7 @@ from tawpipe.plan.profile import size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import DEVICE, HOST, LEAN, fits, lacking
 from tawpipe.schedule.settings import DEFAULT
-from tawpipe.schedule.strategies import find, strategies
+from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.simulate import LinkModel
 
 MOST = 1 << 20

@@ -19,7 +19,7 @@ from tawpipe.plan.search import search
 from tawpipe.plan.updates import estimated, flops_of, measured, states_of
 from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 
 
 def test_a_plan_keeps_units_whole_where_the_optimizer_asks_for_it():

@@ -38,8 +38,10 @@ from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, pre
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.search import Candidate, search, with_settings
 from tawpipe.schedule.pipelines.periodic import searched
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
-from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
+from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
 

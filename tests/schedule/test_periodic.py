@@ -25,7 +25,7 @@ from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from schedules import llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
@@ -24,7 +25,7 @@ from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Wo
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
@@ -141,7 +142,7 @@ def test_what_waits_in_the_host_s_memory_is_proved():
     step = step_for(model, topology, 3, use=ActivationPipeline("1f1b"))
     schedule = for_one_thread(build_pipeline(shape, step, training=True))
     verify(schedule, steps=2, one_thread=True)
-    assert schedule.peak_activations(0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
+    assert peak_activations(schedule, 0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
     swapped = order.host[0][::-1]
     bad = Order(order.compute, (swapped, ()), {})
     with pytest.raises((ScheduleError, KeyError, ValueError)):
@@ -202,7 +203,7 @@ def test_activations_cross_the_links():
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
     schedule = pipeline("1f1b", 4, 1, 12, layers=4)
-    held = [schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)]
+    held = [peak_activations(schedule, rank, {Kind.INPUT: 1}) for rank in range(4)]
     assert held == [5, 6, 5, 4]  # what waits, one that is sent, one for which there is room already
 
 

@@ -18,7 +18,7 @@ from tawpipe.schedule.proof.symbolic import Content, Contents, Running
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, find, shares_of, step_of, strategies
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.topology import Topology
 
 NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.weights_stay)

@@ -15,12 +15,13 @@ from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.pipelines.work import Order
+from tawpipe.schedule.pipelines.work import Order, Work
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, shares_of, step_of, strategy_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,22 @@ class Schedules:
         """A step of so many micro-batches."""
         shares = self.shares(count)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
+
+    @property
+    def ranks_of_a_row(self) -> int:
+        """How many processes compute a row: a set, or the positions of a pipeline."""
+        size, step = self._world.size, self.smallest
+        return size // len(set(step.strategy.share(size, step.topology, step.settings)))
+
+    @property
+    def share_of_a_row(self) -> float:
+        """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
+        strategy, step = self.smallest.strategy, self.smallest
+        if not isinstance(strategy, ActivationPipeline):
+            return 1.0
+        shape = strategy.shape(step.model, step.topology)
+        mine = shape.layout.stages_of(shape.positions.position(self._world.rank))
+        return sum(shape.costs.seconds(shape.layout, Work(kind, stage, 0)) for kind in "FB" for stage in mine)
 
     def samples(self) -> list[Schedule]:
         """Schedules that use every group and operation that any will use: of training, and forward only."""

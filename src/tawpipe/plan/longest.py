@@ -24,7 +24,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import find, strategies
+from tawpipe.schedule.strategies.table import find, strategies
 
 POSITIONS = "the model's positions"
 SHORTEST = 2

@@ -18,7 +18,7 @@ from tawpipe.runtime.transport import needed_groups
 from tawpipe.schedule.footprint import far_widths, held, held_apart
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, Timeline, play
 
 MOST_VISITS = 20_000

@@ -15,7 +15,7 @@ from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
-from tawpipe.schedule.strategies import shares_of, step_of
+from tawpipe.schedule.strategies.build import shares_of, step_of
 from tawpipe.simulate import CostModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 

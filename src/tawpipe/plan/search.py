@@ -38,7 +38,8 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import step_of, strategies
+from tawpipe.schedule.strategies.build import step_of
+from tawpipe.schedule.strategies.table import strategies
 
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""

@@ -15,11 +15,12 @@ from tawpipe.environment import LaunchEnvironment, restart_count, started_by_loc
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
+from tawpipe.options.library import as_option
 from tawpipe.runtime.faults import Fault, parse_faults
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
 
@@ -137,7 +138,7 @@ def naming_documents(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if config.packing != "balanced" or error.setting != "--sequence-length":
+        if config.packing != "balanced" or as_option(error).setting != "--sequence-length":
             raise
         raise UserError("--max-document", error.value, error.expected) from error
 

@@ -20,7 +20,7 @@ from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 
 TIMED = range(2, 5)
 """Steps of this run that are timed: the first ones warm up."""
