@@ -134,7 +134,7 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_the_table_of_strategies_is_in_the_docs():
-    text = _text("docs/placement.md")
+    text = _text("docs/design.md")
     for name, one in strategies().items():
         if not one.candidate:  # the lab's own rows
             continue
