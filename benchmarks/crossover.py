@@ -5,7 +5,7 @@
 All of them run here. Llama-like models of 16 layers (12 H^2 weights each), one sequence per micro-batch and eight
 micro-batches per device, on four nodes of two devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights
 travel in bf16, gradients in fp32. Memory is not limited here: the question is time. Beside each other stand what the
-clock finds and the rule of docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of
+clock finds and the rule of docs/design.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of
 the best setting, v = 2.
 Writes ``crossover.json``, ``table.md`` and ``crossover.png``; five minutes on two processors.
 """

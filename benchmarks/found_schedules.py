@@ -1,4 +1,4 @@
-"""Schedules that were found for a pipeline, beside fixed ones: what docs/schedules.md shows.
+"""Schedules that were found for a pipeline, beside fixed ones: what docs/design.md shows.
 
     python benchmarks/found_schedules.py --out benchmarks/results/DATE-found-schedules
 
