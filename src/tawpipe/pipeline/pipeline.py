@@ -62,9 +62,7 @@ from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
 from tawpipe.schedule.buffers import BOUNDARIES, Kind
 from tawpipe.schedule.footprint import Costs, Widths, costs
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
-from tawpipe.schedule.pipelines.work import Work as StageWork
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import Schedule, Strategy
@@ -286,12 +284,8 @@ class Pipeline:
     @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
-        strategy, step = self._schedules.smallest.strategy, self._schedules.smallest
-        if not isinstance(strategy, ActivationPipeline):
-            return 1.0
-        shape = strategy.shape(step.model, step.topology)
-        mine = shape.layout.stages_of(shape.positions.position(self.world.rank))
-        return sum(shape.costs.seconds(shape.layout, StageWork(kind, stage, 0)) for kind in "FB" for stage in mine)
+        step = self._schedules.smallest
+        return step.strategy.share_of_a_row(step, self.world.rank)
 
     # what a step does
 

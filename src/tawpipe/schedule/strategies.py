@@ -19,7 +19,8 @@ from pathlib import Path
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.strategy import SUMMARIES, ActivationPipeline
+from tawpipe.schedule.pipelines.made import Generated, Solved, ZeroBubble
+from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
@@ -274,8 +275,8 @@ def register(strategy: Strategy) -> Strategy:
 
 for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
     register(_strategy)
-for _kind in SUMMARIES:
-    register(ActivationPipeline(_kind))
+for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), Solved()):
+    register(_strategy)
 
 
 IMPORTS = "TAWPIPE_IMPORT"
@@ -387,9 +388,6 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
-    for name in ("stages", "block_times"):
-        if (value := getattr(settings, name)) and not strategy.weights_stay:
-            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)

@@ -16,7 +16,6 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
 from tawpipe.runtime.faults import Fault, parse_faults
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
 from tawpipe.schedule.strategies import strategies
@@ -64,8 +63,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.schedule.strategy not in (known := strategies()):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
-    if isinstance(known[config.schedule.strategy], ActivationPipeline):
-        check_axis(config.schedule.stages)
+    known[config.schedule.strategy].configured(config.schedule)
     if config.schedule.block_times:
         parse_times(config.schedule.block_times)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
