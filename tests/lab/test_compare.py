@@ -109,7 +109,7 @@ def test_every_suite_can_be_read_and_bounded(name):
             try:
                 bounds = bounds_of(cell, entry, link_of(cell))
             except UserError as error:  # a row of the table says so
-                pipeline = entry.strategy in PIPELINES or find(ours.rows()[entry.strategy]).weights_stay
+                pipeline = entry.strategy in PIPELINES or find(ours.rows()[entry.strategy]).axis
                 assert error.setting in REFUSED and pipeline, entry
                 continue
             assert bounds.physical_s > 0, entry

@@ -71,8 +71,8 @@ def test_whole_rows_where_they_fit_and_else_the_largest_chunk_that_does():
     free = asked_of()
     assert chosen(free).sequence_chunk == 0  # type: ignore[union-attr]
     assert needed(free, CHUNKS[0]) < needed(free, CHUNKS[-1]) < needed(free, 0)
-    for memory, size in ((needed(free, 0), 0), (needed(free, 0) - 1, 16384), (needed(free, 16384) - 1, 8192)):
-        settings = chosen(asked_of(memory))
+    for room, size in ((needed(free, 0), 0), (needed(free, 0) - 1, 16384), (needed(free, 16384) - 1, 8192)):
+        settings = chosen(asked_of(room))
         assert settings is not None and settings.sequence_chunk == size
     tight = asked_of(needed(free, CHUNKS[0]) - 1)
     plan = plan_of(tight)

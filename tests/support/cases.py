@@ -91,7 +91,7 @@ def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
     return found
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def plain_loop(
     dtype: torch.dtype, tied: bool, rows: int, clip: float | None
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:

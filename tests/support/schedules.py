@@ -15,7 +15,7 @@ from tawpipe.schedule.strategies.build import build, shares_of, step_of
 from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.topology import Topology
 
-NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.weights_stay)
+NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.axis)
 """Strategies whose weights travel."""
 SCOPED = ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole")
 """Strategies under which a node may keep weights and sum gradients up."""

@@ -67,7 +67,7 @@ def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory
     if compile_layers and strategy.splits:
         expected = f"false under {strategy.name}, whose backward passes are taken apart"
         raise UserError("compile_layers", True, expected)
-    if strategy.weights_stay and (why := chain.why_not_staged):
+    if strategy.axis and (why := chain.why_not_staged):
         expected = f"a strategy whose weights travel for {chain.name}: {why}"
         raise UserError("schedule.strategy", strategy.name, expected)
     refuse_cut_matrices(optimizer, chain.units, step.homes, step.settings.strategy)

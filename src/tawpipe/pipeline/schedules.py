@@ -14,8 +14,7 @@ from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
-from tawpipe.schedule.pipelines.work import Order, Work
+from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_bins
@@ -73,12 +72,7 @@ class Schedules:
     @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
-        strategy, step = self.smallest.strategy, self.smallest
-        if not isinstance(strategy, ActivationPipeline):
-            return 1.0
-        shape = strategy.shape(step.model, step.topology)
-        mine = shape.layout.stages_of(shape.positions.position(self._world.rank))
-        return sum(shape.costs.seconds(shape.layout, Work(kind, stage, 0)) for kind in "FB" for stage in mine)
+        return self.smallest.strategy.share_of_a_row(self.smallest, self._world.rank)
 
     def samples(self) -> list[Schedule]:
         """Schedules that use every group and operation that any will use: of training, and forward only."""
@@ -114,8 +108,6 @@ class Schedules:
     def reorder(self, count: int, order: Order) -> None:
         """Put a schedule of the same pipeline in another order in the place of that for so many micro-batches."""
         step = self.step(count)
-        if not isinstance(step.strategy, ActivationPipeline):
-            raise UserError("schedule.strategy", step.strategy.name, "one whose activations travel, to have an order")
         schedule = for_one_thread(step.strategy.build_in_order(step, order))
         if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
             verify(schedule, steps=2, one_thread=True)

@@ -331,11 +331,8 @@ def costs(
 
 
 def _in_words(schedule: Schedule) -> str:
-    settings, many = schedule.step.settings, count(len(schedule.micro_batches), "micro-batch", "micro-batches")
-    if schedule.step.strategy.weights_stay:
-        return f"{many} through the stages of a pipeline, {settings.stages}"
-    rounds = count(schedule.step.rounds, "round")
-    return f"{many} in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
+    many = count(len(schedule.micro_batches), "micro-batch", "micro-batches")
+    return f"{many} {schedule.step.strategy.in_words(schedule.step)}"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

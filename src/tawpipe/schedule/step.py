@@ -33,6 +33,8 @@ NEUTRAL: dict[str, Any] = {
     "keep_mib": 0,
 }
 """What the settings that may be left open are for strategies that have no word on them."""
+SPECIAL = ("stages", "block_times")
+"""Settings that some strategies alone have a use for, see ``Strategy.uses``."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,22 @@ class Strategy(ABC):
     """
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
-    weights_stay: ClassVar[bool] = False
-    """True where activations travel instead: a micro-batch passes through several ranks."""
+    travels: ClassVar[frozenset[Kind]] = frozenset((Kind.WEIGHT, Kind.GRADIENT))
+    """What goes from rank to rank."""
+    axis: str = ""
+    """Over what the blocks of a micro-batch are divided, see ``divided_over``; empty where a rank computes them all."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Settings of ``SPECIAL`` that mean something under it."""
+    splits: ClassVar[bool] = False
+    """True if backward passes of layers may be in two parts."""
+    orders_host: ClassVar[bool] = False
+    """True if its order says which inputs wait in the host's memory, and where, and not ``offloaded_layers``."""
+    made: ClassVar[bool] = False
+    """True if its order, or more of it, is made for costs, which takes a plan its time."""
+    searches_stages: ClassVar[bool] = False
+    """True if what every rank computes is looked for as well."""
+    improves: ClassVar[bool] = False
+    """True if a solver may look for a better order by times that a run has measured."""
 
     def __repr__(self) -> str:
         return self.name
@@ -173,11 +189,6 @@ class Strategy(ABC):
             UserError: a setting cannot work.
         """
 
-    @property
-    def splits(self) -> bool:
-        """True if backward passes of layers may be in two parts."""
-        return False
-
     def configured(self, settings: ScheduleSettings) -> Strategy:
         """The strategy as settings lay it out; itself if they have no say in that."""
         return self
@@ -189,6 +200,31 @@ class Strategy(ABC):
             UserError: settings that these nodes cannot have.
         """
         return share_in_sets(count, topology, settings)
+
+    def divided_over(self, topology: Topology) -> int:
+        """Ranks that divide the blocks of a micro-batch among them; 1 where each computes all blocks."""
+        return 1
+
+    def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
+        """For every rank the blocks that it computes."""
+        return [range(len(step.model.blocks))] * step.topology.world_size
+
+    def share_of_a_row(self, step: StepSpec, rank: int) -> float:
+        """A rank's part of the work for a row that it computes, relative to the others' of its step."""
+        return 1.0
+
+    def build_in_order(self, step: StepSpec, order: Any) -> Schedule:
+        """A training step in a given order of works.
+
+        Raises:
+            UserError: the strategy has none.
+        """
+        raise UserError("schedule.strategy", self.name, "one whose activations travel, to have an order")
+
+    def in_words(self, step: StepSpec) -> str:
+        """How the micro-batches of a step go."""
+        rounds, settings = f"{step.rounds} round{'s' * (step.rounds != 1)}", step.settings
+        return f"in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
 
     def view(self, topology: Topology) -> Topology:
         """What the strategy takes for nodes; the real ones, unless it ignores them on purpose."""
@@ -244,6 +280,9 @@ class Strategy(ABC):
             if value != neutral:
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
+        for name in SPECIAL:
+            if (value := getattr(step.settings, name)) and name not in self.uses:
+                raise UserError(f"schedule.{name}", value, f"nothing under {self.name}, which has no stages")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Improving:
 
 def _can_improve(pipeline: Pipeline, rows: int) -> bool:
     strategy = strategies()[pipeline.settings.strategy]
-    if not (isinstance(strategy, ActivationPipeline) and strategy.improves):
+    if not strategy.improves:
         return False
     step = pipeline.schedule(rows).step
     return len({len(own) for own in step.micro_batches}) == 1

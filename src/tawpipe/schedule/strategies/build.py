@@ -56,9 +56,6 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
-    for name in ("stages", "block_times"):
-        if (value := getattr(settings, name)) and not strategy.weights_stay:
-            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)

@@ -16,7 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.strategy import SUMMARIES, ActivationPipeline
+from tawpipe.schedule.pipelines.made import Generated, Solved, ZeroBubble
+from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.weights import Flat, Hybrid, Spread, Step, Striped, WeiPipe, Whole
@@ -33,8 +34,8 @@ def register(strategy: Strategy) -> Strategy:
 
 for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
     register(_strategy)
-for _kind in SUMMARIES:
-    register(ActivationPipeline(_kind))
+for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), Solved()):
+    register(_strategy)
 
 
 IMPORTS = "TAWPIPE_IMPORT"
