@@ -23,6 +23,7 @@ from tawpipe.pipeline.batches import Deal
 from tawpipe.runtime import compute, rows
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart
+from tawpipe.schedule.strategies import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
 IN_CHUNKS = {"sequence_chunk": 4, "offloaded_layers": 3, "recompute": "selective"}
@@ -75,6 +76,10 @@ def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
     apart = held_apart(schedule, case.get("rank", 0), dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), BOUNDARY))
     assert found.allocated <= found.active <= found.reserved
     assert found.active - found.allocated <= apart + LOSSES, "the plan's part `apart`"
+
+
+def test_every_strategy_is_looked_at():
+    assert {case["strategy"] for case in CASES} == {name for name, one in strategies().items() if one.candidate}
 
 
 # what the ledger is there for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -96,7 +97,8 @@ for name in ("1f1b", "interleaved-1f1b"):
     build(step_for(llama(4), Topology.grid(2, 1), 4, strategy=name))
 print([name for name in sys.modules if name.startswith("tawpipe.schedule.pipelines.search")])
 """
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", run], env=paths, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -98,8 +98,11 @@ class Freed:
                 f"{lane} may use its memory again before {action.lane} has read it"
             )
         storage = value.untyped_storage()
-        if not self._cuda or streams or torch._C._storage_Use_Count(storage._cdata) > SOLE:
-            return  # others have it, too, or torch itself waits for those that were recorded
+        if torch._C._storage_Use_Count(storage._cdata) > SOLE:
+            return  # others have it, too
+        self._recorded.pop(_place(value), None)  # what comes next to this address is another tensor
+        if not self._cuda or streams:
+            return  # torch itself waits for those that were recorded
         with torch.cuda.stream(stream), torch.no_grad():
             value.fill_(float("nan"))
 
