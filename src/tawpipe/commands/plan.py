@@ -58,11 +58,12 @@ def run(argv: Sequence[str]) -> int:
     import torch
 
     from tawpipe.model.attention_kernel import activate_flash
-    from tawpipe.model.build import text_config_of
+    from tawpipe.model.build import build_model, text_config_of
+    from tawpipe.model.chain import Chain
     from tawpipe.model.flops import KNOWN_DEVICES
     from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.machine import Device
-    from tawpipe.plan.measure import device_name, machine_of, request_of
+    from tawpipe.plan.measure import Asked, device_name, machine_of, request_of
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, explain, json_text
     from tawpipe.plan.probe import probe_files
@@ -96,16 +97,13 @@ def run(argv: Sequence[str]) -> int:
     corpus, row, documents = _uneven(arguments, machine.world_size)
     config = lambda: text_config_of(arguments.model, arguments.trust_remote_code)  # noqa: E731
     activate_flash(here, getattr(torch, dtype), config)  # as the training run does
-    request = request_of(
-        arguments.model,
-        machine,
-        sequence_length=row,
-        global_batch=machine.world_size if arguments.global_batch is None else arguments.global_batch,
-        micro_batch=arguments.micro_batch,
+    asked = Asked(
+        row,
+        machine.world_size if arguments.global_batch is None else arguments.global_batch,
+        arguments.micro_batch,
         dtype=getattr(torch, dtype),
-        lengths=documents,
+        lengths=documents or (),
         profile=arguments.profile,
-        vocab_size=arguments.vocab_size,
         memory_bytes=None if arguments.memory is None else int(arguments.memory * 2**30),
         settings=ScheduleSettings(
             early_updates=arguments.early_updates,
@@ -113,15 +111,20 @@ def run(argv: Sequence[str]) -> int:
             sequence_ranks=arguments.sequence_ranks,
             offload_dir=arguments.offload_dir,
         ),
+        quantize=arguments.quantize,
+        optimizer=BY_NAME[arguments.optimizer](1e-3),
+    )
+    built = build_model(
+        arguments.model,
+        vocab_size=arguments.vocab_size,
+        max_positions=asked.row,
+        longest=asked.longest,
         rope=rope,
         lora=lora,
         frozen=arguments.freeze,
-        quantize=arguments.quantize,
         trust_remote_code=arguments.trust_remote_code,
-        optimizer=BY_NAME[arguments.optimizer](1e-3),
-        here=here,
-        tell=tell,
     )
+    request = request_of(Chain(built.model), machine, asked, here=here, tell=tell)
     talk = not arguments.json
     if talk:
         print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
@@ -211,7 +214,8 @@ def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | N
         return None, arguments.sequence_length, _lengths(arguments.lengths)
     from tawpipe.plan.lengths import LOGNORMAL, Lengths, lengths_of
     from tawpipe.schedule.settings import ScheduleSettings
-    from tawpipe.train.config import TrainConfig, in_bins
+    from tawpipe.train.config import TrainConfig
+    from tawpipe.train.decided import BatchShape
 
     own = arguments.lengths == CORPUS
     lengths = Lengths.of(*_tokenised(arguments)) if own else lengths_of(arguments.lengths)
@@ -227,8 +231,8 @@ def _uneven(arguments: argparse.Namespace, world_size: int) -> tuple[Lengths | N
             "--tokens-per-step", "nothing" if step is None else step, f"at least {most}, the longest document's"
         )
     asked = {"tokens_per_step": step, "max_document": most, "bin_tokens": arguments.bin_tokens}
-    schedule = ScheduleSettings(sequence_ranks=arguments.sequence_ranks)
-    row = in_bins(TrainConfig(schedule=schedule, **asked), world_size).bin_tokens or most
+    config = TrainConfig(schedule=ScheduleSettings(sequence_ranks=arguments.sequence_ranks), **asked)
+    row = BatchShape.of(config, "balanced", world_size).bin_tokens
     documents = lengths.step(row, -1)[:MOST_IN_BIN]
     documents[0] = min(documents[0], row)
     while (left := row - sum(documents)) > 0:

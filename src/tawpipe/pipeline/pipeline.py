@@ -33,7 +33,7 @@ from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
+from tawpipe.model.flops import chain_flops, windows, work_of
 from tawpipe.model.loss import Loss, loss_chunk
 from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
@@ -41,11 +41,12 @@ from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
 from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
+from tawpipe.pipeline.costs import step_costs
 from tawpipe.pipeline.parameters import Parameters
 from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.compute import Compute, StepInput
-from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
+from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype, master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.groups import PipelineOptimizer
@@ -60,8 +61,7 @@ from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
-from tawpipe.schedule.buffers import BOUNDARIES, Kind
-from tawpipe.schedule.footprint import Costs, Widths, costs
+from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.pipelines.work import Work as StageWork
@@ -78,7 +78,8 @@ class Pipeline:
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
-            device. Its parameters are emptied: the values live here from now on, and the model refuses to be used.
+            device; or the ``Chain`` that was made of one, with its loss. Its parameters are emptied: the values live
+            here from now on, and the model refuses to be used.
         weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
             default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
@@ -119,7 +120,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Chain,
         *,
         weights: Callable[[Chain], WeightSource] | None = None,
         optimizer: OptimizerFactory | None = None,
@@ -160,11 +161,11 @@ class Pipeline:
         self.dtype = dtype
         self.settings = strategy_of(schedule)[1]
         self.sequence_ranks = self.settings.sequence_ranks or 1
-        wide = torch.promote_types(dtype, torch.float32)
-        self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
+        self.reduce_dtype = reduce_dtype(dtype, self.settings)
         refuse_settings(self.settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
         _ = share_in_sets(0, self.world.topology, self.settings)
-        self.chain = Chain(model, loss=loss)
+        self.chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
+        model = self.chain.given
         settle_mtp(self.chain.model, without=without_mtp)
         refuse_cut_rows(self.chain, self.settings)
         self.work = work or work_of(self.chain)
@@ -212,7 +213,7 @@ class Pipeline:
             self.world.rank,
             device=self.world.device,
             compute_dtype=dtype,
-            master_dtype=wide,
+            master_dtype=master_dtype(dtype),
         )
         self.storage.fill(source, self.world.group, self.world.size)
         self._parameters = Parameters(self.storage, self.world)
@@ -703,28 +704,16 @@ class Pipeline:
         return self._costs(self._schedule(bins.shape), self.bin_tokens * bins.ranks)
 
     def _costs(self, schedule: Schedule, tokens: int) -> Costs:
-        widths = Widths(
-            weight=self.dtype.itemsize,
-            gradient=self.reduce_dtype.itemsize,
-            master=self.storage.master_dtype.itemsize,
-            optimizer_states=self.optimizers.states_per_element,
-            unpacked=self.chain.unpacked_elements,
+        said = step_costs(
+            self.chain,
+            schedule,
+            self.dtype,
+            self.optimizers.states_per_element,
+            tokens=tokens,
+            kept_per_token=self._kept_per_token,
+            nodes=self.world.nodes,
         )
-        own = -(-tokens // self.sequence_ranks)
-        boundary = own * self.chain.width * self.dtype.itemsize
-        sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
-        if self.sequence_ranks > 1:
-            keys = key_elements(self.chain.config.get_text_config()) * tokens
-            sizes[Kind.KEYS] = keys * self.dtype.itemsize
-            sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize
-        sizes |= {Kind(kind): own * each for kind, each in self._kept_per_token.items() if kind != "attention"}
-        sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
-        said = costs(schedule, widths, activation_bytes=sizes, nodes=self.world.nodes)
-        return replace(
-            said,
-            host_bytes=said.host_bytes + self.storage.exact_bytes,
-            activation_bytes=said.activation_bytes + (self.settings.keep_mib or 0) * 2**20,
-        )
+        return replace(said, host_bytes=said.host_bytes + self.storage.exact_bytes)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, and what travels of it with its

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
@@ -18,7 +18,7 @@ from tawpipe.options import Open
 from tawpipe.runtime.faults import Fault, parse_faults
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
-from tawpipe.schedule.settings import parse_homes
+from tawpipe.schedule.settings import ScheduleSettings, parse_homes
 from tawpipe.schedule.strategies import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
@@ -108,40 +108,6 @@ def _check_packing(config: TrainConfig) -> None:
         raise UserError("--tokens-per-step", tokens, expected)
 
 
-def check_longest_fits(config: TrainConfig, longest: int, where: str) -> None:
-    """The longest document has room in a bin.
-
-    Args:
-        config: with bins.
-        where: it stands; empty where that is not known.
-
-    Raises:
-        UserError: it has none.
-    """
-    ranks, cap = config.schedule.sequence_ranks or 1, config.bin_tokens
-    if cap is None or longest <= cap * ranks:
-        return
-    piece = "a piece of a document" if longest == config.document_tokens else "a document"
-    over = f" over {ranks} processes" if ranks > 1 else ""
-    raise UserError(
-        "--bin-tokens",
-        cap,
-        f"at least {-(-longest // ranks)}{over}, as {piece} has {longest} tokens ({where or 'in the stream'}); or "
-        f"--max-document {cap * ranks}, or a larger --schedule.sequence-ranks",
-    )
-
-
-@contextmanager
-def naming_documents(config: TrainConfig) -> Iterator[None]:
-    """Under ``balanced`` a document that is longer than it may be is a matter of ``--max-document``, not of rows."""
-    try:
-        yield
-    except UserError as error:
-        if config.packing != "balanced" or error.setting != "--sequence-length":
-            raise
-        raise UserError("--max-document", error.value, error.expected) from error
-
-
 def check_steps(config: TrainConfig) -> None:
     """What is to happen in a step has one, as far as their number is known; called again when it is.
 
@@ -223,10 +189,14 @@ def check_bounds(config: TrainConfig) -> None:
         UserError: the first that is not.
     """
     for path, leaf in train_options().leaves.items():
-        value: object = config
-        for name in path:
-            value = getattr(value, name)
-        leaf.check(value)
+        leaf.check(reduce(getattr, path, config))
+
+
+def check_schedule(settings: ScheduleSettings) -> None:
+    """The same of the settings under ``schedule`` that a plan says."""
+    for (group, *names), leaf in train_options().leaves.items():
+        if group == "schedule":
+            leaf.check(reduce(getattr, names, settings))
 
 
 def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:
