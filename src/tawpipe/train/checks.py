@@ -34,17 +34,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         gpus: those that this process may use.
         environ: variables of a launcher, if one started this process.
     """
-    check_bounds(config)
-    config.check_data()
-    config.rope.check()
-    config.lora.check()
+    check_plannable(config)
     if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
         raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
     if config.export.merge and not config.lora.active:
         raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
-    if config.quantize != "none" and not (config.lora.active or config.freeze):
-        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
-        raise UserError("--quantize", config.quantize, expected)
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):
@@ -61,13 +55,6 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
         expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
-    if config.schedule.strategy not in (known := strategies()):
-        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
-    parse_homes(config.schedule.homes)
-    if isinstance(known[config.schedule.strategy], ActivationPipeline):
-        check_axis(config.schedule.stages)
-    if config.schedule.block_times:
-        parse_times(config.schedule.block_times)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
     if lengths := config.evaluation.retrieval_lengths:
@@ -78,15 +65,37 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
             setting = "max-document" if config.max_document else "sequence-length"
             expected = f"at most --{setting}, which is {config.document_tokens}"
             raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
-    _check_optimizer(config)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
     _check_packing(config)
-    if config.micro_batch > config.global_batch:
-        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
+
+
+def check_plannable(config: TrainConfig) -> None:
+    """What a plan and a run need alike, whatever the machine.
+
+    Raises:
+        UserError: the first setting that cannot work.
+    """
+    check_bounds(config)
+    config.check_data()
+    config.rope.check()
+    config.lora.check()
+    if config.quantize != "none" and not (config.lora.active or config.freeze):
+        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
+        raise UserError("--quantize", config.quantize, expected)
+    if config.schedule.strategy not in (known := strategies()):
+        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
+    parse_homes(config.schedule.homes)
+    if isinstance(known[config.schedule.strategy], ActivationPipeline):
+        check_axis(config.schedule.stages)
+    if config.schedule.block_times:
+        parse_times(config.schedule.block_times)
+    _check_optimizer(config)
+    if config.micro_batch > config.global_batch:
+        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
 
 
 def _check_packing(config: TrainConfig) -> None:

@@ -28,7 +28,7 @@ from tawpipe.plan.plan_file import SavedPlan, load_plan
 from tawpipe.runtime.dtype import reduce_dtype
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, ScheduleSettings
+from tawpipe.schedule.settings import KEPT_BY_PLANS, ScheduleSettings, chosen_by_hand
 from tawpipe.train.checks import check_schedule
 
 if TYPE_CHECKING:
@@ -79,13 +79,6 @@ def probed(world: World) -> Machine:
     return probe(world).machine
 
 
-def given_settings(settings: ScheduleSettings) -> list[str]:
-    """Names under ``schedule`` that a plan would choose and that somebody has set."""
-    usual = ScheduleSettings()
-    names = [name for name in PLANNED if name not in KEPT_BY_PLANS]
-    return [name for name in names if getattr(settings, name) != getattr(usual, name)]
-
-
 @dataclass(frozen=True)
 class Planning:
     """Everything that a plan for a run is made from; its methods are called on all ranks.
@@ -118,7 +111,7 @@ class Planning:
             UserError: the plan is for other nodes, another batch or other rows, or contradicts a setting.
         """
         settings = self.asked.settings
-        given = given_settings(settings)
+        given = chosen_by_hand(settings)
         same_nodes = earlier is not None and earlier.topology == str(self.world.nodes)
         if source not in ("none", "auto"):
             plan = SavedPlan.of(self.world.text_of_rank_0(lambda: _read(Path(source))))
