@@ -5,7 +5,7 @@
 All of them run here. Llama-like models of 16 layers (12 H^2 weights each), one sequence per micro-batch and eight
 micro-batches per device, on four nodes of two devices that reach half of 989 TFLOP/s, 400 GB/s inside a node. Weights
 travel in bf16, gradients in fp32. Memory is not limited here: the question is time. Beside each other stand what the
-clock finds and the rule of docs/placement.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of
+clock finds and the rule of docs/design.md, which compares volumes only: B S > 18 H (L / P) (1 - 1/D) / (k v), k of
 the best setting, v = 2.
 Writes ``crossover.json``, ``table.md`` and ``crossover.png``; five minutes on two processors.
 """
@@ -29,7 +29,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 HIDDEN = (1024, 2048, 4096, 8192)
@@ -84,7 +84,7 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
             step = asked.step(ScheduleSettings(strategy=strategy, micro_batches_per_visit=per_visit))
             offer(family, predict(asked, step).step_seconds, f"{strategy}, {per_visit} per visit", per_visit)
     for pipeline in strategies().values():
-        if not pipeline.weights_stay or pipeline.name in LEFT_OUT:
+        if not pipeline.axis or pipeline.name in LEFT_OUT:
             continue
         for layout in pipeline.layouts(asked.topology):
             try:

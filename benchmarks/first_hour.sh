@@ -5,7 +5,7 @@
 #
 #     benchmarks/first_hour.sh NEW_FOLDER [TRANSCRIPT]
 #
-# Where every step was found: README.md, docs/start.md, docs/fine-tuning.md, docs/planning.md, docs/pages.md.
+# Where every step was found: README.md, docs/start.md, docs/fine-tuning.md, docs/planning.md, docs/watching.md.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:?a new folder}

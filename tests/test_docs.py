@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 import tawpipe
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "tests" / "faults.md"]
 
 
 def _text(name: str) -> str:
@@ -63,7 +63,7 @@ def test_the_longest_rows_are_those_that_were_measured(name):
 
 
 def test_every_guard_exists():
-    named = set(re.findall(r"`(test_\w+)`", _text("docs/pitfalls.md")))
+    named = set(re.findall(r"`(test_\w+)`", _text("tests/faults.md")))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, flags=re.MULTILINE))
     assert len(named) > 20 and not named - defined
@@ -134,9 +134,13 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_the_table_of_strategies_is_in_the_docs():
-    text = _text("docs/placement.md")
-    for name, one in strategies().items():
-        if not one.candidate:  # the lab's own rows
+    text, refusing = _text("docs/design.md"), dict[str, list[str]]()
+    for name, strategy in strategies().items():
+        if not strategy.candidate:  # the lab's own rows
             continue
-        refused = ", ".join(f"`{setting}`" for setting in one.refusals) or "-"
-        assert f"| `{name}` | {one.summary} | {refused} |" in text
+        assert f"| `{name}` | {strategy.summary} |" in text
+        if refused := ", ".join(f"`{setting}`" for setting in strategy.refusals):
+            refusing.setdefault(refused, []).append(f"`{name}`")
+    assert refusing
+    for refused, names in refusing.items():
+        assert f"* {', '.join(names)}: {refused} " in " ".join(text.split())

@@ -39,6 +39,7 @@ STAND_INS = {
     "path/to/llama": "small-model",
     "path/to/model": "small-model",
     "my-model": "small-model",
+    "Qwen/Qwen3-0.6B": "small-model",
     "Qwen/Qwen3-8B": "small-model",
     "meta-llama/Llama-3.1-8B": "llama-8b",
 }

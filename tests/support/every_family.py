@@ -25,7 +25,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import tawpipe
 from family_configs import ORDINARY_TOKENS, REMARKS, families, tiny_config
@@ -255,17 +254,16 @@ def _text(error: Exception) -> str:
 
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
 _SECTIONS = {
-    "equal": ("Trained as the plain model is", "", "remarks"),
+    "equal": ("Trained as the plain model is", ""),
     "alone": (
         "Trained where a document has a row of its own",
         "`--packing none`, which `--packing auto` takes for them; in the library one document in each row, with\n"
         "padding behind it. Other rows are refused, and so are rows in chunks or over several processes.",
-        "why",
     ),
-    "refused": ("Refused", "Before anything is allocated, with a message that says why.", "what the message says"),
-    "wrong": ("Wrong", "Known to differ; do not train them.", "what differs"),
-    "broken": ("Broken", "They end with an error that is not a refusal.", "error"),
-    "not built": ("Not tried", "`AutoModelForCausalLM.from_config` cannot build them by itself here.", "error"),
+    "refused": ("Refused", "Before anything is allocated, with a message that says why."),
+    "wrong": ("Wrong", "Known to differ; do not train them."),
+    "broken": ("Broken", "They end with an error that is not a refusal."),
+    "not built": ("Not tried", "`AutoModelForCausalLM.from_config` cannot build them by itself here."),
 }
 
 
@@ -275,36 +273,42 @@ def page(found: dict[str, Outcome], versions: str = VERSIONS) -> str:
         f"""\
 # Which models
 
-Every causal LM that transformers knows, by its `model_type`, was tried: a tiny model of the family with random values
-in all parameters, one training step through `tawpipe.Pipeline` on rows of three and two packed documents, against the
-plain model as `AutoModelForCausalLM` makes it, which saw each document alone. Models that mix the documents of a row
-were tried on rows of one document, of which one was padded. Equal means: in fp64 the loss and the gradient of every
-parameter differ by less than 1e-9 in relative norm. A family that is new in a later transformers is tried by the same
-test without being added to it.
+Every causal LM that transformers knows was tried, by the `model_type` in its `config.json`: a tiny model with random
+values took one training step here, on rows of packed documents, and one as transformers' plain model, which saw each
+document alone. Models that mix the documents of a row had rows of one. Equal means: in fp64 the loss and the gradient
+of every parameter differ by less than 1e-9 in relative norm.
 
 Written by `python tests/support/every_family.py --write docs/models.md` with {versions};
 `tests/model/test_every_family.py` keeps it true.
 """
     ]
-    for kind, (title, introduction, column) in _SECTIONS.items():
+    for kind, (title, introduction) in _SECTIONS.items():
         chosen = {family: one for family, one in sorted(found.items()) if one.kind == kind}
         if not chosen:
             continue
         parts.append(f"## {title}: {len(chosen)}\n")
         if introduction:
             parts.append(f"{introduction}\n")
-        rows = [f"| model_type | class | {column} |", "|---|---|---|"]
-        for family, one in chosen.items():
-            said = "; ".join(filter(None, [_cell(one.reason), *one.remarks]))
-            rows.append(f"| {family} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]} | {said} |")
-        parts.append("\n".join(rows) + "\n")
+        parts.append("\n".join(_by_reason(chosen)) + "\n")
     return "\n".join(parts)
 
 
-def _cell(reason: str) -> str:
+def _by_reason(chosen: dict[str, Outcome]) -> list[str]:
+    """A line for each thing that is said of families, with their names; those of which nothing is said come first."""
+    families: dict[str, list[str]] = {"": []}
+    for family, outcome in chosen.items():
+        said = "; ".join(filter(None, [_short(outcome.reason), *outcome.remarks]))
+        families.setdefault(said, []).append(f"`{family}`")
+    plain = families.pop("")
+    lines = [f"{', '.join(plain)}.", ""] if plain else []
+    return [*lines, *(f"* {', '.join(names)}: {said}" for said, names in families.items())]
+
+
+def _short(reason: str) -> str:
     reason = re.sub(r" \(.*\)$", "", reason)  # what went wrong inside, which is not the same in every process
-    short = reason if len(reason) <= 240 else f"{reason[:237]}..."
-    return short.replace("|", "\\|")
+    reason = re.sub(r"layers of type .* carry", "some layers carry", reason)
+    reason = re.sub(r"expected \d+ layers", "expected layers", reason)  # of the tiny model
+    return re.split(r"\.( |$)", reason)[0][:240]
 
 
 def equal_families(found: dict[str, Outcome]) -> str:

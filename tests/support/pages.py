@@ -20,7 +20,10 @@ from tawpipe.errors import UserError
 from tawpipe.train.config import load_config, train_options
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/faults.md", "benchmarks/results/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PROGRAMS = ("tawpipe", "torchrun", "make", "python")
 LEFT_OUT = "..."
 """Stands in a command for options that the reader knows already."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
+from tawpipe.options.library import as_option
 
 if TYPE_CHECKING:
     from tawpipe.plan.lengths import Lengths
@@ -30,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         words.check()
         return _run(words)
     except UserError as error:
-        raise words.located(error) from error
+        raise words.located(as_option(error)) from error
 
 
 def _run(words: PlanWords) -> int:

@@ -130,7 +130,7 @@ class PlanWords:
         if config.schedule.offload_dir and config.schedule.sequence_chunk == 0:
             raise UserError("--offload-dir", config.schedule.offload_dir, "nothing with --sequence-chunk 0")
         from tawpipe.report.page import check_page
-        from tawpipe.schedule.strategies import strategies
+        from tawpipe.schedule.strategies.table import strategies
 
         check_page(self.report)
         if self.explain and self.explain not in strategies():

@@ -1,66 +1,44 @@
-"""What a step of a model costs by its schedule alone: bytes over the links, and memory."""
+"""What steps take: bytes over the links, memory, and the layers whose results fit into what the user gives to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from tawpipe.model.chain import Chain
-from tawpipe.model.flops import key_bytes
-from tawpipe.runtime.dtype import master_dtype, reduce_dtype
-from tawpipe.schedule.footprint import BlockMemory, Costs, Widths, costs
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.flops import windows
+from tawpipe.pipeline.sizes import step_costs
+from tawpipe.pipeline.wiring import Wiring
+from tawpipe.schedule.balance import layers_that_keep
+from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.step import Schedule
-from tawpipe.topology import Topology
 
 
-def widths_of(
-    chain: Chain,
-    dtype: torch.dtype,
-    settings: ScheduleSettings,
-    states: float | tuple[float, ...],
-    *,
-    exact: int = 0,
-) -> Widths:
-    """Bytes of the elements of a chain that is quantised, if it is to be.
+class StepCosts:
+    """The costs of a pipeline's steps, from sizes alone."""
 
-    Args:
-        dtype: in which it computes.
-        states, exact: as of ``Widths``.
-    """
-    return Widths(
-        dtype.itemsize,
-        reduce_dtype(dtype, settings).itemsize,
-        master_dtype(dtype).itemsize,
-        states,
-        exact=exact,
-        unpacked=chain.unpacked_elements,
-    )
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
 
+    def of(self, schedule: Schedule, tokens: int) -> Costs:
+        """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most."""
+        wiring = self._wiring
+        said = step_costs(
+            wiring.chain,
+            schedule,
+            wiring.dtype,
+            wiring.optimizers.states_per_element,
+            tokens=tokens,
+            kept_per_token=wiring.kept_per_token,
+            nodes=wiring.world.nodes,
+        )
+        return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 
-def step_costs(
-    chain: Chain,
-    schedule: Schedule,
-    dtype: torch.dtype,
-    states: float | tuple[float, ...],
-    *,
-    tokens: int,
-    kept_per_token: Mapping[str, float],
-    nodes: Topology,
-) -> Costs:
-    """The costs of a step.
-
-    Args:
-        states: tensors of the optimizer for every element, as of ``Widths``.
-        tokens: of a micro-batch.
-        kept_per_token: bytes that a layer keeps besides its input, by kind of activation.
-        nodes: the real ones, where the schedule was built for others.
-    """
-    settings = schedule.step.settings
-    keys, gradients = key_bytes(chain.config.get_text_config(), dtype)
-    memory = BlockMemory(chain.width * dtype.itemsize, kept_per_token, keys=keys, key_gradients=gradients)
-    sizes = memory.activations(tokens, ranks=settings.sequence_ranks or 1)
-    said = costs(schedule, widths_of(chain, dtype, settings, states), activation_bytes=sizes, nodes=nodes)
-    return replace(said, activation_bytes=said.activation_bytes + (settings.keep_mib or 0) * 2**20)
+    def layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
+        """The layers of which ``keep_mib`` holds what a micro-batch would compute again."""
+        settings, chain, kept_per_token = schedule.step.settings, self._wiring.chain, self._wiring.kept_per_token
+        if not settings.keep_mib or schedule.step.ranks_of(m) > 1 or "graph" not in kept_per_token:
+            return frozenset()
+        each = max(1, kept_per_token["graph"] - chain.width * self._wiring.dtype.itemsize)
+        tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
+        first, most = max(settings.offloaded_layers + 1, chain.spec.first_backward), settings.keep_mib * 2**20
+        return layers_that_keep(batch.lengths, windows(chain.config.get_text_config()), most // (each * tokens), first)

@@ -17,7 +17,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.quantized import NONE
-from tawpipe.pipeline.costs import widths_of
+from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory

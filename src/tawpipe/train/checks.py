@@ -16,10 +16,9 @@ from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
 from tawpipe.runtime.faults import Fault, parse_faults
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import ScheduleSettings, parse_homes
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
 
@@ -89,8 +88,7 @@ def check_plannable(config: TrainConfig) -> None:
     if config.schedule.strategy not in (known := strategies()):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
-    if isinstance(known[config.schedule.strategy], ActivationPipeline):
-        check_axis(config.schedule.stages)
+    known[config.schedule.strategy].configured(config.schedule)
     if config.schedule.block_times:
         parse_times(config.schedule.block_times)
     _check_optimizer(config)

@@ -22,7 +22,7 @@ from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.options.command import Values
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
 
 

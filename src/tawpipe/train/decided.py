@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tawpipe.errors import UserError
+from tawpipe.options.library import as_option
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.train.config import TrainConfig
 
@@ -86,6 +87,6 @@ class BatchShape:
         try:
             yield
         except UserError as error:
-            if not self.dealt or error.setting != "--sequence-length":
+            if not self.dealt or as_option(error).setting != "--sequence-length":
                 raise
             raise UserError("--max-document", error.value, error.expected) from error

@@ -27,9 +27,9 @@ from tawpipe.data.prepared import PreparedData
 from tawpipe.data.sources import find_sets
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.flops import work_of
-from tawpipe.pipeline.costs import step_costs
 from tawpipe.pipeline.refuse import refuse_strategy
 from tawpipe.pipeline.schedules import Schedules
+from tawpipe.pipeline.sizes import step_costs
 from tawpipe.plan.machine import Machine
 from tawpipe.plan.measure import INSIDE
 from tawpipe.plan.predict import Needs

@@ -16,7 +16,7 @@ from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.train.decided import BatchShape
 from tawpipe.train.planned import MEMORY, Planning
 from tawpipe.train.words import gib
