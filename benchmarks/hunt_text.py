@@ -191,14 +191,15 @@ def _plan_text() -> str:
     """A plan of a small model."""
     import torch
 
-    from tawpipe.plan.measure import request_of
+    from tawpipe.model.build import build_model
+    from tawpipe.model.chain import Chain
+    from tawpipe.plan.measure import Asked, request_of
     from tawpipe.plan.plan import Plan
     from tawpipe.plan.search import search
 
     machine = machine_of("2x2@1gbit", device=Device("CPU", 0, 1e11))
-    request = request_of(
-        "tiny", machine, sequence_length=64, global_batch=8, dtype=torch.float32, profile="estimate", vocab_size=500
-    )
+    chain = Chain(build_model("tiny", vocab_size=500, max_positions=64).model)
+    request = request_of(chain, machine, Asked(64, 8, dtype=torch.float32, profile="estimate"))
     return Plan.of(request, search(request)).text()
 
 

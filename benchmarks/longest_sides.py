@@ -10,7 +10,6 @@ apart from a process's own (``-host``), or on a disk (``-files``).
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
@@ -22,8 +21,9 @@ from longest_model import CLIP, LOSS_TOKENS, OPTIMIZER, CannotRun, Result, Shape
 from longest_others import ChunkedLoss, DeepSpeed, Elsewhere, Fsdp2, HuggingFace, Kept, Ulysses
 from tawpipe import Pipeline
 from tawpipe.plan.machine import uniform
-from tawpipe.plan.measure import request_of
+from tawpipe.plan.measure import Asked, request_of
 from tawpipe.plan.predict import memory_of
+from tawpipe.prove.models import on_meta
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
@@ -119,17 +119,7 @@ def predicted_bytes(side: str, shape: Shape, chunk: int, tokens: int) -> int:
     settings = settings_of(side, chunk, shape.layers, "")
     asked = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=LOSS_TOKENS, **settings)
     machine = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9))
-    with tempfile.TemporaryDirectory() as folder:
-        shape.config.save_pretrained(folder)
-        request = request_of(
-            folder,
-            machine,
-            sequence_length=tokens,
-            global_batch=1,
-            dtype=torch.float32,
-            settings=asked,
-            timed=False,
-            profile="measure",
-        )
+    row = Asked(tokens, 1, dtype=torch.float32, settings=asked, timed=False, profile="measure")
+    request = request_of(on_meta(shape.config), machine, row)
     parts = memory_of(request, build(request.step(asked))).parts
     return parts["activations"] + parts["working"]

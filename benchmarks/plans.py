@@ -36,9 +36,11 @@ from transformers import AutoConfig
 
 from tawpipe.commands.plan import lines
 from tawpipe.errors import UserError
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
 from tawpipe.model.settings import LoraSettings
 from tawpipe.plan.machine import Device, Machine
-from tawpipe.plan.measure import INSIDE, LATENCY_S, request_of
+from tawpipe.plan.measure import INSIDE, LATENCY_S, Asked, request_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
@@ -165,15 +167,10 @@ def ask(case: dict[str, Any]) -> PlanRequest:
         device=Device(case["gpu"]),
         host_bytes=case["host_gib"] << 30,
     )
-    return request_of(
-        model_folder(**case["model"]),
-        machine,
-        sequence_length=case["tokens"],
-        global_batch=case["rows"],
-        micro_batch=case["micro_batch"],
-        memory_bytes=int(case["memory_gib"] * 2**30),
-        lora=LoraSettings(rank=case["lora"] or None),
-    )
+    asked = Asked(case["tokens"], case["rows"], case["micro_batch"], memory_bytes=int(case["memory_gib"] * 2**30))
+    lora = LoraSettings(rank=case["lora"] or None)
+    built = build_model(model_folder(**case["model"]), max_positions=asked.row, longest=asked.longest, lora=lora)
+    return request_of(Chain(built.model), machine, asked)
 
 
 @cache

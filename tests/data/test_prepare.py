@@ -491,7 +491,7 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
     (corpus / "long.txt").write_text("layers " * 3000)
     settings = settings_for(corpus / "*.txt", packing="auto", validation_fraction=0.0)
     dealing = Dealing(
-        tokens=32768, world_size=4, cap=768, work=lambda: Work((LayerKind(2, 100.0, 1.0),)), pretrained=True
+        tokens=32768, world_size=4, cap=768, work=lambda _: Work((LayerKind(2, 100.0, 1.0),)), pretrained=True
     )
     prepared = prepare_data(settings, sequence_length=512, seed=0, dealing=dealing)
     report = prepared.report
@@ -509,7 +509,7 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
         assert other.report.packing == packing and changed_parts(prepared.fingerprint, other.fingerprint) == (
             [] if packing == "balanced" else ["rows"]
         )
-    even = replace(dealing, work=lambda: Work((LayerKind(2, 100.0, 0.0),)))
+    even = replace(dealing, work=lambda _: Work((LayerKind(2, 100.0, 0.0),)))
     assert prepare_data(settings, sequence_length=512, seed=0, dealing=even).report.packing == "split"
 
 

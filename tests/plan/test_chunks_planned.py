@@ -12,6 +12,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
@@ -20,7 +21,7 @@ from tawpipe.plan import memory
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.longest import NEAR, POSITIONS, PRECISION, _longest_of
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
-from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, replay
 from tawpipe.plan.predict import memory_quickly, predict
@@ -33,8 +34,7 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.topology import Topology
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import Followed, follow_plan
+from tawpipe.train.planned import Followed, Planning
 
 ROW = 40_000
 GPUS = Machine((2, 2), LinkModel(2e9, 1e-5), LinkModel(1e10), host=LinkModel(1e6), device=Device("GPU"))
@@ -223,16 +223,16 @@ class _World(SimpleNamespace):
 def followed(plan: str, tmp_path: Any, **schedule: Any) -> Followed:
     path = tmp_path / "given.yaml"
     path.write_text(plan)
-    settings = replace(DEFAULT, **schedule)
-    config = TrainConfig(plan=str(path), sequence_length=ROW, global_batch=16, micro_batch=1, schedule=settings)
-    return follow_plan(config, _World(), None, vocab_size=500, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    world: Any = _World()
+    chain: Any = None  # nothing is measured
+    return Planning(world, chain, Asked(ROW, 16, settings=replace(DEFAULT, **schedule))).follow(str(path), None)
 
 
 def test_a_run_follows_the_chunks_of_a_plan_and_refuses_others(tmp_path):
     asked = asked_of(needed(asked_of(), 4096))
     text = plan_of(asked).text()
-    assert followed(text, tmp_path).config.schedule.sequence_chunk == 4096
-    assert followed(text, tmp_path, sequence_chunk=4096).config.schedule.sequence_chunk == 4096
+    assert followed(text, tmp_path).schedule.sequence_chunk == 4096
+    assert followed(text, tmp_path, sequence_chunk=4096).schedule.sequence_chunk == 4096
     with pytest.raises(UserError, match=r"--schedule.sequence-chunk: got 0; 4096, as in the plan; or another"):
         followed(text, tmp_path, sequence_chunk=0)
 
@@ -259,7 +259,7 @@ def test_a_token_of_a_long_row_takes_at_most_26_kb_of_a_device(tmp_path):
         held = []
         for row in rows:
             settings = replace(DEFAULT, sequence_chunk=4096, offload_dir=folder)
-            asked = request_of(str(tmp_path), machine, sequence_length=row, global_batch=4, settings=settings)
+            asked = request_for(str(tmp_path), machine, sequence_length=row, global_batch=4, settings=settings)
             parts = memory_quickly(asked, step_of(asked, "tawpipe-spread", offloaded_layers=4)).parts
             held.append(parts["activations"] + parts["working"])
         per_token = (held[1] - held[0]) / (rows[1] - rows[0])
@@ -321,13 +321,13 @@ def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_rea
     monkeypatch.setattr(measure_module, "COMMUNICATOR_BYTES", 0)
     machine = machine_of("2x2@10gbit", device=Device("H100"))
     said: list[str] = []
-    good = request_of(str(tmp_path), machine, **given, tell=said.append)
+    good = request_for(str(tmp_path), machine, **given, tell=said.append)
     assert good.chunks == CHUNKS and not said
     monkeypatch.setattr(Bench, "why_whole", lambda _: "its layers look back")
-    bad = request_of(str(tmp_path), machine, **given, tell=said.append)
+    bad = request_for(str(tmp_path), machine, **given, tell=said.append)
     assert bad.chunks == () and said == ["rows stay whole: its layers look back"]
     assert "its layers look back" in plan_of(bad).reason
     with pytest.raises(UserError, match=r"schedule.sequence_chunk: got 4096; 0, for whole rows: its"):
-        request_of(str(tmp_path), machine, **given, settings=replace(DEFAULT, sequence_chunk=4096))
-    compiled = request_of(str(tmp_path), machine, **given, why_whole="layers are compiled", tell=said.append)
-    assert compiled.chunks == () and said[-1] == "rows stay whole: layers are compiled"
+        request_for(str(tmp_path), machine, **given, settings=replace(DEFAULT, sequence_chunk=4096))
+    compiled = request_for(str(tmp_path), machine, **given, compiled=True, tell=said.append)
+    assert compiled.chunks == () and said[-1] == "rows stay whole: --compile compiles layers on whole rows"

@@ -17,13 +17,12 @@ from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.lengths import Lengths, lengths_of
 from tawpipe.plan.machine import Device, uniform
 from tawpipe.plan.plan import Plan
-from tawpipe.plan.plan_file import record_of, request_from
+from tawpipe.plan.plan_file import SavedPlan, record_of, request_from
 from tawpipe.plan.predict import predict
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
-from tawpipe.train.planned import work_of_plan
 
 FREE = LinkModel(1e12, shared=False)
 
@@ -157,12 +156,13 @@ def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
     asked = request(450)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
     found = [Candidate("tawpipe-spread", step, predict(asked, step), True)]
-    work = work_of_plan(Plan.of(asked, found).text())
-    assert work is not None
+    plan = SavedPlan.of(Plan.of(asked, found).text())
+    assert plan is not None and (work := plan.work) is not None
     for length in (1, 50, 1000):
         assert work.of(length) == pytest.approx(LAYERS * 4 * (1e-3 * length + 1e-5 * length**2))
     short = replace(asked, profile=request(450, per_pair=0.0).profile)
-    assert work_of_plan(Plan.of(short, found).text()) is None and work_of_plan("") is None
+    plan = SavedPlan.of(Plan.of(short, found).text())
+    assert plan is not None and plan.work is None and SavedPlan.of("") is None
 
 
 @pytest.mark.parametrize(

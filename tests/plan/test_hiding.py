@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
+from model_requests import request_for
 from plan_requests import plan_request, step_of
 from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.longest import Longest, LongestRow
 from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.measure import machine_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.profile import size_of
 from tawpipe.plan.request import PlanRequest
@@ -36,7 +37,7 @@ def test_the_formulas_on_two_nodes_of_eight_devices(tmp_path, gbit, weights, key
     """A layer of Llama-3.1-8B at 400 TFLOP/s, which is half of the peak."""
     LLAMA_8B.save_pretrained(tmp_path)
     machine = machine_of(f"2x8@{gbit}gbit", device=Device("some", 80 << 30, flops=800e12))
-    asked = request_of(str(tmp_path), machine, sequence_length=4096, global_batch=16)
+    asked = request_for(str(tmp_path), machine, sequence_length=4096, global_batch=16)
     assert asked.key_value_bytes == 4096
     assert weights_hide_from(asked) == pytest.approx(weights, rel=0.03)
     assert keys_hide_from(asked) == pytest.approx(keys, rel=0.03)

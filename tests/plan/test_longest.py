@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
+from model_requests import request_for
 from plan_requests import LAYERS, plan_request, step_of
 from tawpipe.cli import main
 from tawpipe.plan.longest import NEAR, POSITIONS, SHORTEST, Longest, LongestRow, _longest_of, limit_of
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.measure import machine_of
 from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.profile import size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
@@ -174,7 +175,7 @@ def saved(folder: Path, **changes: Any) -> str:
 def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
     model = saved(tmp_path, max_position_embeddings=MOST_TOKENS)
-    asked = request_of(model, machine, sequence_length=None, global_batch=24, memory_bytes=75 << 30)
+    asked = request_for(model, machine, sequence_length=None, global_batch=24, memory_bytes=75 << 30)
     rows = {row.strategy: row for row in Longest.of(asked).rows}
     assert set(rows) == set(candidates()) and {row.binds for row in rows.values()} == {DEVICE}
     assert all(row.tokens > 32768 for row in rows.values())
@@ -188,7 +189,7 @@ def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
 
 def test_a_row_ends_with_the_models_positions(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
-    asked = request_of(saved(tmp_path, num_hidden_layers=2, max_position_embeddings=4096), machine,
+    asked = request_for(saved(tmp_path, num_hidden_layers=2, max_position_embeddings=4096), machine,
                        sequence_length=None, global_batch=24, memory_bytes=75 << 30)  # fmt: skip
     for name in ("tawpipe-spread", "hsdp"):
         row = _longest_of(asked, find(name), POSITIONS)

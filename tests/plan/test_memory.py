@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from model_requests import request_for
 from plan_requests import LAYERS, plan_request, step_of
 from tawpipe import Pipeline
 from tawpipe.cli import main
@@ -22,7 +23,7 @@ from tawpipe.plan import measure as measure_module
 from tawpipe.plan import profile
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
-from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, request_of, system_of
+from tawpipe.plan.measure import COMMUNICATOR_BYTES, DRIVER_BYTES, system_of
 from tawpipe.plan.memory import estimate_memory, measure_memory
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import record_of, request_from
@@ -154,7 +155,7 @@ def test_a_gpu_is_warm_and_runs_for_long_before_a_time_counts(monkeypatch):
 def test_a_step_holds_what_was_predicted(tmp_path, recompute, documents):
     CONFIG.save_pretrained(tmp_path)
     settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1, loss_chunk_tokens=256)
-    asked = request_of(
+    asked = request_for(
         str(tmp_path),
         ALONE,
         sequence_length=512,
@@ -186,7 +187,7 @@ def test_what_dequantising_takes_is_in_the_plan(tmp_path, form):
     frozen = ["model.embed_tokens", "model.layers", "lm_head"]
     settings = ScheduleSettings(micro_batches_per_visit=1)
     given = {"sequence_length": 8, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
-    asked = request_of(str(tmp_path), ALONE, frozen=frozen, quantize=form, **given)
+    asked = request_for(str(tmp_path), ALONE, frozen=frozen, quantize=form, **given)
     parts = memory_of(asked, build(asked.step(settings))).parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
@@ -218,7 +219,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
         "frozen": patterns,
         "quantize": "nf4",
     }
-    asked = request_of(str(tmp_path), ALONE, timed=False, **given)
+    asked = request_for(str(tmp_path), ALONE, timed=False, **given)
     parts = memory_of(asked, build(asked.step(settings))).parts
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
@@ -236,7 +237,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
     assert (parts["homes"], parts["buffers"]) == (said.home_bytes, said.buffer_bytes)
     assert asked.model.identity == identity and identity["travels"] < identity["parameters"]
     device = replace(ALONE, device=Device("GPU", flops=1e12))
-    timed = request_of(str(tmp_path), device, profile="estimate", **given)
+    timed = request_for(str(tmp_path), device, profile="estimate", **given)
     again = request_from(record_of(timed), where="a test")
     assert again.model == timed.model and again.profile.blocks == timed.profile.blocks
     assert [block.unpack_s > 0 for block in timed.profile.blocks] == [False, True, True, False, False]
@@ -250,7 +251,7 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)} if in_files else {}
     settings = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256, sequence_chunk=512, **files)
     given = {"sequence_length": 8192, "global_batch": 1, "dtype": torch.float32, "settings": settings, "timed": False}
-    asked = request_of(str(tmp_path), ALONE, **given)
+    asked = request_for(str(tmp_path), ALONE, **given)
     needs = memory_of(asked, build(asked.step(settings)))
     parts = needs.parts
     with torch.device("meta"):
@@ -451,7 +452,7 @@ def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
     words = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "512", "--global-batch", "8"]
     words += ["--topology", "1x2", "--dtype", "float32", "--device", "cpu", "--device-name", "CPU"]
     words += ["--sequence-ranks", "1"]
-    measured = request_of(
+    measured = request_for(
         "tiny", uniform(1, 2, between=LinkModel(1e9), inside=LinkModel(1e9)), sequence_length=512, global_batch=8,
         dtype=torch.float32, vocab_size=500, timed=False, settings=ScheduleSettings(sequence_ranks=1),
     )  # fmt: skip

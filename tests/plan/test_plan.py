@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from family_configs import tiny_config
+from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
-from schedules import llama, spell_recompute
+from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
 from tawpipe.errors import UserError
@@ -30,7 +31,7 @@ from tawpipe.plan import predict as predicting
 from tawpipe.plan import search as searching
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.measure import machine_of
 from tawpipe.plan.page import memory_parts
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, request_from, settings_of
@@ -41,7 +42,7 @@ from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.strategies.table import find, strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
 
@@ -77,10 +78,10 @@ def test_a_plan_knows_what_is_frozen():
     machine = machine_of("1x2", device=Device("H100"))
     asked: dict[str, Any] = {"sequence_length": 64, "global_batch": 4}
     adapter, patterns = LoraSettings(rank=4, dropout=0.1), ["*.embed_tokens", "model.layers.[02]"]
-    whole = request_of("tiny", machine, **asked)
+    whole = request_for("tiny", machine, **asked)
     adapted, frozen = (
-        request_of("tiny", machine, **asked, lora=adapter),
-        request_of("tiny", machine, **asked, frozen=patterns),
+        request_for("tiny", machine, **asked, lora=adapter),
+        request_for("tiny", machine, **asked, frozen=patterns),
     )
     trained = [sum(unit.numel for unit in one.model.units if unit.trainable) for one in (whole, adapted, frozen)]
     assert trained[1] < 0.1 * trained[0] and trained[2] < trained[0]
@@ -150,7 +151,7 @@ def test_a_plan_counts_the_logits_of_one_chunk_and_of_no_more_than_there_is(row,
     """And where gradients travel in bf16, the buffer in which those of the head's chunks are added up."""
     machine = machine_of("2x2@10gbit", device=Device("H100", 2**36))
     chosen = ScheduleSettings(loss_chunk_tokens=chunk, reduce_dtype=reduce_dtype)
-    found = request_of("tiny", machine, sequence_length=row, global_batch=8, micro_batch=2, settings=chosen)
+    found = request_for("tiny", machine, sequence_length=row, global_batch=8, micro_batch=2, settings=chosen)
     head = 8192 * 256 + 256
     sums = 4 * head if reduce_dtype == "same" and most < 2 * row else 0
     fixed, per_token = found.profile.memory.working["head"]["backward full"]
@@ -183,7 +184,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
 def test_more_micro_batches_in_a_pipeline_are_added():
     short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
-        layout = replace(find(kind), stages="nodes")
+        layout = laid_out(kind, stages="nodes")
         made = [predict(asked, asked.step(DEFAULT, layout)).step_seconds for asked in (short, longer)]
         assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
 
@@ -286,7 +287,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128256}
     AutoConfig.for_model("qwen3_moe", **sizes, **heads, tie_word_embeddings=False).save_pretrained(tmp_path)
     machine = machine_of("2x4@10gbit", device=Device("H100"))
-    asked = request_of(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
+    asked = request_for(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
     plan = Plan.of(asked, search(asked))
     assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
     assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
@@ -471,7 +472,7 @@ def test_complaints(words, reason, capsys):
 @pytest.mark.parametrize("file", ["", "device: {memory_gib: 80}"])
 def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, capsys, file, profile):
     """A large model is not measured on the processors of a machine that only plans."""
-    monkeypatch.setattr("tawpipe.plan.measure.build_model", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr("tawpipe.model.build.build_model", lambda *_, **__: pytest.fail("went on"))
     (tmp_path / "two.yaml").write_text(f"format: 1\nnodes: [1, 1]\nbetween: {{gbit_per_s: 1}}\n{file}\n")
     topology = str(tmp_path / "two.yaml") if file else "3x8@10gbit"
     words = ["plan", "--model", "llama-8b", "--topology", topology, "--sequence-length", "64", "--global-batch", "8"]

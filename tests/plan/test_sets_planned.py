@@ -11,14 +11,14 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
+from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
-from tawpipe.plan import measure as measure_module
 from tawpipe.plan import search as search_module
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.longest import Longest, limit_of
 from tawpipe.plan.machine import Device, Machine, uniform
-from tawpipe.plan.measure import machine_of, request_of
+from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import planned_settings, replay
 from tawpipe.plan.predict import memory_quickly
@@ -29,8 +29,7 @@ from tawpipe.plan.search import _best, search
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import ask
+from tawpipe.train import planned
 
 ROW = 40_000
 FOUR = uniform(1, 4, between=LinkModel(1e9), inside=LinkModel(1e10))
@@ -154,7 +153,7 @@ def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, mo
 
     def asked(rows: int, **settings: Any) -> PlanRequest:
         made = replace(DEFAULT, **settings)
-        return request_of(
+        return request_for(
             str(tmp_path), machine, sequence_length=512, global_batch=rows, settings=made, tell=said.append
         )
 
@@ -169,18 +168,15 @@ def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, mo
         asked(2, sequence_ranks=3)
 
 
-@pytest.mark.parametrize(("micro_batch", "given", "planned"), [(1, None, None), (2, None, 1), (2, 2, 2)])
-def test_a_run_that_looks_for_facts_in_several_rows_at_a_time_lets_no_plan_share_them(
-    micro_batch, given, planned, monkeypatch
-):
+@pytest.mark.parametrize(("by_one", "given", "expected"), [(False, None, None), (True, None, 1), (True, 2, 2)])
+def test_a_run_whose_rows_are_each_by_one_process_lets_no_plan_share_them(by_one, given, expected, monkeypatch):
     asked = []
-    monkeypatch.setattr(measure_module, "request_of", lambda *_, **settings: asked.append(settings["settings"]))
-    world = SimpleNamespace(barrier=lambda: None, device=torch.device("cpu"), gather_numbers=lambda number: [number])
-    config = TrainConfig(
-        micro_batch=micro_batch,
-        evaluation=replace(TrainConfig().evaluation, retrieval_lengths=(64,)),
-        schedule=replace(DEFAULT, sequence_ranks=given),
+    monkeypatch.setattr(planned, "request_of", lambda _, __, one, **___: asked.append(one.settings))
+    world: Any = SimpleNamespace(
+        barrier=lambda: None, device=torch.device("cpu"), gather_numbers=lambda number: [number]
     )
-    machine = replace(FOUR, device=Device(memory_bytes=1))
-    ask(config, world, machine, vocab_size=500, dtype=torch.float32, lengths=())  # type: ignore[arg-type]
-    assert [one.sequence_ranks for one in asked] == [planned]
+    chain: Any = None
+    batch = Asked(64, 8, 2, settings=replace(DEFAULT, sequence_ranks=given))
+    planning = planned.Planning(world, chain, batch, by_one=by_one)
+    planning.ask(replace(FOUR, device=Device(memory_bytes=1)))
+    assert [one.sequence_ranks for one in asked] == [expected]

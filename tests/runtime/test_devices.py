@@ -28,7 +28,7 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
 
 def test_a_machine_that_falls_back_to_the_cpu_alone_is_named():
     """Its peers would wait for it on their GPUs, in a group that it does not join."""
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     require_same_kind(store, 0, gpu)
     require_same_kind(store, 1, gpu)

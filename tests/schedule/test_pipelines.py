@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import llama, step_for
+from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.activations import peak_activations
@@ -29,7 +29,6 @@ from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.strategies.table import find
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
@@ -41,7 +40,7 @@ FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
     topology = Topology.grid(nodes, local)
     times = f"0/0/0,{layers}x1/2/1,0/0/0"
-    step = step_for(llama(layers), topology, count, use=replace(find(kind), stages=stages, block_times=times))
+    step = step_for(llama(layers), topology, count, use=laid_out(kind, stages=stages, block_times=times))
     return build(step, **more)
 
 
@@ -75,7 +74,7 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
     """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
     topology, model = Topology.grid(nodes, local), llama(8, tied=True)
     for count in (1, 2, 3, 5, 6, 12):
-        step = step_for(model, topology, count, use=replace(find(kind), stages=axis))
+        step = step_for(model, topology, count, use=laid_out(kind, stages=axis))
         verify(for_one_thread(build(step, training=False)), steps=1, one_thread=True)
         try:
             schedule = build(step)
@@ -160,7 +159,7 @@ def test_what_waits_in_the_host_s_memory_is_proved():
     order = Order((tuple(first), tuple(last)), (moved, ()), after)
     costs_ = PipelineCosts((BlockTimes(0, 0, 0), BlockTimes(1, 2, 1), BlockTimes(1, 2, 1), BlockTimes(0, 1, 0)), host=1)
     shape = PipelineShape(model, layout, Positions(topology, "world"), costs_, lambda _: order)
-    step = step_for(model, topology, 3, use=find("1f1b"))
+    step = step_for(model, topology, 3, use=laid_out("1f1b"))
     schedule = for_one_thread(build_pipeline(shape, step, training=True))
     verify(schedule, steps=2, one_thread=True)
     assert peak_activations(schedule, 0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
@@ -230,7 +229,7 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
 
 def test_every_direction_between_two_positions_has_a_lane_of_its_own():
     for kind in ("1f1b", "zero-bubble"):
-        shape = find(kind).shape(llama(12), Topology.grid(6, 1))
+        shape = laid_out(kind).shape(llama(12), Topology.grid(6, 1))
         for position in range(6):
             own = [lane for pair, lane in shape.lanes.items() if position in pair]
             assert len(own) == len(set(own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from small import make_small
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.schedule.balance import LayerKind, Work, deal
-from tawpipe.train.config import TrainConfig, in_bins
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.train.config import TrainConfig
 from tawpipe.train.dealer import Dealer
+from tawpipe.train.decided import BatchShape
 
 BALANCED = (
     *("--packing", "balanced", "--max-document", "200", "--tokens-per-step", "600", "--device", "cpu"),
@@ -83,12 +86,11 @@ def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tokens", [600, 5000])
 def test_bins_have_room_for_any_document_and_rows_for_the_tokens_of_a_step(world_size, ranks, tokens):
-    config = TrainConfig(tokens_per_step=tokens, max_document=600)
-    config = in_bins(
-        TrainConfig(tokens_per_step=tokens, max_document=600, schedule=type(config.schedule)(sequence_ranks=ranks)),
-        world_size,
-    )
-    assert config.bin_tokens and config.bin_tokens * ranks >= 600 and config.bin_tokens <= 900
-    assert config.global_batch * config.sequence_length >= tokens or world_size % ranks
-    assert (config.step_tokens, config.document_tokens) == (tokens, 600)
-    assert in_bins(config, world_size) == config
+    schedule = ScheduleSettings(sequence_ranks=ranks)
+    config = TrainConfig(tokens_per_step=tokens, max_document=600, schedule=schedule)
+    batch = BatchShape.of(config, "balanced", world_size)
+    assert batch.bin_tokens * ranks == batch.row_tokens >= 600 and batch.bin_tokens <= 900
+    assert batch.rows * batch.row_tokens >= tokens or world_size % ranks
+    assert (batch.step_tokens, batch.document_tokens) == (tokens, 600)
+    said = replace(config, bin_tokens=batch.bin_tokens)
+    assert BatchShape.of(said, "balanced", world_size) == batch

@@ -12,14 +12,19 @@ import torch
 
 from tawpipe.cli import main
 from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, Machine
+from tawpipe.plan.measure import Asked
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe.train import memory
 from tawpipe.train.config import TrainConfig
+from tawpipe.train.decided import BatchShape
+from tawpipe.train.planned import Planning
+from tawpipe.train.run_model import RunModel
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 FREE = LinkModel(float("inf"))
@@ -33,13 +38,24 @@ CONFIG = TrainConfig(
 )
 
 
-def check(monkeypatch, *, memory_bytes: int, config: TrainConfig = CONFIG) -> memory.Needs | None:
+BATCH = BatchShape.of(CONFIG, "split", 1)
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    return RunModel(CONFIG).followed(500)[1]
+
+
+def check(
+    monkeypatch, chain: Chain, *, memory_bytes: int, schedule: ScheduleSettings = CONFIG.schedule
+) -> memory.Needs | None:
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
-    return memory.check_memory(config, ALONE, vocab_size=500, dtype=torch.float32, lengths=[256])
+    asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure")
+    return memory.check_memory(Planning(ALONE, chain, asked), schedule, BATCH)[0]
 
 
-def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch):
+def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch, chain):
     asked, limit = {}, 0
 
     def ask(*args: Any, timed: bool = True, **rest: Any) -> Any:
@@ -49,25 +65,23 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
         system = asked[False].system_bytes
         return replace(asked[timed], memory_bytes=limit, system_bytes=system), ""
 
-    real = memory.ask
-    monkeypatch.setattr(memory, "ask", ask)
-    needs = check(monkeypatch, memory_bytes=0)
+    real = Planning.ask
+    monkeypatch.setattr(Planning, "ask", ask)
+    needs = check(monkeypatch, chain, memory_bytes=0)
     assert needs is not None and needs.parts["system"] > needs.parts["working"] > 0
-    full = check(
-        monkeypatch, memory_bytes=0, config=replace(CONFIG, schedule=replace(CONFIG.schedule, recompute="full"))
-    )
+    full = check(monkeypatch, chain, memory_bytes=0, schedule=replace(CONFIG.schedule, recompute="full"))
     assert full is not None and needs.device > full.device
     limit = (needs.device + full.device) // 2
     with pytest.raises(UserError) as refused:
-        check(monkeypatch, memory_bytes=limit)
+        check(monkeypatch, chain, memory_bytes=limit)
     said = str(refused.value)
     assert said.startswith("memory: got 'a run that needs ") and "working" in said and "on every device" in said
     assert "--schedule.recompute full: " in said and "s a step" in said
 
 
-def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch):
-    wrong = replace(CONFIG, schedule=ScheduleSettings(strategy="tawpipe-spread", homes="0,1"))
-    assert check(monkeypatch, memory_bytes=1, config=wrong) is None
+def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch, chain):
+    wrong = ScheduleSettings(strategy="tawpipe-spread", homes="0,1")
+    assert check(monkeypatch, chain, memory_bytes=1, schedule=wrong) is None
 
 
 def test_what_groups_have_left_is_looked_at_before_the_first_step(

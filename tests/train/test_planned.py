@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from model_requests import request_for
 from plan_requests import plan_request
 from tawpipe.checkpoint.resume import RunState
 from tawpipe.errors import UserError
+from tawpipe.plan import plan_file
+from tawpipe.plan.machine import Device
+from tawpipe.plan.measure import Asked, machine_of
 from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import SavedPlan
 from tawpipe.plan.search import search
+from tawpipe.runtime.dtype import DTYPES
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.topology import Topology
 from tawpipe.train import planned
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import Followed, follow_plan
+from tawpipe.train.planned import Followed, Planning
 
 TWO_BY_TWO = World(Topology.grid(2, 2), 0, torch.device("cpu"), None)
 """Four processes as far as anybody asks."""
@@ -33,8 +40,21 @@ def plan() -> str:
 CONFIG = TrainConfig(global_batch=16, micro_batch=1, sequence_length=10, dtype="bfloat16")
 
 
+def planning(config: TrainConfig, world: World = TWO_BY_TWO, **rest: Any) -> Planning:
+    asked = Asked(
+        config.sequence_length,
+        config.global_batch,
+        config.micro_batch,
+        dtype=DTYPES[config.dtype],
+        settings=config.schedule,
+        profile="measure",
+    )
+    chain: Any = None  # nothing is measured here
+    return Planning(world, chain, asked, **rest)
+
+
 def follow(config: TrainConfig, earlier: RunState | None = None) -> Followed:
-    return follow_plan(config, TWO_BY_TWO, earlier, vocab_size=500, dtype=torch.bfloat16)
+    return planning(config).follow(config.plan, earlier)
 
 
 @pytest.fixture
@@ -48,21 +68,17 @@ def made(monkeypatch, plan) -> list[str]:
     """How often a plan was made."""
     calls: list[str] = []
 
-    def make(*_: object) -> tuple[str, str, None]:
+    def make(self: Planning) -> Followed:
         calls.append("made")
-        return plan, "plan: made now", None
+        return Followed(self.asked.settings, SavedPlan.of(plan), "plan: made now")
 
-    monkeypatch.setattr(planned, "_make", make)
+    monkeypatch.setattr(Planning, "make", make)
     return calls
 
 
-def test_a_plan_for_documents_that_are_dealt_has_no_pipeline(monkeypatch):
-    asked = plan_request()
-    monkeypatch.setattr("tawpipe.plan.measure.request_of", lambda *_, **__: asked)
-    alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
-    config = replace(CONFIG, packing="balanced")
-    request, _ = planned.ask(config, alone, asked.machine, vocab_size=500, dtype=torch.bfloat16, lengths=[])
-    assert request is not None
+def test_a_plan_for_documents_that_are_dealt_has_no_pipeline():
+    machine = machine_of("2x2@10gbit", device=Device("H100"))
+    request = request_for("tiny", machine, vocab_size=500, sequence_length=64, global_batch=8, dealt=True)
     with pytest.raises(UserError, match="got '1f1b'; another one: documents are dealt by time"):
         request.step(ScheduleSettings(strategy="1f1b"))
     assert not any(one.fits and one.step.strategy.axis for one in search(request) if one.step is not None)
@@ -70,16 +86,14 @@ def test_a_plan_for_documents_that_are_dealt_has_no_pipeline(monkeypatch):
 
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
     asked, said = plan_request(), list[str]()
-    monkeypatch.setattr(planned, "ask", lambda *_, **__: (asked, ""))
+    monkeypatch.setattr(Planning, "ask", lambda *_, **__: (asked, ""))
     monkeypatch.setattr("tawpipe.plan.search.PATIENCE_S", 0.0)
-    found = follow_plan(
-        *(CONFIG, TWO_BY_TWO, None),
-        vocab_size=500,
-        dtype=torch.bfloat16,
-        tell=said.append,
-        measure=lambda _: asked.machine,
-    )
-    assert found.text and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
+    found = planning(CONFIG, tell=said.append, measure=lambda _: asked.machine).follow("auto", None)
+    assert found.plan is not None and any(line.startswith("planning for 0 s, now tawpipe-") for line in said)
+
+
+def text(found: Followed) -> str:
+    return found.plan.text if found.plan else ""
 
 
 def state(plan: str = "", nodes: Topology | None = None) -> RunState:
@@ -89,43 +103,43 @@ def state(plan: str = "", nodes: Topology | None = None) -> RunState:
 def test_a_file_is_followed(saved, plan):
     found = follow(replace(CONFIG, plan=saved))
     chosen = yaml.safe_load(plan)["schedule"]
-    assert found.text == plan and found.line.startswith(f"plan: {saved}: ")
-    assert found.config.schedule.micro_batches_per_visit == chosen["micro_batches_per_visit"]
-    assert found.config.schedule.loss_chunk_tokens == ScheduleSettings().loss_chunk_tokens
+    assert text(found) == plan and found.line.startswith(f"plan: {saved}: ")
+    assert found.schedule.micro_batches_per_visit == chosen["micro_batches_per_visit"]
+    assert found.schedule.loss_chunk_tokens == ScheduleSettings().loss_chunk_tokens
 
 
 def test_auto_makes_one(made, plan):
     found = follow(CONFIG)
-    assert made == ["made"] and found.text == plan and found.line.startswith("plan: made now: ")
+    assert made == ["made"] and text(found) == plan and found.line.startswith("plan: made now: ")
 
 
 def test_settings_beat_auto(made):
     config = replace(CONFIG, schedule=ScheduleSettings(look_ahead=7))
     found = follow(config)
-    assert found.config == config and not found.text and not made
+    assert found.schedule == config.schedule and found.plan is None and not made
     assert "settings under schedule" in found.line
 
 
 def test_what_a_plan_does_not_decide_does_not_count_as_a_setting(made):
     config = replace(CONFIG, schedule=ScheduleSettings(loss_chunk_tokens=64))
-    assert follow(config).text and made == ["made"]
+    assert follow(config).plan and made == ["made"]
 
 
 def test_none_is_none(made):
-    assert follow(replace(CONFIG, plan="none")) == Followed(replace(CONFIG, plan="none"))
+    assert follow(replace(CONFIG, plan="none")) == Followed(CONFIG.schedule)
     assert not made
 
 
 def test_a_resumed_run_does_what_it_did(made, plan):
-    assert follow(CONFIG, state(plan)).text == plan
-    assert follow(CONFIG, state("")).text == ""
+    assert text(follow(CONFIG, state(plan))) == plan
+    assert follow(CONFIG, state("")).plan is None
     assert not made
     assert "that of the checkpoint" in follow(CONFIG, state(plan)).line
 
 
 def test_a_resumed_run_has_the_chunks_that_it_had_unless_the_user_says_others(made, plan):
     chunked = plan.replace("sequence_chunk: 0", "sequence_chunk: 4096")
-    assert follow(CONFIG, state(chunked)).config.schedule.sequence_chunk == 4096 and not made
+    assert follow(CONFIG, state(chunked)).schedule.sequence_chunk == 4096 and not made
     whole = replace(CONFIG, schedule=replace(CONFIG.schedule, sequence_chunk=0))
     assert follow(whole, state(chunked)).line.startswith("plan: made now")
     assert made == ["made"]
@@ -137,10 +151,10 @@ def test_a_resumed_run_on_other_nodes_plans_anew(made, plan):
 
 
 def test_the_settings_that_a_run_has_saved_are_those_of_its_plan(made, plan):
-    first = follow(CONFIG).config
-    assert follow(first, state(plan)).text == plan  # resumed with --config config.yaml
+    first = replace(CONFIG, schedule=follow(CONFIG).schedule)
+    assert text(follow(first, state(plan))) == plan  # resumed with --config config.yaml
     other = replace(first, schedule=replace(first.schedule, look_ahead=9))
-    assert follow(other, state(plan)).config == other
+    assert follow(other, state(plan)).schedule == other.schedule
 
 
 @pytest.mark.parametrize(
@@ -163,18 +177,37 @@ def test_a_plan_for_other_nodes_or_types_is_named(saved, plan, tmp_path):
     with pytest.raises(UserError, match=r"nodes of \[8, 8\]"):
         follow(replace(CONFIG, plan=str(tmp_path / "other.yaml")))
     with pytest.raises(UserError, match="--dtype"):
-        follow_plan(replace(CONFIG, plan=saved), TWO_BY_TWO, None, vocab_size=500, dtype=torch.float32)
+        follow(replace(CONFIG, plan=saved, dtype="float32"))
 
 
 def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
-    monkeypatch.setattr(planned, "_make", lambda *_: ("", "plan: none, for a test", None))
-    found = follow(replace(CONFIG, global_batch=8), state(plan))
-    assert found == Followed(replace(CONFIG, global_batch=8), "", "plan: none, for a test")
+    none = Followed(CONFIG.schedule, None, "plan: none, for a test")
+    monkeypatch.setattr(Planning, "make", lambda _: none)
+    assert follow(replace(CONFIG, global_batch=8), state(plan)) == none
 
 
-def test_without_a_plan_the_settings_hold():
-    """A model that is not there is the model's fault, later and by its name."""
+def test_without_a_plan_the_settings_hold(monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(planned, "request_of", fails)
     alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
-    config = replace(CONFIG, model="no/such/model")
-    found = follow_plan(config, alone, None, vocab_size=500, dtype=torch.bfloat16, lengths=lambda: [10])
-    assert found.config == config and "the settings under schedule hold" in found.line
+    found = planning(CONFIG, alone).follow("auto", None)
+    assert found.schedule == CONFIG.schedule and found.plan is None
+    assert "the settings under schedule hold: RuntimeError: no kernel" in found.line
+
+
+def test_a_saved_plan_is_read_once(saved, monkeypatch):
+    """Its clock, too, whoever asks: for the machine, for the time of documents, for the time of a step."""
+    read = list[str]()
+    real = plan_file.request_from
+
+    def counted(content: Any, *, where: str) -> Any:
+        read.append(where)
+        return real(content, where=where)
+
+    monkeypatch.setattr(plan_file, "request_from", counted)
+    found = follow(replace(CONFIG, plan=saved))
+    assert found.plan is not None and found.machine is not None and found.plan.step_s > 0
+    assert found.plan.work is None, "no pair of tokens took time in this plan"
+    assert found.plan.request is found.plan.request and len(read) == 1

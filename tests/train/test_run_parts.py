@@ -15,15 +15,17 @@ from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
 from tawpipe.data.lengths import in_like_lengths
 from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.plan.predict import Needs
 from tawpipe.runtime.storage import Piece
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 from tawpipe.train.batches import Batches
 from tawpipe.train.config import TAKES, TrainConfig, load_config
+from tawpipe.train.decided import BatchShape
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.sample import LikelyTokens, generate, stops_of
 from tawpipe.train.saves import LOOK_EVERY, Saves
-from tawpipe.train.words import gib, plan_rows, without_effect
+from tawpipe.train.words import batch_words, gib, memory_rows, step_rows, without_effect
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
 
@@ -61,7 +63,8 @@ def batches(*words: str, rows: int = 50) -> tuple[Any, Rows]:
     source: Any = Rows(rows)
     data: Any = SimpleNamespace(train=source, report=SimpleNamespace(streamed=False))
     pipeline: Any = Parts()
-    return Batches(config, pipeline, data), source
+    shape = BatchShape.of(config, config.packing, 1)
+    return Batches(shape, pipeline, data, model=config.model, evaluated=config.evaluation.batches), source
 
 
 def test_steps_follow_each_other_in_the_data_from_wherever_they_begin() -> None:
@@ -283,23 +286,28 @@ def test_bytes_in_the_unit_that_people_read() -> None:
 
 def test_settings_for_links_between_nodes_do_nothing_without_any() -> None:
     config = load_config(["--schedule.weights-compression", "int8", "--schedule.step-cache", "2"])
-    assert sorted(without_effect(config, ALONE)) == ["step_cache", "weights_compression"]
-    assert without_effect(config, World(Topology.grid(2, 1), 0, torch.device("cpu"), None)) == []
-    assert without_effect(TrainConfig(), ALONE) == []
+    assert sorted(without_effect(config.schedule, ALONE)) == ["step_cache", "weights_compression"]
+    assert without_effect(config.schedule, World(Topology.grid(2, 1), 0, torch.device("cpu"), None)) == []
+    assert without_effect(TrainConfig().schedule, ALONE) == []
 
 
 def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None:
     config = load_config(["--global-batch", "8", "--micro-batch", "2", "--sequence-length", "128"])
+    batch = BatchShape.of(config, "split", 4)
+    assert batch_words(batch, None, None) == "8 sequences x 128 tokens, micro-batches of 2"
     for nodes in (1, 2):
         schedule = make(llama(3), nodes, 2, 8)
         said: Any = SimpleNamespace(
-            parameters=12_300_000, trainable=300_000, strategy="s", schedule="t", host_bytes=2**30 * (nodes - 1),
-            home_bytes=2**31, buffer_bytes=2**20, activation_bytes=2**22,
-            link_sent_bytes=[2**20 * 3, 2**20 * 5], link_received_bytes=[2**20 * 4, 0],
-        )  # fmt: skip
-        data: Any = SimpleNamespace()
-        rows = dict(plan_rows(config, said, None, data, schedule.topology, None, [("dtype", "fp32")]))
-        assert rows["batch"] == "8 sequences x 128 tokens, micro-batches of 2" and rows["dtype"] == "fp32"
-        assert rows["model"].endswith("12.3 M parameters, 0.3 M trained") and rows["homes"].startswith("2.00 GiB")
-        assert ("link of a node" in rows) == ("host memory" in rows) == (nodes == 2)
+            strategy="s", schedule="t", link_sent_bytes=[2**20 * 3, 2**20 * 5], link_received_bytes=[2**20 * 4, 0]
+        )
+        rows = dict(step_rows(said, schedule.topology))
+        assert ("link of a node" in rows) == (nodes == 2)
     assert rows["link of a node"] == "5.0 MiB sent and 4.0 MiB received per step"
+
+
+def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:
+    rows = dict(memory_rows(Needs({"homes": 2**31, "working": 2**20, "kept": 2**22}, 0)))
+    assert rows["homes"].startswith("2.00 GiB per process: weights") and rows["kept"].startswith("up to 4.0 MiB")
+    assert rows["memory"].startswith("2.00 GiB per process at the highest") and "host memory" not in rows
+    rows = dict(memory_rows(Needs({"homes": 2**31}, 2**32, 2**33)))
+    assert rows["host memory"].startswith("4.00 GiB of a node") and rows["files"].startswith("8.00 GiB of a node")

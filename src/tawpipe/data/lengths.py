@@ -27,7 +27,7 @@ class Dealing:
     Args:
         tokens: of a step.
         world_size, cap, ranks: as in ``deal``.
-        work: makes the time of documents, which takes a look at the model.
+        work: makes the time of documents by the model with so many tokens in its vocabulary.
         pretrained: the model has weights.
         asked: a setting that makes sense under ``balanced`` only, which ``auto`` therefore takes.
         against: why ``auto`` cannot take ``balanced``.
@@ -38,7 +38,7 @@ class Dealing:
     tokens: int
     world_size: int
     cap: int
-    work: Callable[[], Work]
+    work: Callable[[int], Work]
     ranks: int = 1
     pretrained: bool = False
     asked: str = ""
@@ -72,14 +72,15 @@ class Balance:
         return self.before / self.after
 
     @classmethod
-    def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int) -> Balance:
+    def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int, work: Work) -> Balance:
         """The balance of the first steps.
 
         Args:
             step: gives the lengths of the documents of a step from the number of its first one and its tokens.
             longest: tokens of a document.
+            work: their time.
         """
-        first, steps, work = 0, 0, dealing.work()
+        first, steps = 0, 0
         sums = np.zeros(4)
         while steps < STEPS and first < DOCUMENTS:
             lengths = step(first, dealing.tokens)

@@ -24,6 +24,7 @@ from tawpipe.data.settings import DataSettings, Packed
 from tawpipe.data.sources import SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
+from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.errors import UserError
 from tawpipe.report.lengths import Histogram
 
@@ -248,7 +249,8 @@ class _Preparation:
             self.why = "the model starts from random weights: rows of one length are usual then"
         elif dealing is not None and (dataset := balanced()) is not None:
             longest = self.lengths["balanced"]
-            gain = Balance.of(dataset.step_lengths, dealing.on_devices(DEVICES, longest), longest).gain
+            work = dealing.work(vocabulary_size(self.text.tokenizer))
+            gain = Balance.of(dataset.step_lengths, dealing.on_devices(DEVICES, longest), longest, work).gain
             chosen = "balanced" if gain > WORTH else rows
             self.why = (
                 f"the model has weights, and with documents of these lengths balanced steps are {gain - 1:.0%} faster "
@@ -334,7 +336,8 @@ class _Preparation:
             padding = padding_share(together.length, self.dealing)
         fits = self.dealing is not None and together.longest <= self.dealing.cap * self.dealing.ranks
         if packing == "balanced" and self.leader and self.dealing is not None and fits:
-            balance = Balance.of(together.step_lengths, self.dealing, length)
+            work = self.dealing.work(vocabulary_size(self.text.tokenizer))
+            balance = Balance.of(together.step_lengths, self.dealing, length, work)
         held_out_size = None if validation is None else _size(validation)
         if held_out_size is not None:
             own = bool(self.validation_files) or settings.streaming

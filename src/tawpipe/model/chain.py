@@ -6,7 +6,8 @@ It knows nothing of processes, transfers or schedules. All calls of one chain ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -188,6 +189,23 @@ class Chain(UnitBinding):
             self.model.set_experts_implementation("eager")
         materialize_buffers(self.model, device)
         self.empty(self.model, device, dtype)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """A context in which the chain may be quantised, prepared and run, to be measured. Afterwards it is as it was:
+        its parameters and buffers on the meta device, and nothing known of what ran.
+        """
+        sides = self.model, self._embedding_side, self._head_side
+        modules = {id(module): module for side in sides for module in side.modules()}
+        attributes = [vars(owner) for owner in (self, *modules.values())]
+        inside = [value for one in attributes for value in one.values() if isinstance(value, dict)]
+        before = [(mapping, dict(mapping)) for mapping in (*attributes, *inside)]
+        try:
+            yield
+        finally:
+            for mapping, content in before:
+                mapping.clear()
+                mapping.update(content)
 
     def hand_over(self) -> None:
         """Let the model that was given say from now on where its weights are, instead of working without them."""

@@ -10,6 +10,8 @@ from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.schedule.balance import LayerKind, Work
 
 if TYPE_CHECKING:
+    import torch
+
     from tawpipe.model.chain import Chain
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -103,6 +105,12 @@ def key_elements(config: Any) -> int:
     """
     heads = setting_of(config, "num_key_value_heads") or num_heads(config)
     return heads * sum(_pair(config))
+
+
+def key_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a layer's keys and values for one token, and of their gradients, which are summed in fp32."""
+    elements = key_elements(config)
+    return elements * dtype.itemsize, elements * max(4, dtype.itemsize)
 
 
 def _pair(config: Any) -> tuple[int, int]:

@@ -61,18 +61,32 @@ class Options(Generic[T]):
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         """
         given = self._given(argv)
-        values: Values = {}
-        for file in given.config:
-            values |= self.values_in(file)
-        words = vars(given)
-        values |= {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
-        config = self._build(self.cls, self.members, values)
+        values = self.values(given.config, vars(given))
+        config = self.build(values)
         if lower := below(config, values):
-            config = self._build(self.cls, self.members, {**lower, **values})
+            config = self.build({**lower, **values})
         if given.print_config:
             print(self.to_yaml(config), end="")
             raise SystemExit(0)
         return config
+
+    def values(self, files: Sequence[str], words: Mapping[str, Any]) -> Values:
+        """What files say, and what words of a command line say above them.
+
+        Args:
+            words: by the keys of their settings.
+
+        Raises:
+            UserError: an unknown key, a value of the wrong type, an unreadable file.
+        """
+        values: Values = {}
+        for file in files:
+            values |= self.values_in(file)
+        return values | {path: leaf.read(words[leaf.key]) for path, leaf in self.leaves.items() if leaf.key in words}
+
+    def build(self, values: Values) -> T:
+        """The settings with these values, and usual ones for the rest."""
+        return self._build(self.cls, self.members, values)
 
     def values_in(self, file: str) -> Values:
         """What a YAML file of settings gives.
@@ -84,13 +98,15 @@ class Options(Generic[T]):
 
     def located(self, error: UserError, argv: Sequence[str]) -> UserError:
         """The same error with the file and the line of its setting, if that is from a file of this command line."""
-        leaf = self._by_key.get(error.setting.removeprefix("--").replace("-", "_"))
-        if leaf is None:
-            return error
         given = self._given(argv)
-        if leaf.key in vars(given):
+        return self.located_in(error, given.config, vars(given))
+
+    def located_in(self, error: UserError, files: Sequence[str], words: Mapping[str, Any]) -> UserError:
+        """The same for files and words as ``values`` takes them."""
+        leaf = self._by_key.get(error.setting.removeprefix("--").replace("-", "_"))
+        if leaf is None or leaf.key in words:
             return error
-        places = [place for file in given.config if (place := place_in(file, leaf.path))]
+        places = [place for file in files if (place := place_in(file, leaf.path))]
         return UserError(f"{error.setting} in {places[-1]}", error.value, error.expected) if places else error
 
     def _given(self, argv: Sequence[str]) -> argparse.Namespace:

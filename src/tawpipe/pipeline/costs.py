@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.flops import key_elements, windows
+from tawpipe.model.flops import windows
+from tawpipe.pipeline.sizes import step_costs
 from tawpipe.pipeline.wiring import Wiring
 from tawpipe.schedule.balance import layers_that_keep
-from tawpipe.schedule.buffers import BOUNDARIES, Kind
-from tawpipe.schedule.footprint import Costs, Widths, costs
+from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.step import Schedule
 
 
@@ -21,28 +21,17 @@ class StepCosts:
 
     def of(self, schedule: Schedule, tokens: int) -> Costs:
         """Bytes over the links and memory of one step, whose micro-batches have so many tokens at most."""
-        wiring, storage, dtype = self._wiring, self._wiring.storage, self._wiring.dtype
-        widths = Widths(
-            weight=dtype.itemsize,
-            gradient=wiring.executor.reduce_dtype.itemsize,
-            master=storage.master_dtype.itemsize,
-            optimizer_states=wiring.optimizers.states_per_element,
-            unpacked=wiring.chain.unpacked_elements,
+        wiring = self._wiring
+        said = step_costs(
+            wiring.chain,
+            schedule,
+            wiring.dtype,
+            wiring.optimizers.states_per_element,
+            tokens=tokens,
+            kept_per_token=wiring.kept_per_token,
+            nodes=wiring.world.nodes,
         )
-        local = -(-tokens // wiring.sequence_ranks)
-        sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, local * wiring.chain.width * dtype.itemsize)
-        if wiring.sequence_ranks > 1:
-            keys = key_elements(wiring.chain.config.get_text_config()) * tokens
-            sizes[Kind.KEYS] = keys * dtype.itemsize
-            sizes[Kind.KEY_GRADIENTS] = keys * storage.master_dtype.itemsize
-        sizes |= {Kind(kind): local * each for kind, each in wiring.kept_per_token.items() if kind != "attention"}
-        sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
-        said = costs(schedule, widths, activation_bytes=sizes, nodes=wiring.world.nodes)
-        return replace(
-            said,
-            host_bytes=said.host_bytes + storage.exact_bytes,
-            activation_bytes=said.activation_bytes + (wiring.settings.keep_mib or 0) * 2**20,
-        )
+        return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 
     def layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
         """The layers of which ``keep_mib`` holds what a micro-batch would compute again."""

@@ -67,7 +67,8 @@ class Pipeline:
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM`` (a ``peft`` model around one is fine), with values or on the meta
-            device. Its parameters are emptied: the values live here from now on, and the model refuses to be used.
+            device; or the ``Chain`` that was made of one, with its loss. Its parameters are emptied: the values live
+            here from now on, and the model refuses to be used.
         weights: makes what gives the initial values, for example ``lambda chain: SafetensorsSource(chain, folder)``; by
             default the model's own values, or for a model on meta a fresh initialisation.
         optimizer: makes an optimizer for a list of parameters, ``lambda parameters: SGD(parameters, lr=1)``. They are
@@ -108,7 +109,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Chain,
         *,
         weights: Callable[[Chain], WeightSource] | None = None,
         optimizer: OptimizerFactory | None = None,
@@ -143,7 +144,7 @@ class Pipeline:
         _ = share_in_sets(0, world.topology, settings)
 
         # The model as a chain of blocks, and its first values.
-        self.chain = chain = Chain(model, loss=loss)
+        self.chain = chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
         settle_mtp(chain.model, without=without_mtp)
         refuse_cut_rows(chain, settings)
         self.work = work or work_of(chain)
@@ -152,7 +153,7 @@ class Pipeline:
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         # Which the tests of all families do not know.
         in_chunks = bool(settings.sequence_chunk) or self.sequence_ranks > 1
-        if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
+        if check == "always" or (check == "auto" and (in_chunks or not is_tested(chain.given, loss))):
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
         chain.quantise(quantize, self.dtype)
         self.spec = chain.spec

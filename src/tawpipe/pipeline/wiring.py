@@ -12,6 +12,7 @@ from tawpipe.model.loss import loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.optimizer import OptimizerFactory
@@ -37,7 +38,7 @@ def filled_homes(chain: Chain, source: WeightSource, schedules: Schedules, world
         world.rank,
         device=world.device,
         compute_dtype=dtype,
-        master_dtype=torch.promote_types(dtype, torch.float32),
+        master_dtype=master_dtype(dtype),
     )
     storage.fill(source, world.group, world.size)
     chain.prepare(world.device, dtype)
@@ -103,7 +104,7 @@ class Wiring:
             storage=storage,
             transport=self.transport,
             optimizers=self.optimizers,
-            reduce_dtype=dtype if settings.reduce_dtype == "same" else storage.master_dtype,
+            reduce_dtype=reduce_dtype(dtype, settings),
             delay=delay,
             injector=injector,
             where=f"rank {world.rank} (node {world.nodes.node_of(world.rank)})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.model.adapters import adapter_facts
-from tawpipe.model.build import NO_ADAPTER, OWN_ROPE, build_model, longest_allowed
+from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, key_width, peak_flops
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.quantized import NONE
-from tawpipe.model.settings import LoraSettings, RopeSettings
+from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.machine import SETTING, Device, Machine, load_machine, uniform
 from tawpipe.plan.probe import resident_memory
@@ -25,9 +25,9 @@ from tawpipe.plan.profile import USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
+from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
-from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.simulate import LinkModel
@@ -44,6 +44,7 @@ the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NV
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
+DEALT = "documents are dealt by time, --packing balanced"
 MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
 """The longest rows that a profile runs; longer ones follow from the fit."""
 _SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
@@ -74,32 +75,9 @@ def machine_of(text: str, *, device: Device, name: str | None = None) -> Machine
     return uniform(nodes, local, between=LinkModel(rate, LATENCY_S), inside=inside, device=device)
 
 
-def request_of(
-    model: str,
-    machine: Machine,
-    *,
-    sequence_length: int | None,
-    global_batch: int,
-    micro_batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    lengths: Sequence[int] | None = None,
-    profile: str = "auto",
-    timed: bool = True,
-    vocab_size: int | None = None,
-    memory_bytes: int | None = None,
-    settings: ScheduleSettings = DEFAULT,
-    rope: RopeSettings = OWN_ROPE,
-    lora: LoraSettings = NO_ADAPTER,
-    frozen: Sequence[str] = (),
-    quantize: str = NONE,
-    trust_remote_code: bool = False,
-    why_whole: str = "",
-    compiled: bool = False,
-    optimizer: OptimizerFactory = USUAL,
-    here: torch.device | None = None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> PlanRequest:
-    """The request.
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for: the batch, and how it will be computed.
 
     Args:
         sequence_length: None for as many tokens as the model has positions for, at most ``MOST_TOKENS``.
@@ -109,61 +87,103 @@ def request_of(
         timed: False where only memory is asked for, which is measured; all seconds are 0.
         memory_bytes: of a device, instead of what the machine says.
         settings: what a plan takes as given, see ``PlanRequest``.
-        rope: rotary positions instead of the model's own.
-        lora: an adapter on the model.
-        frozen: patterns of names of parameters that are not trained.
         quantize: form of frozen matrices, as of ``Pipeline``.
-        why_whole: the reason why rows may not be cut, if they may not.
-        compiled: layers are compiled.
+        compiled: layers are compiled, on whole rows.
+        dealt: documents are dealt by their time; a pipeline needs documents that take its positions equally long.
         optimizer: whose states and updates are planned for.
+
+    Raises:
+        UserError: numbers that cannot work, or documents that do not fill a row.
+    """
+
+    sequence_length: int | None
+    global_batch: int
+    micro_batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    lengths: Sequence[int] = ()
+    profile: str = "auto"
+    timed: bool = True
+    memory_bytes: int | None = None
+    settings: ScheduleSettings = DEFAULT
+    quantize: str = NONE
+    compiled: bool = False
+    dealt: bool = False
+    optimizer: OptimizerFactory = USUAL
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--sequence-length", self.row),
+            ("--global-batch", self.global_batch),
+            ("--micro-batch", self.micro_batch),
+        ):
+            if value < (2 if name == "--sequence-length" else 1):
+                raise UserError(name, value, "a larger number")
+        if self.micro_batch > self.global_batch:
+            raise UserError("--micro-batch", self.micro_batch, f"at most --global-batch, which is {self.global_batch}")
+        if sum(self.documents) != self.row or min(self.documents) < 1:
+            raise UserError("--lengths", sum(self.documents), f"documents that fill a row of {self.row} tokens")
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row, at most."""
+        return MOST_TOKENS if self.sequence_length is None else self.sequence_length
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Tokens of the documents in a row."""
+        return tuple(self.lengths or (self.row,))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a document for which the model must have positions."""
+        return 1 if self.sequence_length is None else max(self.documents)
+
+
+def request_of(
+    chain: Chain,
+    machine: Machine,
+    asked: Asked,
+    *,
+    here: torch.device | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> PlanRequest:
+    """The request for a plan.
+
+    Args:
+        chain: of the model, on the meta device, which it is left as it is.
         here: this process's device.
         tell: is given what is measured, before it is and while it takes time.
 
     Raises:
-        UserError: a model, a machine or a number that cannot work.
+        UserError: a machine or a setting that cannot work for this model.
     """
-    row = MOST_TOKENS if sequence_length is None else sequence_length
-    for name, value in (
-        ("--sequence-length", row),
-        ("--global-batch", global_batch),
-        ("--micro-batch", micro_batch),
-    ):
-        if value < (2 if name == "--sequence-length" else 1):
-            raise UserError(name, value, "a larger number")
-    if micro_batch > global_batch:
-        raise UserError("--micro-batch", micro_batch, f"at most --global-batch, which is {global_batch}")
-    _ = share_in_sets(0, machine.topology.evened(), settings)
-    documents = tuple(lengths or (row,))
-    if sum(documents) != row or min(documents) < 1:
-        raise UserError("--lengths", sum(documents), f"documents that fill a row of {row} tokens")
-    built = build_model(
-        model,
-        vocab_size=vocab_size,
-        max_positions=row,
-        longest=1 if sequence_length is None else max(documents),
-        rope=rope,
-        lora=lora,
-        frozen=frozen,
-        trust_remote_code=trust_remote_code,
-    )
-    made = Chain(built.model)
-    made.quantise(quantize, dtype)
+    _ = share_in_sets(0, machine.topology.evened(), asked.settings)
+    with chain.borrowed():
+        return _request_of(chain, machine, asked, here or torch.device("cpu"), tell)
+
+
+def _request_of(
+    made: Chain, machine: Machine, asked: Asked, here: torch.device, tell: Callable[[str], None]
+) -> PlanRequest:
+    """``request_of`` with a chain that is of no other use afterwards."""
+    dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
+    row, documents = asked.row, asked.documents
+    why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
+    made.quantise(asked.quantize, dtype)
     if made.alone:
         documents, why_whole = (row,), why_whole or f"each holds one document, because {made.alone}"
-    if sequence_length is None:
+    if asked.sequence_length is None:
         row = min(row, longest_allowed(made.config))
         documents = (row,)
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
-    master = torch.promote_types(dtype, torch.float32)
-    reduce = dtype if settings.reduce_dtype == "same" else master
-    limit = machine.device.memory_bytes * USABLE if memory_bytes is None else memory_bytes
-    here = here or torch.device("cpu")
-    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * micro_batch
+    master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
+    limit = machine.device.memory_bytes * USABLE if asked.memory_bytes is None else asked.memory_bytes
+    kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * asked.micro_batch
     chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
     ranks, states = settings.sequence_ranks or 1, states_of(optimizer, made.units)
 
-    def asked(found: Profile) -> PlanRequest:
+    def by(found: Profile) -> PlanRequest:
         if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
             head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
             found = replace(found, memory=found.memory.with_more("head", head * master.itemsize))
@@ -175,35 +195,28 @@ def request_of(
                 host_bytes=int(machine.host_bytes * USABLE),
                 files_bytes=int(machine.files_bytes * USABLE),
             ),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
+            global_batch=asked.global_batch,
+            micro_batch=asked.micro_batch,
             sequence_length=row,
-            size=size_of(documents * micro_batch, found.windows),
-            widths=Widths(
-                dtype.itemsize,
-                reduce.itemsize,
-                master.itemsize,
-                states,
-                exact=_exact(made, dtype, master),
-                unpacked=made.unpacked_elements,
-            ),
+            size=size_of(documents * asked.micro_batch, found.windows),
+            widths=widths_of(made, dtype, settings, states, exact=_exact(made, dtype, master)),
             memory_bytes=int(limit),
-            flops=(chain_flops(made, documents) or 0.0) * global_batch,
+            flops=(chain_flops(made, documents) or 0.0) * asked.global_batch,
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
             drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
-            why_not_staged=made.why_not_staged,
-            compiled=compiled,
+            why_not_staged=made.why_not_staged or (DEALT if asked.dealt else ""),
+            compiled=asked.compiled,
             key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
         )
 
     def chunks(whole: Profile) -> Sequence[int] | None:
         if why_whole:
             return None
-        request = asked(replace(whole, in_chunks=whole.blocks, cuts=True))
+        request = by(replace(whole, in_chunks=whole.blocks, cuts=True))
         small = not whole_rows_fit(request)
         sizes = request.chunks if settings.sequence_chunk or small else ()
         shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
@@ -219,8 +232,8 @@ def request_of(
         "chunks": chunks,
         "tell": tell,
     }
-    if timed:
-        found = _profile(made, machine, profile, row, tokens, peak, measuring)
+    if asked.timed:
+        found = _profile(made, machine, asked.profile, row, tokens, peak, measuring)
     else:
         found = measure(made, tokens=tokens, timed=False, **measuring)
     if why := why_whole or found.why_whole:
@@ -230,7 +243,7 @@ def request_of(
             raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
         found = replace(found, in_chunks=(), cuts=False, why_whole=why)
         tell(f"rows stay whole: {why}")
-    return asked(found)
+    return by(found)
 
 
 def _drops(config: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.chunked import PAST_KEYS
-from tawpipe.model.flops import attention_width, key_elements, key_width
+from tawpipe.model.flops import attention_width, key_bytes, key_width
 from tawpipe.model.shapes import num_heads
 from tawpipe.plan.bench import Bench, Case
 from tawpipe.runtime.chunks import KeptAttention
@@ -61,10 +61,8 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
             working[kind][name] = max(line, before, key=lambda one: one[0] + one[1] * tokens)
         if kind == "head" and most < 2 * bench.chunk:  # no second chunk was seen, and the line is that of one
             at_once[kind] = max(most, bench.chunk)
-    keys = key_elements(bench.chain.config.get_text_config())
-    widths = bench.dtype.itemsize, max(4, bench.dtype.itemsize)
-    sums = keys * widths[1]
-    return BlockMemory(bench.boundary, kept, dict(working), at_once, keys * widths[0], sums, unpacking=unpacking)
+    keys = key_bytes(bench.chain.config.get_text_config(), bench.dtype)
+    return BlockMemory(bench.boundary, kept, dict(working), at_once, *keys, unpacking=unpacking)
 
 
 def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]:
@@ -277,8 +275,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
             "head": {"backward full": (max(logits * (12 + size), logits * (4 + size) + head), 0)},
             "embedding": {"backward full": (head, 0)},
         },
-        keys=key_elements(config) * size,
-        key_gradients=key_elements(config) * max(4, size),
+        **dict(zip(("keys", "key_gradients"), key_bytes(config, dtype), strict=True)),
         in_chunks=in_chunks,
         unpacking=max((unit.packing.passing_bytes for unit in chain.units if unit.packing), default=0),
     )

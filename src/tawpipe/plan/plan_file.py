@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
+from tawpipe.schedule.balance import Work
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
@@ -57,6 +59,64 @@ def load_plan(path: Path) -> dict[str, Any]:
     if not good or not isinstance(content["schedule"], dict):
         raise UserError("--plan", str(path), f"a plan of format {FORMAT}")
     return content
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan that a run follows, as text for its checkpoints and as what the text says.
+
+    Args:
+        content: of the text.
+    """
+
+    text: str
+    content: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, text: str) -> SavedPlan | None:
+        """The plan in a text; None if that is empty."""
+        return cls(text, yaml.safe_load(text)) if text else None
+
+    @cached_property
+    def request(self) -> PlanRequest | None:
+        """What the clock was given; None in a plan without it."""
+        clock = self.content.get("clock")
+        return request_from(clock, where="plan.yaml") if isinstance(clock, dict) else None
+
+    def settings(self, base: ScheduleSettings) -> ScheduleSettings:
+        """Settings under ``schedule`` with what the plan decides."""
+        return planned_settings(self.content["schedule"], base)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, as it predicts them; 0 if it does not."""
+        seconds = self.content.get("step_seconds")
+        return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else 0.0
+
+    @property
+    def work(self) -> Work | None:
+        """The time of documents as it was measured; the same on all ranks, and in a resumed run. None in a plan without
+        it, or where rows were too short for attention to show in what was measured.
+        """
+        if self.request is None:
+            return None
+        profile = self.request.profile
+        seen = all(block.forward.per_pair and block.forward.per_token for block in profile.blocks[1:-1])
+        return profile.work if seen else None
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Raise UserError if the plan is for another model."""
+        expected = self.content["model"]
+        # Plans of earlier versions do not know what is trained.
+        actual = {name: value for name, value in spec.identity.items() if name != "trained" or name in expected}
+        if expected != actual:
+            there, here = (
+                f"{one['parameters']} parameters in {one['blocks']} blocks"
+                + (f", {one['trained']} of them trained" if "trained" in one else "")
+                + (f", which travel as {one['travels']} elements (--quantize)" if "travels" in one else "")
+                for one in (expected, actual)
+            )
+            raise UserError("--plan", f"a model of {there}", f"a plan for this model: {here}")
 
 
 def replay(path: Path) -> tuple[Timeline, str]:

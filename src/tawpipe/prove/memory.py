@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing import get_context
@@ -12,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
+from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.longest import longest_that
 from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.measure import device_name, request_of
+from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of, predict
 from tawpipe.plan.probe import resident_memory
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
-from tawpipe.prove.models import alone, dtype_here, packed, sized
+from tawpipe.prove.models import alone, dtype_here, on_meta, packed, sized
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.speed import TOKENS
 from tawpipe.runtime.memory import Taken
@@ -62,7 +62,7 @@ def longest(world: World) -> Outcome:
     if world.device.type == "cuda":
         room = min(room, int(torch.cuda.mem_get_info(world.device)[0] * 0.9))
 
-    plan = _ask(config, [2 * TOKENS[world.device.type]], settings, dtype, world.device, timed=True)
+    plan = _ask(on_meta(config), [2 * TOKENS[world.device.type]], settings, dtype, world.device, timed=True)
 
     schedule = build(plan.step(settings))
 
@@ -91,11 +91,10 @@ def compare(
 ) -> dict[str, Any]:
     """Predicted and measured bytes of a step on one row of packed documents, in a process that does nothing else."""
     settings = ScheduleSettings(recompute=recompute, micro_batches_per_visit=1)
-    asked = _ask(config, documents, settings, dtype, device, timed=False)
+    chain = on_meta(config)
+    asked = _ask(chain, documents, settings, dtype, device, timed=False)
     needs = memory_of(asked, build(asked.step(settings)))
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=alone(device))
+    pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=alone(device))
     pipeline.step(packed(config, [SHORT]))
     pipeline.drain()
     batch, began = packed(config, documents), time.perf_counter()
@@ -140,7 +139,7 @@ def _tensors(needs: Needs) -> int:
 
 
 def _ask(
-    config: LlamaConfig,
+    chain: Chain,
     documents: Sequence[int],
     settings: ScheduleSettings,
     dtype: torch.dtype,
@@ -148,17 +147,6 @@ def _ask(
     *,
     timed: bool,
 ) -> PlanRequest:
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        return request_of(
-            folder,
-            uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9), device=Device(device_name(device))),
-            sequence_length=sum(documents),
-            global_batch=1,
-            dtype=dtype,
-            lengths=documents,
-            settings=settings,
-            timed=timed,
-            profile="measure",
-            here=device,
-        )
+    machine = uniform(1, 1, between=LinkModel(1e9), inside=LinkModel(1e9), device=Device(device_name(device)))
+    asked = Asked(sum(documents), 1, dtype=dtype, lengths=documents, settings=settings, timed=timed, profile="measure")
+    return request_of(chain, machine, asked, here=device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tawpipe.model.chain import Chain
 from tawpipe.runtime.dtype import chosen_dtype
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
@@ -40,6 +41,12 @@ def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConf
         eos_token_id=None,
         pad_token_id=None,
     )
+
+
+def on_meta(config: LlamaConfig) -> Chain:
+    """The model without values, to be measured and then trained."""
+    with torch.device("meta"):
+        return Chain(LlamaForCausalLM(config))
 
 
 def made(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:

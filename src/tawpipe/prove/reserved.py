@@ -6,22 +6,20 @@ counts. Rows run whole, in chunks, with inputs of layers in the host's memory, a
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import LlamaForCausalLM
 
 from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, uniform
-from tawpipe.plan.measure import device_name, request_of
+from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import Needs, memory_of
 from tawpipe.prove.memory import BESIDES, LIMIT, live_bytes
-from tawpipe.prove.models import dtype_here, rows, sized
+from tawpipe.prove.models import dtype_here, on_meta, rows, sized
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.speed import TOKENS
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
@@ -79,30 +77,19 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
     """The prediction of a step, and what it took of this process's device."""
     config, dtype, tokens, device = sized(world.device), dtype_here(world), TOKENS[world.device.type], world.device
     give_back(device)
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        asked = request_of(
-            folder,
-            uniform(
-                world.topology.num_nodes,
-                world.topology.local_size,
-                between=LinkModel(1e9),
-                inside=LinkModel(1e9),
-                device=Device(device_name(device)),
-            ),
-            sequence_length=tokens,
-            global_batch=2 * world.size,
-            dtype=dtype,
-            settings=settings,
-            timed=False,
-            profile="measure",
-            here=device,
-        )
+    machine = uniform(
+        world.topology.num_nodes,
+        world.topology.local_size,
+        between=LinkModel(1e9),
+        inside=LinkModel(1e9),
+        device=Device(device_name(device)),
+    )
+    batch = Asked(tokens, 2 * world.size, dtype=dtype, settings=settings, timed=False, profile="measure")
+    chain = on_meta(config)
+    asked = request_of(chain, machine, batch, here=device)
     needs = memory_of(asked, build(asked.step(settings)))
     there = live_bytes(device)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    pipeline = Pipeline(model, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
+    pipeline = Pipeline(chain, optimizer=adamw(), schedule=settings, dtype=dtype, check="never", world=world)
     try:
         batches = [rows(config, 2 * world.size, tokens, seed=seed) for seed in range(2)]
         pipeline.step(batches[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.bench import Bench, Case
-from tawpipe.plan.measure import device_name, request_of
+from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.probe import probe
 from tawpipe.plan.profile import clock_mhz, heat
-from tawpipe.prove.models import dtype_here, made, rows, sized
+from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.memory import give_back
@@ -62,9 +61,7 @@ def kernel(world: World) -> Outcome:
     """
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
     name = kernel_of_model(config, [], world.device, dtype)
-    with torch.device("meta"):
-        chain = Chain(made(config))
-    bench = Bench(chain, world.device, dtype, tokens)
+    bench = Bench(on_meta(config), world.device, dtype, tokens)
     ran: dict[str, list[str]] = {}
     for what, documents in (("one document", [tokens]), ("packed documents", [tokens // 4, tokens - tokens // 4])):
         with bench.case(LAYER, documents) as case, attention_seen() as ran[what]:
@@ -96,28 +93,16 @@ def step(world: World) -> Outcome:
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
     settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE)
     machine = probe(world).machine
-    predicted = 0.0
+    predicted, chain = 0.0, on_meta(config)
     if world.rank == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            config.save_pretrained(folder)
-            asked = request_of(
-                folder,
-                machine,
-                sequence_length=tokens,
-                global_batch=PER_DEVICE * world.size,
-                dtype=dtype,
-                profile="measure",
-                settings=settings,
-                here=world.device,
-            )
+        batch = Asked(tokens, PER_DEVICE * world.size, dtype=dtype, profile="measure", settings=settings)
+        asked = request_of(chain, machine, batch, here=world.device)
         predicted = predict(asked, asked.step(settings)).step_seconds
     steps, clocks = _steps(world, config, dtype, settings, tokens)
     measured = statistics.median(one.seconds for one in steps)
     computing = statistics.median(one.computing_s for one in steps)
     issuing = statistics.median(one.issuing_s for one in steps)
-    with torch.device("meta"):
-        model = made(config)
-    flops = (chain_flops(Chain(model), [tokens]) or 0.0) * PER_DEVICE * world.size
+    flops = (chain_flops(chain, [tokens]) or 0.0) * PER_DEVICE * world.size
     peak = peak_flops(device_name(world.device), str(dtype).removeprefix("torch."))
     used = mfu(flops, measured, peak=peak, num_devices=world.size)
     error = predicted / measured - 1

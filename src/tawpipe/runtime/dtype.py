@@ -5,9 +5,20 @@ from __future__ import annotations
 import torch
 
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 
 AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of weights, gradients and optimizer state at home, where a model computes in ``dtype``."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def reduce_dtype(dtype: torch.dtype, settings: ScheduleSettings) -> torch.dtype:
+    """The type in which gradients travel and are summed up."""
+    return dtype if settings.reduce_dtype == "same" else master_dtype(dtype)
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:

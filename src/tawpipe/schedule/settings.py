@@ -111,6 +111,12 @@ KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks")
 """Of those, the ones that a plan takes as given where the user has chosen, and chooses the others."""
 
 
+def chosen_by_hand(settings: ScheduleSettings) -> list[str]:
+    """Names of settings that a plan would choose and that somebody has set."""
+    names = [one for one in fields(ScheduleSettings) if one.name in PLANNED and one.name not in KEPT_BY_PLANS]
+    return [one.name for one in names if getattr(settings, one.name) != one.default]
+
+
 def settings_from(values: Mapping[str, Any], *, where: str, **fixed: Any) -> ScheduleSettings:
     """Settings from plain data, such as the section ``schedule`` of a saved plan.
 

@@ -13,9 +13,8 @@ from tawpipe.model.build import check_longest
 from tawpipe.pipeline.batches import LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.schedule.balance import Bins
-from tawpipe.train.checks import check_longest_fits, naming_documents
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.dealer import Dealer
+from tawpipe.train.decided import BatchShape
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,26 @@ class Batches:
     """Batches by where they begin in the data; made by a thread, ahead of the steps.
 
     Args:
-        config: under ``balanced`` with bins.
+        model: its name, for refusals.
+        evaluated: batches of an evaluation.
     """
 
-    def __init__(self, config: TrainConfig, pipeline: Pipeline, data: PreparedData) -> None:
-        self.config, self.pipeline, self.data = config, pipeline, data
-        self._dealer = Dealer() if config.packing == "balanced" else None
+    def __init__(
+        self, shape: BatchShape, pipeline: Pipeline, data: PreparedData, *, model: str, evaluated: int
+    ) -> None:
+        self.shape, self.pipeline, self.data = shape, pipeline, data
+        self._model, self._evaluated = model, evaluated
+        self._dealer = Dealer() if shape.dealt else None
         self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Bins]] = []
 
     def train(self, samples: int, steps: int) -> Iterator[Given]:
         """The next steps, when so many samples have been consumed."""
         for _ in range(steps):
-            if self.config.packing == "balanced":
-                step = self.data.train.step(samples, self.config.step_tokens)
+            if self.shape.dealt:
+                step = self.data.train.step(samples, self.shape.step_tokens)
                 given = self._of_documents(step.lengths, step.read, self._dealt(step.lengths))
             else:
-                given = self._of_rows(self.data.train, samples, self.config.global_batch)
+                given = self._of_rows(self.data.train, samples, self.shape.rows)
             if self.data.report.streamed:  # what else there is was looked at before the run
                 self._check_longest(given.batch)
             yield given
@@ -60,16 +63,16 @@ class Batches:
 
     def validation(self, source: PackedDataset) -> Iterator[LocalBatch]:
         """The first batches of the held-out documents, always the same ones, none of them twice."""
-        batches = self.config.evaluation.batches
-        if self.config.packing != "balanced":
-            rows = min(self.config.global_batch, len(source))
+        batches = self._evaluated
+        if not self.shape.dealt:
+            rows = min(self.shape.rows, len(source))
             for number in range(max(1, min(batches, len(source) // rows))):
                 yield self._of_rows(source, number * rows, rows).batch
             return
         if not self._validation:
             first = 0
             while first < len(source) and len(self._validation) < batches:
-                step = source.step(first, self.config.step_tokens)
+                step = source.step(first, self.shape.step_tokens)
                 lengths = step.lengths[: len(source) - first]
                 self._validation.append((lengths, step.read, self._dealt(lengths)))
                 first += len(lengths)
@@ -82,10 +85,10 @@ class Batches:
             self._dealer.close()
 
     def _of_rows(self, source: RowSource, first: int, rows: int) -> Given:
-        length, order = self.config.sequence_length, range(rows)
+        length, order = self.shape.row_tokens, range(rows)
         computed = rows * length
-        if self.config.packing == "none":
-            lengths, size = [source.length(first + row) for row in range(rows)], self.config.micro_batch
+        if self.shape.packing == "none":
+            lengths, size = [source.length(first + row) for row in range(rows)], self.shape.micro_batch
             order = in_like_lengths(lengths, size)
             groups = (order[at : at + size] for at in range(0, rows, size))
             computed = sum(len(group) * max(lengths[row] for row in group) for group in groups)
@@ -102,7 +105,7 @@ class Batches:
         assert self._dealer is not None
         pipeline = self.pipeline
         where = "" if self.data.report.streamed else self.data.report.longest[1]
-        check_longest_fits(self.config, max(lengths), where)
+        self.shape.check_longest(max(lengths), where)
         return self._dealer(
             lengths,
             world_size=pipeline.world.size,
@@ -114,5 +117,5 @@ class Batches:
     def _check_longest(self, batch: LocalBatch) -> None:
         """Refuse documents for which the model has no positions."""
         longest = max((length for part in batch.micro_batches for length in part.lengths), default=0)
-        with naming_documents(self.config):
-            check_longest(self.config.model, self.pipeline.chain.config, self.config.document_tokens, longest)
+        with self.shape.naming_documents():
+            check_longest(self._model, self.pipeline.chain.config, self.shape.document_tokens, longest)

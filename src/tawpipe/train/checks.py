@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
-from tawpipe.options.library import as_option
 from tawpipe.runtime.faults import Fault, parse_faults
 from tawpipe.schedule.pipelines.times import parse_times
-from tawpipe.schedule.settings import parse_homes
+from tawpipe.schedule.settings import ScheduleSettings, parse_homes
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
@@ -34,17 +33,11 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
         gpus: those that this process may use.
         environ: variables of a launcher, if one started this process.
     """
-    check_bounds(config)
-    config.check_data()
-    config.rope.check()
-    config.lora.check()
+    check_plannable(config)
     if config.lora.adapter and _reads_files(environ) and not Path(config.lora.adapter).expanduser().is_dir():
         raise UserError("--lora.adapter", config.lora.adapter, "a folder with an adapter of peft")
     if config.export.merge and not config.lora.active:
         raise UserError("--export.merge", True, "false without --lora.rank or --lora.adapter: nothing is to be merged")
-    if config.quantize != "none" and not (config.lora.active or config.freeze):
-        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
-        raise UserError("--quantize", config.quantize, expected)
     if config.plan not in ("none", "auto") and _reads_files(environ) and not Path(config.plan).is_file():
         raise UserError("--plan", config.plan, "none, auto, or a file that `tawpipe plan --save` wrote")
     if config.report and _reads_files(environ):
@@ -61,12 +54,6 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.optimizer.nonfinite == "skip" and config.schedule.early_updates:
         expected = "stop under --schedule.early-updates, because updates do not wait for the check"
         raise UserError("--optimizer.nonfinite", "skip", expected)
-    if config.schedule.strategy not in (known := strategies()):
-        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
-    parse_homes(config.schedule.homes)
-    known[config.schedule.strategy].configured(config.schedule)
-    if config.schedule.block_times:
-        parse_times(config.schedule.block_times)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
         raise UserError("--evaluation.by-position", buckets, "0 while --evaluation.every is 0: nothing is evaluated")
     if lengths := config.evaluation.retrieval_lengths:
@@ -77,15 +64,36 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
             setting = "max-document" if config.max_document else "sequence-length"
             expected = f"at most --{setting}, which is {config.document_tokens}"
             raise UserError("--evaluation.retrieval-lengths", max(lengths), expected)
-    _check_optimizer(config)
     if not config.steps and not config.evaluation.every:
         raise UserError("--steps", 0, "at least 1 while --evaluation.every is 0: nothing is evaluated")
     _check_packing(config)
-    if config.micro_batch > config.global_batch:
-        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
     _check_device(config, gpus)
     _check_processes(config, environ)
     _check_resume(config)
+
+
+def check_plannable(config: TrainConfig) -> None:
+    """What a plan and a run need alike, whatever the machine.
+
+    Raises:
+        UserError: the first setting that cannot work.
+    """
+    check_bounds(config)
+    config.check_data()
+    config.rope.check()
+    config.lora.check()
+    if config.quantize != "none" and not (config.lora.active or config.freeze):
+        expected = "none without anything frozen: --lora.rank trains an adapter alone, --freeze names what stays"
+        raise UserError("--quantize", config.quantize, expected)
+    if config.schedule.strategy not in (known := strategies()):
+        raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
+    parse_homes(config.schedule.homes)
+    known[config.schedule.strategy].configured(config.schedule)
+    if config.schedule.block_times:
+        parse_times(config.schedule.block_times)
+    _check_optimizer(config)
+    if config.micro_batch > config.global_batch:
+        raise UserError("--micro-batch", config.micro_batch, f"at most --global-batch, which is {config.global_batch}")
 
 
 def _check_packing(config: TrainConfig) -> None:
@@ -105,40 +113,6 @@ def _check_packing(config: TrainConfig) -> None:
         setting = "--sequence-length" if config.max_document is None else "--max-document"
         expected = f"at least {longest}, the tokens of a document ({setting}); or --max-document {tokens}"
         raise UserError("--tokens-per-step", tokens, expected)
-
-
-def check_longest_fits(config: TrainConfig, longest: int, where: str) -> None:
-    """The longest document has room in a bin.
-
-    Args:
-        config: with bins.
-        where: it stands; empty where that is not known.
-
-    Raises:
-        UserError: it has none.
-    """
-    ranks, cap = config.schedule.sequence_ranks or 1, config.bin_tokens
-    if cap is None or longest <= cap * ranks:
-        return
-    piece = "a piece of a document" if longest == config.document_tokens else "a document"
-    over = f" over {ranks} processes" if ranks > 1 else ""
-    raise UserError(
-        "--bin-tokens",
-        cap,
-        f"at least {-(-longest // ranks)}{over}, as {piece} has {longest} tokens ({where or 'in the stream'}); or "
-        f"--max-document {cap * ranks}, or a larger --schedule.sequence-ranks",
-    )
-
-
-@contextmanager
-def naming_documents(config: TrainConfig) -> Iterator[None]:
-    """Under ``balanced`` a document that is longer than it may be is a matter of ``--max-document``, not of rows."""
-    try:
-        yield
-    except UserError as error:
-        if config.packing != "balanced" or as_option(error).setting != "--sequence-length":
-            raise
-        raise UserError("--max-document", error.value, error.expected) from error
 
 
 def check_steps(config: TrainConfig) -> None:
@@ -222,10 +196,14 @@ def check_bounds(config: TrainConfig) -> None:
         UserError: the first that is not.
     """
     for path, leaf in train_options().leaves.items():
-        value: object = config
-        for name in path:
-            value = getattr(value, name)
-        leaf.check(value)
+        leaf.check(reduce(getattr, path, config))
+
+
+def check_schedule(settings: ScheduleSettings) -> None:
+    """The same of the settings under ``schedule`` that a plan says."""
+    for (group, *names), leaf in train_options().leaves.items():
+        if group == "schedule":
+            leaf.check(reduce(getattr, names, settings))
 
 
 def _check_device(config: TrainConfig, gpus: Sequence[Gpu]) -> None:

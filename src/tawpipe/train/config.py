@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from itertools import chain, count
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from tawpipe.errors import UserError
 from tawpipe.model.settings import LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.options.command import Values
-from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
@@ -347,27 +345,6 @@ INSTEAD = {
     ("optimizer", "warmup_ratio"): ("optimizer", "warmup_steps"),
 }
 """Settings of which one takes the place of the other."""
-ONE_ROUND = 1.1
-"""Of the tokens of a step over all processes, for what bins of one round have room by default."""
-
-
-def in_bins(config: TrainConfig, world_size: int) -> TrainConfig:
-    """The settings under ``balanced`` on so many processes, with rows for all that knows nothing else: a row is a full
-    bin, and there are as many as bins in a step.
-    """
-    ranks, tokens, longest = config.schedule.sequence_ranks or 1, config.step_tokens, config.document_tokens
-    usual = min(int(longest * USUAL_BIN), ceil(tokens * ONE_ROUND / world_size))
-    cap = config.bin_tokens or max(usual, ceil(longest / ranks))
-    rounds = ceil(tokens / (cap * world_size))
-    return replace(
-        config,
-        packing="balanced",
-        tokens_per_step=tokens,
-        max_document=longest,
-        bin_tokens=cap,
-        sequence_length=cap * ranks,
-        global_batch=max(1, rounds * world_size // ranks),
-    )
 
 
 @cache

@@ -17,7 +17,7 @@ from tawpipe.errors import UserError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.measures import LossByPosition, position_edges
 from tawpipe.train.batches import Batches
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.config import EvaluationConfig, TrainConfig
 from tawpipe.train.metrics import Value
 from tawpipe.train.retrieval import Retrieval, RetrievalCheck
 
@@ -70,7 +70,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: TrainConfig,
+        settings: EvaluationConfig,
         pipeline: Pipeline,
         data: PreparedData,
         batches: Batches,
@@ -78,18 +78,18 @@ class Evaluation:
         check: RetrievalCheck | None = None,
         best: Best | None = None,
     ) -> None:
-        self.config, self.pipeline, self._data, self._batches, self._check = config, pipeline, data, batches, check
+        self.settings, self.pipeline, self._data, self._batches, self._check = settings, pipeline, data, batches, check
         self.best = best or Best()
         self.loss: float | None = None
         self.by_position: dict[str, float | None] = {}
         self.retrieval: Retrieval | None = None
         self.measured = False
-        self.due = config.evaluation.every > 0 and (data.validation is not None or check is not None)
+        self.due = settings.every > 0 and (data.validation is not None or check is not None)
 
     @property
     def exhausted(self) -> bool:
         """True if so many evaluations in a row have found nothing better as the settings allow."""
-        patience = self.config.evaluation.patience
+        patience = self.settings.patience
         return 0 < patience <= self.best.since
 
     def measure(self, step: int) -> dict[str, Value]:
@@ -101,9 +101,9 @@ class Evaluation:
             if self.by_position:
                 values["validation_by_position"] = self.by_position
             if step:
-                self.best = self.best.after(step, self.loss, least_gain=self.config.evaluation.least_gain)
+                self.best = self.best.after(step, self.loss, least_gain=self.settings.least_gain)
         if self._check is not None:
-            self.retrieval = self._check.measure(self.pipeline, self.config.global_batch)
+            self.retrieval = self._check.measure(self.pipeline, self._batches.shape.rows)
             values |= self.retrieval.values()
         return values
 
@@ -117,8 +117,8 @@ class Evaluation:
         nothing of them is learned.
         """
         by_position = None
-        if buckets := self.config.evaluation.by_position:
-            edges = position_edges(buckets, self.config.document_tokens)
+        if buckets := self.settings.by_position:
+            edges = position_edges(buckets, self._batches.shape.document_tokens)
             by_position = LossByPosition(edges, self.pipeline.world.device)
         total, tokens = 0.0, 0
         for batch in self._batches.validation(source):

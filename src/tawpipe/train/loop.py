@@ -20,28 +20,24 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.checkpoint.store import Disk, Memory
 from tawpipe.console import Console
 from tawpipe.data.prefetch import Prefetcher
-from tawpipe.data.prepare import PreparedData
 from tawpipe.errors import RunError
 from tawpipe.launch.launcher import launched_here
 from tawpipe.model.adapters import adapter_facts
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.model.rope import rope_of
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.plan.machine import Machine
 from tawpipe.report.bars import TRACES
 from tawpipe.runtime.executor import StepResult
 from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.world import World
 from tawpipe.train.alarms import Spikes, Stragglers, paces
 from tawpipe.train.batches import Batches, Given
-from tawpipe.train.config import TrainConfig
 from tawpipe.train.evaluation import Best, Evaluation
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
+from tawpipe.train.prepare import Prepared
 from tawpipe.train.recipe import settled
-from tawpipe.train.retrieval import RetrievalCheck
 from tawpipe.train.sample import Sample, Samples
 from tawpipe.train.saves import Saves
 from tawpipe.train.step_limit import FollowedLimit
@@ -66,12 +62,8 @@ class Training:
     """The loop over steps.
 
     Args:
-        state: what the checkpoint says that the run goes on from; None for a new run.
-        plan: that the run follows, for its checkpoints.
         disk: for checkpoints.
-        machine: whose links the plan has measured, to say how busy they are; None where that is not known.
         memory: for copies in the memory of the nodes, if there are to be any.
-        check: part of every evaluation, if there is to be one.
         tracking: is given the numbers that metrics.jsonl is given.
 
     ``first`` is the number of steps that were done before, ``last`` of those that are done now, ``stopped`` the signal
@@ -80,22 +72,17 @@ class Training:
 
     def __init__(
         self,
-        config: TrainConfig,
-        world: World,
+        prepared: Prepared,
         console: Console,
         pipeline: Pipeline,
-        data: PreparedData,
         disk: Disk,
-        state: RunState | None,
         *,
-        plan: str = "",
-        machine: Machine | None = None,
         memory: Memory | None = None,
-        check: RetrievalCheck | None = None,
         tracking: Tracking,
     ) -> None:
-        self.plan, self.tracking = plan, tracking
-        self.config, self.world, self.console = config, world, console
+        config, state, batch, data = prepared.config, prepared.state, prepared.batch, prepared.data
+        self.plan, self.tracking = prepared.plan_text, tracking
+        self.config, self.world, self.console = config, pipeline.world, console
         self.pipeline, self.data = pipeline, data
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
@@ -104,14 +91,26 @@ class Training:
         self.samples = state.samples if state else 0
         self._pending: deque[_Pending] = deque()
         self._left_out = 0
-        self._batches = Batches(config, pipeline, data)
+        evaluated = config.evaluation.batches
+        self._batches = Batches(batch, pipeline, data, model=config.model, evaluated=evaluated)
         best = Best(**state.best) if state and state.best else None
-        self.evaluation = Evaluation(config, pipeline, data, self._batches, check=check, best=best)
+        check = prepared.retrieval
+        self.evaluation = Evaluation(config.evaluation, pipeline, data, self._batches, check=check, best=best)
         disk.best = [best.step] if best else []
         self.saves = Saves(config, console, pipeline, disk, memory, self._state)
         left = config.steps - self.first if config.plan_improve == "on" else 0
-        self._improving = Improving(pipeline, world, console, rows=config.global_batch, steps=left)
-        self.texts = Samples(config, console, pipeline, data, first=self.first)
+        world = self.world
+        self._improving = Improving(pipeline, world, console, rows=batch.rows, steps=left)
+        self.texts = Samples(
+            config.sample,
+            console,
+            pipeline,
+            data,
+            folder=config.output_path,
+            window=batch.document_tokens,
+            seed=config.seed,
+            first=self.first,
+        )
         self._computed_s = self._own_work = 0.0
         self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
@@ -120,7 +119,8 @@ class Training:
             pipeline.limit, config.timeouts.step_s, set_timeout=world.set_timeout, notice=console.notice
         )
         self._writer: MetricsWriter | None = None
-        self._machine, self._link_s = machine, dict[tuple[int, ...], float]()
+        self._machine = prepared.machine if world.rank == 0 else None
+        self._link_s = dict[tuple[int, ...], float]()
         dtype = str(pipeline.dtype).removeprefix("torch.")
         on_gpu = world.device.type == "cuda"
         self._peak = peak_flops(torch.cuda.get_device_name(world.device), dtype) if on_gpu else None
@@ -221,7 +221,7 @@ class Training:
                     f"{self._left_out} of at most {self.pipeline.skip_limit} in a row"
                 )
             elif not result.finite:
-                checked = not self.config.schedule.early_updates
+                checked = not self.pipeline.settings.early_updates
                 outcome = "the update was left out" if checked else "it is in the weights, but in no checkpoint"
                 raise RunError(
                     f"step {done.step}: loss {result.loss}, gradient norm {result.grad_norm}; {outcome}. "
@@ -350,9 +350,8 @@ class Training:
         bins = given.batch.bins
         shape = () if bins is None else bins.shape
         if shape not in self._link_s:
-            config, pipeline = self.config, self.pipeline
-            rows = (config.global_batch, config.sequence_length)
-            said = pipeline.costs(*rows) if bins is None else pipeline.costs_of_bins(bins)
+            pipeline, batch = self.pipeline, self._batches.shape
+            said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
             self._link_s[shape] = self._machine.link_s(said.link_sent_bytes, said.link_received_bytes)
         return self._link_s[shape]
 

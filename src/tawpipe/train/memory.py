@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.table import find
-from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import MEMORY, ask, probed
+from tawpipe.train.decided import BatchShape
+from tawpipe.train.planned import MEMORY, Planning
 from tawpipe.train.words import gib
 
 if TYPE_CHECKING:
@@ -26,50 +27,47 @@ if TYPE_CHECKING:
 
 
 def check_memory(
-    config: TrainConfig,
-    world: World,
+    planning: Planning,
+    schedule: ScheduleSettings,
+    batch: BatchShape,
     *,
-    vocab_size: int,
-    dtype: torch.dtype,
-    lengths: Sequence[int],
     request: PlanRequest | None = None,
     tell: Callable[[str], None] = lambda _: None,
-    measure: Callable[[World], Machine] = probed,
-) -> Needs | None:
-    """What a process will hold, and a node's host; None where that could not be found out, and ``tell`` is given why.
-    Call on all ranks, before anything large is there.
+) -> tuple[Needs | None, PlanRequest | None]:
+    """What a process will hold, and a node's host, and the request that says so; None where that could not be found
+    out, and ``tell`` is given why. Call on all ranks, before anything large is there.
 
     Args:
-        config: with the schedule that will run.
+        schedule: that will run.
         request: what was measured for a plan, if anything was.
-        measure: gives the machine by which seconds are predicted.
 
     Raises:
         UserError: it is more than there is; on all ranks. It says what would fit.
     """
-    asking = {"vocab_size": vocab_size, "dtype": dtype, "lengths": lengths}
+    world, folder = planning.world, schedule.offload_dir
     machine = machine_unprobed(world)
     if request is not None:
         machine = replace(machine, files=request.machine.files, files_bytes=request.machine.files_bytes)
-    elif config.schedule.offload_dir:
-        machine = with_files(machine, world, config.schedule.offload_dir)
+    elif folder:
+        machine = with_files(machine, world, folder)
+    planning = replace(planning, asked=replace(planning.asked, settings=schedule))
     measured = request
     if measured is None:
-        measured, problem = ask(config, world, machine, timed=False, **asking)
+        measured, problem = planning.ask(machine, timed=False)
         if measured is None:
             tell(f"memory is not checked before the first step: {problem}")
-            return None
+            return None, None
     try:
-        needs = memory_quickly(measured, measured.step(config.schedule))
+        needs = memory_quickly(measured, measured.step(schedule))
     except UserError:  # it comes again, when the pipeline is made
-        return None
+        return None, measured
     lacking = bool(shortage(_all_of(machine, measured), needs))
     if any(world.gather_numbers(float(lacking))):
         if request is None:
-            timed, _ = ask(config, world, measure(world), **asking)
+            timed, _ = planning.ask(planning.measure(world))
             measured = timed or measured
-        world.text_of_rank_0(lambda: _refuse(config, machine, measured))
-    return needs
+        world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured))
+    return needs, measured
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
@@ -97,22 +95,16 @@ def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None
     world.require(wanted <= left, "memory", words, expected)
 
 
-def with_room_to_keep(config: TrainConfig, world: World, needs: Needs | None) -> tuple[TrainConfig, Needs | None]:
-    """For documents of uneven lengths, ``keep_mib`` where it was left open: what memory has left, on all ranks. Steps
-    differ, so that settings which fit every step leave much of it unused in most.
+def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
+    """MiB for ``keep_mib`` with documents of uneven lengths, where it was left open: what memory has left, on all
+    ranks; 0 for none. Steps differ, so that settings which fit every step leave much of it unused in most.
     """
-    settings = config.schedule
-    open_ = settings.keep_mib is None and config.packing == "balanced" and config.plan != "none"
     lasting = settings.recompute == "full" and not settings.sequence_chunk
-    if needs is None or not open_ or not lasting or "keep_mib" in find(settings.strategy).refusals:
-        return config, needs
+    if settings.keep_mib is not None or not lasting or "keep_mib" in find(settings.strategy).refusals:
+        return 0
     limit = machine_unprobed(world).device.memory_bytes * MEMORY[world.device.type]
     left = min(world.gather_numbers(float(limit - needs.device)))
-    if left < 2**20:
-        return config, needs
-    mib = int(left / 2**20)
-    config = replace(config, schedule=replace(settings, keep_mib=mib))
-    return config, replace(needs, parts={**needs.parts, "kept": mib * 2**20})
+    return max(0, int(left / 2**20))
 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
@@ -121,11 +113,11 @@ def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     return replace(request, memory_bytes=machine.device.memory_bytes, machine=there)
 
 
-def _for_bins(way: str, config: TrainConfig) -> str:
+def _for_bins(way: str, batch: BatchShape) -> str:
     """Shorter rows are smaller bins under ``balanced``, which hold the longest document."""
-    if config.packing != "balanced":
+    if not batch.dealt:
         return way
-    longest = config.document_tokens // (config.schedule.sequence_ranks or 1)
+    longest = batch.document_tokens // batch.ranks
     return re.sub(
         r"--sequence-length (\d+)",
         lambda one: f"--bin-tokens {one[1]}" + f" --max-document {one[1]}" * (int(one[1]) < longest),
@@ -133,10 +125,10 @@ def _for_bins(way: str, config: TrainConfig) -> str:
     )
 
 
-def _refuse(config: TrainConfig, machine: Machine, request: PlanRequest) -> str:
-    step, whole = request.step(config.schedule), _all_of(machine, request)
+def _refuse(schedule: ScheduleSettings, batch: BatchShape, machine: Machine, request: PlanRequest) -> str:
+    step, whole = request.step(schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
-    ways = list(dict.fromkeys(_for_bins(way, config) for way in remedies(request, step)))
+    ways = list(dict.fromkeys(_for_bins(way, batch) for way in remedies(request, step)))
     seconds = predict(request, step).step_seconds
     found = "; ".join(ways) or "no setting that was tried does: more devices, or a smaller model"
     raise UserError(

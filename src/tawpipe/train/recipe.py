@@ -109,12 +109,6 @@ def settled(config: TrainConfig) -> dict[str, Any]:
     return {name: _get(config, name) for name in OPEN}
 
 
-def with_settled(given: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """The settings as they were given, with what was left open as it is in ``config``."""
-    given = replace(given, epochs=None, optimizer=replace(given.optimizer, warmup_ratio=None))
-    return _with(given, settled(config))
-
-
 def _get(config: TrainConfig, name: str) -> Any:
     group, _, rest = name.rpartition(".")
     return getattr(getattr(config, group) if group else config, rest)

@@ -89,8 +89,13 @@ class RetrievalCheck:
         return Retrieval(cells)
 
 
-def retrieval_check(config: TrainConfig, data: PreparedData, model_config: Any) -> RetrievalCheck | None:
+def retrieval_check(
+    config: TrainConfig, data: PreparedData, model_config: Any, *, ranks: int = 1
+) -> RetrievalCheck | None:
     """The check that the settings ask for, if they do.
+
+    Args:
+        ranks: that compute a row together.
 
     Raises:
         UserError: a length that the model has no positions for, or that cannot hold a fact and its question.
@@ -98,7 +103,7 @@ def retrieval_check(config: TrainConfig, data: PreparedData, model_config: Any) 
     settings = config.evaluation
     if not settings.retrieval_lengths:
         return None
-    if config.micro_batch > 1 and (config.schedule.sequence_ranks or 1) > 1:
+    if config.micro_batch > 1 and ranks > 1:
         expected = "1 with --schedule.sequence-ranks, where facts are looked for: answers are told apart by row"
         raise UserError("--micro-batch", config.micro_batch, expected)
     text = data.some_text

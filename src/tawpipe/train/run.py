@@ -18,46 +18,32 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.names import step_name
-from tawpipe.checkpoint.resume import RunState, Start, choose, examine
+from tawpipe.checkpoint.resume import Start, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
-from tawpipe.data.prepared import PreparedData, changed_parts
-from tawpipe.data.tokenizer import vocabulary_size
+from tawpipe.data.prepared import changed_parts
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
-from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
-from tawpipe.model.build import BuiltModel, text_config_of
-from tawpipe.model.rope import rope_words
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
+from tawpipe.runtime.dtype import AUTO, DTYPES
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.sharing import share_in_sets
-from tawpipe.train.checks import check_steps, faults_of, naming_documents
+from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_left, check_memory, with_room_to_keep
+from tawpipe.train.memory import check_left
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
-from tawpipe.train.planned import PLAN, Followed, check_model, follow_plan, machine_of, work_of_plan
-from tawpipe.train.recipe import settle, with_settled
-from tawpipe.train.start import (
-    build,
-    check_start,
-    documents_of,
-    refuse_other_form,
-    refuse_other_run,
-    start_of,
-    typical_lengths,
-    with_packing,
-)
+from tawpipe.train.planned import PLAN
+from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
+from tawpipe.train.start import refuse_other_form, refuse_other_run
 from tawpipe.train.trackers import TrackedRun
 from tawpipe.train.tracking import Tracking
-from tawpipe.train.words import costs_of_next, device_name, gib, plan_rows, without_effect
+from tawpipe.train.words import gib
 
 
 def run(config: TrainConfig) -> int:
@@ -75,67 +61,31 @@ def run(config: TrainConfig) -> int:
         timeout=timedelta(seconds=config.timeouts.first_step_s),
     )
     console = Console(world.rank, bar=config.log.progress == "auto")
-    console.topology(f"{world.nodes} on {device_name(world)}")
-    _ = share_in_sets(0, world.topology, config.schedule)  # before documents are dealt for the report
-    given, data = config, documents_of(config, world, console)
-    config = with_packing(config, data, world)
     # Agents of torchrun count by themselves: a node that joins later has seen no restart.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
     faults = faults_of(config, world.size)
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
-    disk, memory = open_stores(config, world, injector)
-    start = _choose_start(config, console, disk, memory, injector, restarts)
-    earlier = start.state
-    config, chosen = settle(
-        config,
-        start_of(config),
-        lambda epochs: data.steps_in(epochs, rows=config.global_batch, tokens=config.step_tokens),
-        earlier.settled if earlier is not None else None,
-    )
-    check_steps(config)
-    given = with_settled(given, config)
-    if chosen:
-        console.line(chosen)
-    vocab_size = vocabulary_size(data.tokenizer)
-    dtype, why = chosen_dtype(config.dtype, world, earlier.dtype if earlier is not None else "")
-    config = replace(config, dtype=dtype)
-    activate_flash(world.device, DTYPES[config.dtype], lambda: text_config_of(config.model, config.trust_remote_code))
-    followed = follow_plan(
-        config,
-        world,
-        earlier,
-        vocab_size=vocab_size,
-        dtype=DTYPES[config.dtype],
-        lengths=lambda: typical_lengths(data, config),
-        tell=console.line,
-    )
-    config, plan = followed.config, followed.text
-    if followed.line:
-        console.line(followed.line)
-    needs = check_memory(
-        config,
-        world,
-        vocab_size=vocab_size,
-        dtype=DTYPES[config.dtype],
-        lengths=typical_lengths(data, config),
-        request=followed.request,
-        tell=console.notice,
-    )
-    config, needs = with_room_to_keep(config, world, needs)
-    if (machine := machine_of(followed)) is not None:
-        world = replace(world, far_bytes_per_s=machine.far_share)
-    with naming_documents(config):
-        built = build(config, vocab_size=vocab_size, longest=data.longest)
-    retrieval = check_start(config, built, data)
-    pipeline = _make_pipeline(config, world, data, built, injector, followed)
-    check_left(world, pipeline.transport.group_bytes, needs)
+    stores: list[tuple[Disk, Memory | None]] = []
+
+    def start() -> Start:
+        stores.append(open_stores(config, world, injector))
+        return _choose_start(config, console, *stores[0], injector, restarts)
+
+    prepared = prepare(config, world, console, start=start)
+    config, data, begins, built = prepared.config, prepared.data, prepared.start, prepared.built
+    disk, memory = stores[0]
+    if prepared.machine is not None:
+        world = replace(world, far_bytes_per_s=prepared.machine.far_share)
+    pipeline = _make_pipeline(prepared, world, injector)
+    check_left(world, pipeline.transport.group_bytes, prepared.needs)
     if pipeline.checked:
         console.line(pipeline.checked)
-    check_model(plan, pipeline.spec)
-    if earlier is not None:
-        for option, before, now in changes_of_the_run(given):
+    if prepared.plan is not None:
+        prepared.plan.check_model(pipeline.spec)
+    if begins.state is not None:
+        for option, before, now in changes_of_the_run(config):
             console.notice(f"{option}: {now} from here on; {before} before")
-        _resume(config, console, pipeline, start, data)
+        _resume(prepared, console, pipeline)
     else:
         if config.resume == "auto" or restarts:
             console.notice(f"no sound checkpoint in {disk.folder}; starting anew")
@@ -143,38 +93,14 @@ def run(config: TrainConfig) -> int:
     if built.adapter_words:
         console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
-        start.mark.write(config.output_path)
-        _save_settings(given, plan, console)
-    for name in without_effect(config, world):
-        console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
-    text, names = pipeline.chain.config.get_text_config(), pipeline.parameter_names
-    kernel = kernel_of_model(text, names, world.device, pipeline.dtype)
-    if pipeline.chain.own_code:
-        kernel = (
-            f"the model's own ({text._attn_implementation}), which may hold scores of a row's tokens times its tokens"
-        )
-    computing = [("dtype", f"{dtype} ({why})"), ("attention", kernel)]
-    if config.rope.changes:
-        computing.append(("rotary positions", rope_words(text)))
-    said, bins = costs_of_next(config, pipeline, data, earlier.samples if earlier else 0)
-    before = plan_rows(config, said, bins, data, world.nodes, needs, computing)
-    console.plan(before)
+        begins.mark.write(config.output_path)
+        _save_settings(config, prepared.plan_text, console)
+    tell_without_effect(prepared.schedule, world, console)
+    before_rows = _rows_of_next(prepared, pipeline)
+    console.plan(before_rows)
 
-    with _tracking(config, world, console, plan, earlier) as tracking:
-        training = Training(
-            config,
-            world,
-            console,
-            pipeline,
-            data,
-            disk,
-            earlier,
-            plan=plan,
-            machine=machine if world.rank == 0 else None,
-            memory=memory,
-            check=retrieval,
-            tracking=tracking,
-        )
+    with _tracking(prepared, world, console) as tracking:
+        training = Training(prepared, console, pipeline, disk, memory=memory, tracking=tracking)
         seconds = training.run()
         peaks = world.gather_numbers(peak_memory_bytes(world.device.type))
         stopped, of_step = training.stopped is not None and training.last < config.steps, training.last
@@ -222,7 +148,7 @@ def run(config: TrainConfig) -> int:
         from tawpipe.train.page import write_run_page
 
         try:
-            write_run_page(Path(config.report), config, before, results, evaluation.retrieval, data.report)
+            write_run_page(Path(config.report), config, before_rows, results, evaluation.retrieval, data.report)
             results.append(("page", config.report))
         except Exception as error:  # it is drawn from files that anything may have happened to; the run is complete
             console.notice(f"{config.report} could not be written: {error}")
@@ -239,16 +165,16 @@ def run(config: TrainConfig) -> int:
     return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
 
 
-def _tracking(config: TrainConfig, world: World, console: Console, plan: str, earlier: RunState | None) -> Tracking:
+def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
     """The trackers of the run, which rank 0 has."""
-    leaves = train_options().leaves
+    config, leaves = prepared.config, train_options().leaves
     tracked = TrackedRun(
         config.output_path,
         project=config.log.project,
         name=config.log.run_name,
-        settings={leaf.key: reduce(getattr, path, config) for path, leaf in leaves.items()},
-        plan=plan,
-        resumed_step=earlier.step if earlier is not None else 0,
+        settings={leaf.key: reduce(getattr, path, config) for path, leaf in leaves.items()} | prepared.decided,
+        plan=prepared.plan_text,
+        resumed_step=prepared.state.step if prepared.state is not None else 0,
     )
     return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
 
@@ -294,24 +220,18 @@ def _choose_start(
     return start
 
 
-def _make_pipeline(
-    config: TrainConfig,
-    world: World,
-    data: PreparedData,
-    built: BuiltModel,
-    injector: Injector | None,
-    followed: Followed,
-) -> Pipeline:
-    settings = config.optimizer
+def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) -> Pipeline:
+    config, batch, plan = prepared.config, prepared.batch, prepared.plan
+    settings, first_step = config.optimizer, timedelta(seconds=config.timeouts.first_step_s)
     pipeline = Pipeline(
-        built.model,
-        weights=lambda chain: built.source(chain, seed=config.seed),
+        prepared.chain,
+        weights=lambda chain: prepared.built.source(chain, seed=config.seed),
         optimizer=factory_of(config),
-        micro_batch=config.micro_batch,
-        bin_tokens=config.bin_tokens or 0,
-        work=work_of_plan(followed.text),
-        schedule=config.schedule,
-        dtype=DTYPES[config.dtype],
+        micro_batch=batch.micro_batch,
+        bin_tokens=batch.bin_tokens,
+        work=plan.work if plan else None,
+        schedule=prepared.schedule,
+        dtype=prepared.dtype,
         clip_norm=settings.clip_norm or None,
         compile_layers=config.compile,
         quantize=config.quantize,
@@ -320,23 +240,34 @@ def _make_pipeline(
         without_mtp=config.without_mtp,
         world=world,
         strict=config.strict,
-        timeout=timedelta(seconds=config.timeouts.first_step_s),
+        timeout=first_step,
         skip_limit=settings.skip_limit if settings.nonfinite == "skip" else 0,
         injector=injector,
     )
-    pipeline.limit.predicted_s = followed.step_s
-    pipeline.set_timeout(timedelta(seconds=config.timeouts.first_step_s))
+    pipeline.limit.predicted_s = plan.step_s if plan else 0.0
+    pipeline.set_timeout(first_step)
     pipeline.record_hangs(config.output_path / "flight")
-    if config.packing != "balanced":
-        pipeline.schedule(config.global_batch)
+    if not batch.dealt:
+        pipeline.schedule(batch.rows)
     return pipeline
 
 
-def _resume(config: TrainConfig, console: Console, pipeline: Pipeline, start: Start, data: PreparedData) -> None:
-    state, place = start.state, start.place
-    assert state is not None and start.source is not None
+def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> list[tuple[str, str]]:
+    """Rows that say what is about to happen, and what it costs."""
+    batch, data, bins = prepared.batch, prepared.data, None
+    if batch.dealt:
+        samples = prepared.state.samples if prepared.state is not None else 0
+        bins = pipeline.deal(data.train.step(samples, batch.step_tokens).lengths)
+    said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
+    return rows_of_run(prepared, said, bins, pipeline.world)
+
+
+def _resume(prepared: Prepared, console: Console, pipeline: Pipeline) -> None:
+    config, data, begins = prepared.config, prepared.data, prepared.start
+    state, place = begins.state, begins.place
+    assert state is not None and begins.source is not None
     refuse_other_run(config, state, pipeline.chain, place)
-    pipeline.load(start.source)
+    pipeline.load(begins.source)
     console.notice(f"weights: resumed from {place}: step {state.step}, {state.samples} samples consumed")
     if changed := changed_parts(state.fingerprint, data.fingerprint):
         console.notice(f"the data has changed since then ({', '.join(changed)}): sample numbers now mean other samples")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.measures import Head, over_ranks
-from tawpipe.train.config import TrainConfig
+from tawpipe.train.config import SampleConfig
 from tawpipe.train.metrics import cut_after
 
 CHOICES = 40
@@ -133,21 +134,33 @@ class Sample:
 
 
 class Samples:
-    """The texts that ``config.sample`` asks for, now and then, in a file of their own besides.
+    """The texts that the settings ask for, now and then, in a file of their own besides.
 
     Args:
+        folder: of the run, for the file.
+        window: how many of the last tokens the model sees at most.
+        seed: of the draws.
         first: step after which the run began; what the file says of later ones is of an earlier start.
     """
 
     def __init__(
-        self, config: TrainConfig, console: Console, pipeline: Pipeline, data: PreparedData, *, first: int
+        self,
+        settings: SampleConfig,
+        console: Console,
+        pipeline: Pipeline,
+        data: PreparedData,
+        *,
+        folder: Path,
+        window: int,
+        seed: int,
+        first: int,
     ) -> None:
-        self._settings, self._config, self._console, self._pipeline = config.sample, config, console, pipeline
+        self._settings, self._console, self._pipeline, self._seed = settings, console, pipeline, seed
         self._tokenizer: Any = data.tokenizer
-        self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[config.sample.chat]
+        self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
         self._stops = stops_of(pipeline.chain.model, self._tokenizer)
-        self._window = min(config.document_tokens, longest_allowed(pipeline.chain.config))
-        self._path = config.output_path / FILE
+        self._window = min(window, longest_allowed(pipeline.chain.config))
+        self._path = folder / FILE
         self.last: list[Sample] = []
         if pipeline.world.rank == 0:
             cut_after(self._path, first)
@@ -164,7 +177,7 @@ class Samples:
             prompts,
             tokens=self._settings.tokens,
             window=self._window,
-            seed=self._config.seed,
+            seed=self._seed,
             temperature=self._settings.temperature,
             stops=self._stops,
         )

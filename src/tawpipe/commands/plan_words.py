@@ -1,0 +1,222 @@
+"""What ``tawpipe plan`` is told: words of its own, and the settings of a training run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tawpipe.errors import UserError
+from tawpipe.options import CommandParser, Leaf, Open, first_sentence
+from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, chosen_by_hand
+from tawpipe.train.checks import check_plannable
+from tawpipe.train.config import TrainConfig, train_options
+from tawpipe.train.names import ELSEWHERE
+
+PROBE, CORPUS = "probe", "corpus"
+LEADING = {
+    "--model": "meta-llama/Llama-3.1-8B",
+    "--config": "run.yaml",
+    "--topology": "3x8@100gbit",
+    "--device-name": "H100",
+    "--sequence-length": "32768",
+    "--global-batch": "96",
+    "--longest": "",
+    "--dtype": "bfloat16",
+    "--lora.rank": "16",
+    "--report": "plan.html",
+    "--save": "plan.yaml",
+}
+"""What ``--help`` shows, each with an example."""
+OF_RUN = (
+    *("model", "sequence_length", "global_batch", "micro_batch", "tokens_per_step", "max_document", "bin_tokens"),
+    *("data", "rows", "columns", "tokenizer", "cache_dir", "vocab_size", "dtype", "quantize", "freeze", "compile"),
+    *("without_mtp", "trust_remote_code", "device", "optimizer.name"),
+    *(f"schedule.{name}" for name in (*UNPLANNED, *KEPT_BY_PLANS)),
+)
+"""Settings of a training run that a plan looks at, besides those of groups that it looks at whole."""
+WHOLE_GROUPS = ("rope", "lora")
+SHORT = {"optimizer.name": "--optimizer"} | {
+    f"schedule.{name}": f"--{name.replace('_', '-')}"
+    for name in ("early_updates", "sequence_chunk", "sequence_ranks", "offload_dir")
+}
+"""Settings that have a shorter name here."""
+BINS = ("tokens_per_step", "max_document", "bin_tokens")
+
+
+@dataclass(frozen=True)
+class PlanWords:
+    """What a plan is asked for, in words.
+
+    Args:
+        config: the settings of the run that it is for.
+        said: of those, the values that words and files have given, by their paths.
+        words: the values that words have given, by the keys of the settings.
+        files: that ``--config`` names.
+        topology, device_name: of the machines.
+        longest: the longest row is asked for.
+        lengths: of documents.
+        memory: GiB of a device.
+        profile, explain, report, save: as the help says.
+        json: nothing else is printed.
+    """
+
+    config: TrainConfig
+    said: Mapping[tuple[str, ...], Any]
+    words: Mapping[str, Any]
+    files: Sequence[str]
+    topology: str
+    device_name: str | None
+    longest: bool
+    lengths: str | None
+    memory: float | None
+    profile: str
+    explain: str | None
+    report: str | None
+    save: str | None
+    json: bool
+
+    def given(self, name: str) -> Any:
+        """The value of a setting at the top; None if nobody has said one."""
+        return getattr(self.config, name) if (name,) in self.said else None
+
+    @property
+    def of_corpus(self) -> bool:
+        """True if ``--lengths`` says a corpus and not the documents of a row."""
+        return self.lengths is not None and not re.fullmatch(r"[\d\s,]+", self.lengths)
+
+    @property
+    def row(self) -> int | None:
+        """Tokens of a row; None where the longest one is asked for, whatever the run's are."""
+        return self.given("sequence_length") if not self.longest or "sequence_length" in self.words else None
+
+    def located(self, error: UserError) -> UserError:
+        """The same error with the file and the line of its setting, if it is from one."""
+        return train_options().located_in(error, self.files, self.words)
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        config, several = self.config, self.config.micro_batch if self.config.micro_batch > 1 else None
+        conflicts = []
+        if self.longest:
+            conflicts += [
+                ("--lengths", self.lengths, "nothing with --longest: one document fills the row"),
+                ("--micro-batch", several, "1 with --longest"),
+                ("--explain", self.explain, "nothing with --longest, whose --json has every part"),
+                ("--save", self.save, "nothing with --longest; a plan for the length that it finds can be saved"),
+            ]
+        if self.of_corpus:
+            conflicts += [
+                ("--micro-batch", several, "1: a bin is a row"),
+                ("--explain", self.explain, "nothing with --lengths of a corpus, whose --json has every part"),
+                ("--save", self.save, "nothing with --lengths of a corpus: the run makes its own plan"),
+            ]
+        else:
+            balanced = config.packing if config.packing == "balanced" else None
+            bins = [(f"--{name.replace('_', '-')}", self.given(name)) for name in BINS]
+            conflicts += [(name, value, "nothing without --lengths of a corpus") for name, value in bins]
+            conflicts += [("--packing", balanced, "another packing without --lengths of a corpus: bins are no rows")]
+        for name in chosen_by_hand(config.schedule):
+            value = getattr(config.schedule, name)
+            conflicts.append((f"--schedule.{name.replace('_', '-')}", value, "unset: a plan is what chooses it"))
+        for name, value, expected in conflicts:
+            if value is not None:
+                raise UserError(name, value, expected)
+        if self.memory is not None and not self.memory > 0:
+            raise UserError("--memory", self.memory, "more than 0")
+        check_plannable(config)
+        if config.schedule.offload_dir and config.schedule.sequence_chunk == 0:
+            raise UserError("--offload-dir", config.schedule.offload_dir, "nothing with --sequence-chunk 0")
+        from tawpipe.report.page import check_page
+        from tawpipe.schedule.strategies.table import strategies
+
+        check_page(self.report)
+        if self.explain and self.explain not in strategies():
+            raise UserError("--explain", self.explain, f"one of {', '.join(strategies())}")
+
+
+def parse(argv: Sequence[str]) -> PlanWords:
+    """The words that follow ``tawpipe plan``.
+
+    Raises:
+        UserError: an unknown option or key, a value of the wrong type, an unreadable file.
+        SystemExit: help, or a word that is missing.
+    """
+    parser, options = _parser(), train_options()
+    own = vars(parser.parse_args(argv))
+    words = {leaf.key: own.pop(leaf.key) for leaf in _leaves() if leaf.key in own}
+    files = own.pop("config")
+    said = options.values(files, words)
+    config = options.build(said)
+    if isinstance(
+        config.learning_rate, Open
+    ):  # of no effect on a plan, which some optimizers could not be made without
+        config = replace(config, learning_rate=float(config.learning_rate))
+    made = PlanWords(config, said, words, files, **own)
+    needed = {"--model": True}
+    needed |= dict.fromkeys(("--sequence-length", "--global-batch"), not (made.longest or made.of_corpus))
+    missing = [name for name, needs in needed.items() if needs and made.given(name[2:].replace("-", "_")) is None]
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return made
+
+
+def _leaves() -> list[Leaf]:
+    """The settings of a run that may follow ``tawpipe plan``."""
+    known = train_options().leaves.values()
+    return [leaf for leaf in known if leaf.key in OF_RUN or leaf.path[0] in WHOLE_GROUPS]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        leading=LEADING,
+        elsewhere=ELSEWHERE,
+        prog="tawpipe plan",
+        usage="%(prog)s --model MODEL --topology TOPOLOGY [--config FILE] [--OPTION VALUE ...]",
+        description="Says beforehand what every strategy would cost on some machines, which one is best, and why. Exit "
+        "code 1 if nothing fits.",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings of a training run, as `tawpipe train` reads them; words beat the file",
+    )
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="a file of `tawpipe doctor`, in short 3x8@10gbit, or probe: what this is started on",
+    )
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="say how long a row may be, under every strategy, and what binds; --sequence-length is then the most that "
+        "is looked at, and --global-batch one row for every device, if not given",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="TOKENS,...|corpus|FILE|lognormal:MU,SIGMA",
+        help="of the documents in a row (default: one fills it); or of a corpus, whose documents are dealt by time: "
+        "those of --data, a file with a length and how many have it on every line, or drawn",
+    )
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of a device, instead of what the topology says")
+    parser.add_argument(
+        "--device-name", metavar="NAME", help="what computes, if not what the topology says: H100, A100, CPU, ..."
+    )
+    parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
+    parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")
+    parser.add_argument("--save", metavar="FILE", help="write the choice for `tawpipe train --plan FILE`")
+    for leaf in _leaves():
+        how: dict[str, Any] = {"nargs": "*"} if leaf.is_list else {}
+        how |= {"nargs": "?", "const": "true"} if leaf.hint is bool else {}
+        names = [SHORT[leaf.key]] if leaf.key in SHORT else []
+        words = f"{first_sentence(leaf.help)} (as in the training run)".replace("%", "%%")
+        parser.add_argument(
+            *names, leaf.option, dest=leaf.key, metavar="X", default=argparse.SUPPRESS, help=words, **how
+        )
+    return parser

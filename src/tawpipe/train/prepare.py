@@ -1,0 +1,250 @@
+"""A run before its first step: settings, documents, model, plan and memory, checked and decided in one order.
+
+The run, and a dry run of it, prepare alike; they differ in how documents are read, in what is found of a checkpoint and
+in who measures links. Nothing large is there yet: the model is on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tawpipe.checkpoint.resume import RunState, Start
+from tawpipe.console import Console
+from tawpipe.data.prepared import PreparedData
+from tawpipe.data.tokenizer import vocabulary_size
+from tawpipe.model.attention_kernel import activate_flash, kernel_of_model
+from tawpipe.model.build import BuiltModel
+from tawpipe.model.chain import Chain
+from tawpipe.model.rope import rope_words
+from tawpipe.options import Open
+from tawpipe.pipeline.refuse import refuse_settings
+from tawpipe.plan.measure import Asked
+from tawpipe.plan.plan_file import SavedPlan
+from tawpipe.plan.predict import Needs
+from tawpipe.runtime.dtype import DTYPES, chosen_dtype
+from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import Bins
+from tawpipe.schedule.footprint import Costs
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.train.checks import check_steps
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.decided import BatchShape
+from tawpipe.train.memory import check_memory, room_to_keep
+from tawpipe.train.optimizers import factory_of
+from tawpipe.train.planned import Planning, probed
+from tawpipe.train.recipe import RECIPES, settle
+from tawpipe.train.retrieval import RetrievalCheck
+from tawpipe.train.run_model import RunModel
+from tawpipe.train.start import check_start, documents_of, start_of, typical_lengths
+from tawpipe.train.words import batch_words, device_name, memory_rows, step_rows, without_effect
+
+if TYPE_CHECKING:
+    from tawpipe.plan.machine import Machine
+    from tawpipe.plan.plan import Plan
+    from tawpipe.plan.request import PlanRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that nothing speaks against.
+
+    Args:
+        config: what the user has said, with what was left open settled; all that was decided besides stands here.
+        start: what the run goes on from.
+        built, chain: the model, and the same as blocks.
+        batch: its batches.
+        dtype, why_dtype: in which it computes, and why in that.
+        schedule: the settings that the schedule is built by, with what a plan decided.
+        plan: that is followed; None without one.
+        machine: as it was measured for the plan; None without one.
+        request: what memory and a plan were asked by; None where blocks could not be measured.
+        needs: memory of a step; None where that could not be found out.
+        retrieval: part of every evaluation; None without.
+    """
+
+    config: TrainConfig
+    data: PreparedData
+    start: Start
+    built: BuiltModel
+    chain: Chain
+    batch: BatchShape
+    dtype: torch.dtype
+    why_dtype: str
+    schedule: ScheduleSettings
+    plan: SavedPlan | None
+    machine: Machine | None
+    request: PlanRequest | None
+    needs: Needs | None
+    retrieval: RetrievalCheck | None
+
+    @property
+    def state(self) -> RunState | None:
+        """What the checkpoint says that the run goes on from; None for a new run."""
+        return self.start.state
+
+    @property
+    def plan_text(self) -> str:
+        """The plan for checkpoints and the output folder; empty without one."""
+        return self.plan.text if self.plan else ""
+
+    @property
+    def decided(self) -> dict[str, object]:
+        """What was decided in the place of what the user has said, by the keys of the settings."""
+        said = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
+        return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **said}
+
+    def kernel(self, device: torch.device) -> str:
+        """What computes attention, in words."""
+        text, names = self.chain.config.get_text_config(), [s.name for unit in self.chain.units for s in unit.slots]
+        if self.chain.own_code:
+            scores = "which may hold scores of a row's tokens times its tokens"
+            return f"the model's own ({text._attn_implementation}), {scores}"
+        return kernel_of_model(text, names, device, self.dtype)
+
+
+def prepare(
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    *,
+    start: Callable[[], Start],
+    documents: Callable[[TrainConfig, RunModel, World, Console], PreparedData] = documents_of,
+    measure: Callable[[World], Machine] = probed,
+    show: Callable[[Plan], None] = lambda _: None,
+) -> Prepared:
+    """Prepare a run; call on all ranks.
+
+    Args:
+        start: finds what the run goes on from, when its documents are there.
+        documents: reads them.
+        measure: gives the machine that a plan is made for.
+        show: is given a plan that is made now, on rank 0.
+
+    Raises:
+        UserError: what the run is refused for.
+    """
+    console.topology(f"{world.nodes} on {device_name(world)}")
+    _ = share_in_sets(0, world.topology, config.schedule)
+    refuse_settings(
+        config.schedule,
+        clip_norm=config.optimizer.clip_norm or None,
+        compile_layers=config.compile,
+        quantize=config.quantize,
+    )
+    world.require_same(repr(config), "settings", "the same on every machine")
+    model = RunModel(config)
+    data = documents(config, model, world, console)
+    batch = BatchShape.of(config, data.report.packing, world.size)
+    batch.check_longest(data.longest, data.report.longest[1])
+    begins = start()
+    config = _settled(config, data, batch, begins.state, console)
+
+    vocabulary = vocabulary_size(data.tokenizer)
+    with batch.naming_documents():
+        model.check(vocabulary, data.longest)
+        built, chain = model.followed(vocabulary)
+    name, why = chosen_dtype(config.dtype, world, begins.state.dtype if begins.state is not None else "")
+    dtype = DTYPES[name]
+    activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
+    by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are told apart by row
+    planning = Planning(
+        world,
+        chain,
+        Asked(
+            batch.row_tokens,
+            batch.rows,
+            batch.micro_batch,
+            dtype=dtype,
+            lengths=typical_lengths(data, batch),
+            profile="measure",
+            settings=config.schedule,
+            quantize=config.quantize,
+            compiled=config.compile,
+            dealt=batch.dealt,
+            optimizer=factory_of(config),
+        ),
+        by_one=by_row or batch.dealt,  # bins are of so many ranks
+        tell=console.line,
+        measure=measure,
+        show=show,
+    )
+    followed = planning.follow(config.plan, begins.state)
+    if followed.line:
+        console.line(followed.line)
+    schedule = followed.schedule
+    needs, request = check_memory(planning, schedule, batch, request=followed.request, tell=console.notice)
+    if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
+        schedule = replace(schedule, keep_mib=mib)
+        needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
+    return Prepared(
+        config=config,
+        data=data,
+        start=begins,
+        built=built,
+        chain=chain,
+        batch=batch,
+        dtype=dtype,
+        why_dtype=why,
+        schedule=schedule,
+        plan=followed.plan,
+        machine=followed.machine,
+        request=request,
+        needs=needs,
+        retrieval=check_start(config, built, data, ranks=schedule.sequence_ranks or 1),
+    )
+
+
+def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
+    """Rows that say what is about to happen and what it costs, before the first step.
+
+    Args:
+        said: of the next step, by its schedule.
+        bins: of the next step, where documents are dealt.
+    """
+    config, trained = prepared.config, f"{said.trainable / 1e6:.1f} M trained"
+    rows = [
+        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {trained}"),
+        ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
+        ("dtype", f"{str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
+        ("attention", prepared.kernel(world.device)),
+    ]
+    if config.rope.changes:
+        rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
+    rows += step_rows(said, world.nodes)
+    return rows + (memory_rows(prepared.needs) if prepared.needs is not None else [])
+
+
+def tell_without_effect(settings: ScheduleSettings, world: World, console: Console) -> None:
+    """Say which settings under ``schedule`` do nothing here."""
+    for name in without_effect(settings, world):
+        console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
+
+
+def _settled(
+    config: TrainConfig, data: PreparedData, batch: BatchShape, earlier: RunState | None, console: Console
+) -> TrainConfig:
+    """The settings with nothing left open. Where only some documents were read, steps that are counted in epochs are
+    not known, and as many as is usual stand for them.
+    """
+    start = start_of(config)
+    epochs = config.epochs or (RECIPES[start].epochs if isinstance(config.steps, Open) else None)
+    counted = None if data.report.streamed and not config.streaming else epochs
+    if epochs and not counted and not (earlier is not None and earlier.settled.get("steps")):
+        config = replace(config, epochs=None, steps=int(config.steps))
+        console.line(f"steps: {epochs} epoch{'s' if epochs != 1 else ''}, counted when all documents are there")
+    config, chosen = settle(
+        config,
+        start,
+        lambda times: data.steps_in(times, rows=batch.rows, tokens=batch.step_tokens),
+        earlier.settled if earlier is not None else None,
+    )
+    if chosen:
+        console.line(chosen)
+    if counted or not epochs:
+        check_steps(config)
+    return config

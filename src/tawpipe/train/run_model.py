@@ -1,0 +1,78 @@
+"""The model of a run: built and followed once, and handed to all that asks about it."""
+
+from __future__ import annotations
+
+from tawpipe.errors import UserError
+from tawpipe.model.build import BuiltModel, build_model, config_of, resolve_model
+from tawpipe.model.chain import Chain
+from tawpipe.model.pretrained import has_weights
+from tawpipe.model.refuse import settle_mtp
+from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.train.config import TrainConfig
+
+
+class RunModel:
+    """The model as the settings ask for it, on the meta device.
+
+    A folder says all of a model, which is then followed before documents are read. A preset takes its vocabulary from
+    their tokenizer.
+
+    Raises:
+        UserError: a model that cannot be trained so; as far as that is known before documents are.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self.folder = config, resolve_model(config.model)
+        self.pretrained = self.folder is not None and has_weights(self.folder)
+        self._followed: tuple[BuiltModel, Chain] | None = None
+        if config.rope.changes:
+            self.check(None, 1)
+        if config.lora.active and not self.pretrained:
+            expected = "a model with weights: an adapter on random ones is of no use later"
+            raise UserError("--model", config.model, expected)
+        if self.folder is not None:
+            self.followed(None)
+        elif config.freeze:  # patterns are of names, which no vocabulary changes
+            _ = _build(config, None)
+
+    def followed(self, vocab_size: int | None) -> tuple[BuiltModel, Chain]:
+        """The model and its chain.
+
+        Args:
+            vocab_size: of the tokenizer, which a preset takes; None where the model knows its own.
+        """
+        if self._followed is None:
+            built = _build(self._config, vocab_size)
+            chain = Chain(built.model)
+            settle_mtp(chain.model, without=self._config.without_mtp)
+            refuse_cut_rows(chain, self._config.schedule)
+            self._followed = built, chain
+        return self._followed
+
+    @property
+    def alone(self) -> str:
+        """The reason why a row may hold one document only; empty where it may hold several."""
+        return "" if self.folder is None else self.followed(None)[1].alone
+
+    def check(self, vocab_size: int | None, longest: int) -> None:
+        """Raise UserError if the tokenizer, or the longest document, does not fit the model.
+
+        Args:
+            longest: tokens of the longest document; 1 where it is not known yet.
+        """
+        config = self._config
+        row, code = config.document_tokens, config.trust_remote_code
+        _ = config_of(config.model, self.folder, vocab_size, row, longest, config.rope, code)
+
+
+def _build(config: TrainConfig, vocab_size: int | None) -> BuiltModel:
+    return build_model(
+        config.model,
+        vocab_size=vocab_size,
+        max_positions=config.document_tokens,
+        longest=1,
+        rope=config.rope,
+        lora=config.lora,
+        frozen=config.freeze,
+        trust_remote_code=config.trust_remote_code,
+    )

@@ -1,0 +1,152 @@
+"""``tawpipe plan`` reads the settings that a run reads, and makes the plan that the run would make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+from tawpipe.cli import main
+from tawpipe.commands.plan_words import parse
+from tawpipe.model.chain import Chain
+from tawpipe.plan import measure
+from tawpipe.plan.machine import Device
+from tawpipe.plan.profile import Profile, estimate
+from tawpipe.train import dry_run
+from tawpipe.train.config import load_config
+from tawpipe.train.words import gib
+
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+RUN: dict[str, Any] = {
+    "model": "model",
+    "data": ["text.txt"],
+    "sequence_length": 64,
+    "global_batch": 8,
+    "micro_batch": 2,
+    "dtype": "float32",
+    "device": "cpu",
+    "freeze": ["*.layers.0"],
+    "steps": 3,
+    "optimizer": {"name": "adam"},
+    "evaluation": {"every": 0},
+    "schedule": {"sequence_ranks": 1, "reduce_dtype": "same", "loss_chunk_tokens": 32},
+}
+TOPOLOGY = ["--topology", "1x2", "--device-name", "CPU"]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder with a model, a text that fills every row, and the settings of a run."""
+    LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=300).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("A sentence of a small text. " * 400)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TAWPIPE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of the comparison in what was printed."""
+    lines = text.splitlines()
+    first = next(place for place, line in enumerate(lines) if line.split()[:1] == ["strategy"])
+    return [line.split() for line in lines[first : first + 13]]
+
+
+def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(monkeypatch, capsys) -> None:
+    """With the same links, and times that do not differ from one moment to the next."""
+
+    def measured(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, optimizer: Any, **_: Any) -> Profile:
+        return estimate(chain, dtype=dtype, flops=1e11, chunk_tokens=chunk_tokens, optimizer=optimizer)
+
+    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(measure, "resident_memory", lambda: 1 << 28)
+    machine = measure.machine_of("1x2", device=Device("CPU", 8 << 30))
+    monkeypatch.setattr(dry_run, "_machine_of_one", lambda _: machine)
+    assert main(["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run"]) == 0
+    stated = capsys.readouterr().out
+    assert main(["plan", "--config", "run.yaml", *TOPOLOGY, "--memory", "6.4", "--save", "plan.yaml"]) == 0
+    planned = capsys.readouterr().out
+    assert table(planned) == table(stated) and "chosen" in planned
+    assert main(["plan", "--config", "run.yaml", *TOPOLOGY, "--memory", "6.4", "--json"]) == 0
+    (chosen, *_) = json.loads(capsys.readouterr().out)["candidates"]
+    stated_rows = stated.partition("would run:\n")[2].splitlines()
+    rows = {name: words for name, *words in map(str.split, stated_rows) if words[:1] != ["there"]}
+    assert rows["strategy"] == [chosen["strategy"]]
+    for name, size in (chosen["memory_gib"] | {"memory": chosen["peak_gib"]}).items():
+        assert " ".join(rows[name][:2]) == gib(size * 2**30), "one sum of memory"
+    words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]
+    assert main(words) == 0, "the run takes the plan for its own"
+
+
+def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:
+    words = ["--config", "run.yaml", "--global-batch", "16", "--optimizer", "muon", "--sequence-chunk", "16"]
+    ours = parse([*words, *TOPOLOGY]).config
+    theirs = load_config([
+        *("--config", "run.yaml", "--global-batch", "16", "--optimizer.name", "muon"),
+        *("--schedule.sequence-chunk", "16"),
+    ])  # fmt: skip
+    assert ours.schedule == theirs.schedule and ours.optimizer == theirs.optimizer
+    assert (ours.global_batch, ours.micro_batch, ours.freeze) == (16, 2, ["*.layers.0"])
+
+
+def test_settings_that_a_run_has_saved_are_settings_of_a_plan(capsys) -> None:
+    """All of them stand in that file, most as usual."""
+    with pytest.raises(SystemExit):
+        load_config(["--config", "run.yaml", "--print-config"])
+    Path("config.yaml").write_text(capsys.readouterr().out)
+    ours, theirs = (parse(["--config", name, *TOPOLOGY]) for name in ("config.yaml", "run.yaml"))
+    ours.check()
+    assert ours.config == theirs.config and len(ours.said) > len(theirs.said)
+
+
+def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> None:
+    assert parse(["--config", "run.yaml", "--longest", *TOPOLOGY]).row is None
+    assert parse(["--config", "run.yaml", "--longest", "--sequence-length", "96", *TOPOLOGY]).row == 96
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "reason"),
+    [
+        ({}, ["--config", "missing.yaml"], "missing.yaml"),
+        ({"sequence_lenght": 5}, [], "--config run.yaml, line 1: got 'sequence_lenght'; no such key; did you mean"),
+        ({"global_batch": "many"}, [], "--global-batch in run.yaml"),
+        ({"global_batch": 0}, [], "--global-batch in run.yaml, line"),
+        ({"micro_batch": 9}, [], "--micro-batch in run.yaml, line"),
+        ({"schedule": {"strategy": "flat"}}, [], "--schedule.strategy in run.yaml, line"),
+        ({"schedule": {"look_ahead": 3}}, [], "unset: a plan is what chooses it"),
+        ({"packing": "balanced"}, [], "--packing in run.yaml, line"),
+        ({"max_document": 64}, [], "--max-document in run.yaml, line"),
+        ({"quantize": "nf4", "freeze": []}, [], "--quantize in run.yaml, line"),
+        ({"model": "no/such/place/model"}, [], "--model"),
+        ({}, ["--steps", "5"], "--steps"),
+        ({}, ["--sequence-chunk", "many"], "--schedule.sequence-chunk: got 'many'"),
+    ],
+)
+def test_settings_that_a_plan_cannot_use_are_refused(changes, words, reason, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "request_of", lambda *_, **__: pytest.fail("went on"))
+    Path("run.yaml").write_text(
+        yaml.safe_dump(changes | {k: v for k, v in RUN.items() if k not in changes}, sort_keys=False)
+    )
+    assert main(["plan", "--config", "run.yaml", *TOPOLOGY, *words]) == 2
+    assert reason in (said := capsys.readouterr().err), said
+
+
+def test_refusals_come_before_torch(folder: Path) -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, tawpipe.cli\n"
+        f"code = tawpipe.cli.main(['plan', '--config', 'run.yaml', *{TOPOLOGY!r}, '--schedule.sequence-chunk', '-1'])\n"
+        "import json; print(json.dumps([code, 'torch' in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, False], done.stderr

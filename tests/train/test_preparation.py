@@ -1,0 +1,102 @@
+"""One preparation: what a run and a dry run decide before anything large is there, and what it is made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tawpipe.cli import main
+from tawpipe.console import Console
+from tawpipe.model.chain import Chain
+from tawpipe.plan.measure import Asked, request_of
+from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.probe import machine_unprobed
+from tawpipe.runtime.world import World
+from tawpipe.topology import Topology
+from tawpipe.train import prepare as preparing
+from tawpipe.train import run_model
+from tawpipe.train.config import load_config
+from tawpipe.train.dry_run import _checkpoint
+from tawpipe.train.planned import MEMORY
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = ["--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4", "--device", "cpu"]
+SMALL = ["--data", "text.txt", *SIZES, "--evaluation.every", "0"]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with a small text and a small model without weights."""
+    (tmp_path / "text.txt").write_text("A sentence of a small text. " * 80)
+    LlamaConfig(**SHAPE, num_key_value_heads=2, vocab_size=300).save_pretrained(tmp_path / "model")  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TAWPIPE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize("plan", ["auto", "none"])
+@pytest.mark.parametrize("model", ["tiny", "model"])
+def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
+    """By the plan, the memory check, the documents and the pipeline together."""
+    calls: list[str] = []
+    real_build, real_follow = run_model.build_model, Chain._discover
+
+    def build(*words: Any, **rest: Any) -> Any:
+        calls.append("built")
+        return real_build(*words, **rest)
+
+    def follow(chain: Chain) -> Any:
+        calls.append("followed")
+        return real_follow(chain)
+
+    monkeypatch.setattr("tawpipe.model.build.build_model", build)
+    monkeypatch.setattr(run_model, "build_model", build)
+    monkeypatch.setattr(Chain, "_discover", follow)
+    words = ["train", *SMALL, "--model", model, "--plan", plan, "--nproc", "1", "--steps", "1", "--sample.tokens", "0"]
+    words += ["--export.enabled", "false", "--checkpoint.every", "0", "--output", "run"]
+    assert main([*words, *["--dry-run"] * dry]) == 0
+    assert sorted(calls) == ["built", "followed"]
+
+
+def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
+    config = load_config([*SMALL, "--freeze", "*.layers.0"])
+    _, chain = run_model.RunModel(config).followed(300)
+    names = [name for name, _ in chain.model.named_parameters()]
+    before = [*chain.model.parameters(), *chain.model.buffers()]
+    state, units = dict(vars(chain)), chain.units
+    world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+    asked = Asked(32, 4, dtype=torch.float32, timed=False, profile="measure", quantize="int8")
+    first = request_of(chain, machine_unprobed(world), asked)
+    after = [*chain.model.parameters(), *chain.model.buffers()]
+    assert [name for name, _ in chain.model.named_parameters()] == names
+    assert all(one is other and one.is_meta for one, other in zip(before, after, strict=True))
+    assert vars(chain) == state and chain.units is units and not any(unit.packing for unit in units)
+    again = request_of(chain, machine_unprobed(world), replace(asked, quantize="none"))
+    assert first.model != again.model == chain.spec
+
+
+@pytest.mark.parametrize("packing", ["split", "balanced"])
+def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
+    """And the memory that is stated is the plan's own sum."""
+    words = [*SMALL, "--packing", packing, "--schedule.look-ahead", "3", "--learning-rate", "0.001", "--steps", "3"]
+    config = load_config([*words, "--optimizer.warmup-steps", "1", "--optimizer.weight-decay", "0.1"])
+    world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
+    prepared = preparing.prepare(config, world, Console(0), start=lambda: _checkpoint(config))
+    assert prepared.config == config, "nothing was open"
+    assert prepared.batch.packing == packing and prepared.dtype == torch.float32
+    assert (prepared.batch.bin_tokens > 0) == prepared.batch.dealt == (packing == "balanced")
+    assert prepared.request is not None and prepared.needs is not None
+    needs = memory_quickly(prepared.request, prepared.request.step(prepared.schedule))
+    kept = {"kept": prepared.schedule.keep_mib * 2**20} if prepared.schedule.keep_mib else {}
+    assert prepared.needs.parts == {**needs.parts, **kept} and bool(kept) == prepared.batch.dealt
+    if kept:
+        there = machine_unprobed(world).device.memory_bytes
+        assert needs.device + kept["kept"] <= there and kept["kept"] < MEMORY["cpu"] * there
