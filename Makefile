@@ -37,7 +37,7 @@ test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src
 test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
 	@$(PYTEST) -m slow $(ARGS)
 
-hunt: $(READY)  ## draw settings and data at random and look for wrong numbers: make hunt ARGS="--minutes 30 --seed 7"
+hunt: $(READY)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
 	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
 
 lint: $(READY)  ## check style, imports and types

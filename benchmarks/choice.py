@@ -41,7 +41,7 @@ from tawpipe.plan.search import fits, search
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds
 from tawpipe_lab.bounds import workload_model
 from tawpipe_lab.cluster.links import Links
@@ -156,7 +156,7 @@ def others(request: PlanRequest) -> list[StepSpec]:
 
 def entry_of(step: StepSpec) -> Entry:
     """For the lab."""
-    if step.strategy.weights_stay:
+    if step.strategy.axis:
         found = {name: getattr(step.settings, name) for name in ("stages", "block_times")}
         return Entry(OWN_NAMES.get(step.strategy.name, step.strategy.name), {}, found)
     chosen: dict[str, Any] = {name: getattr(step.settings, name) for name in KNOBS}
@@ -201,7 +201,7 @@ def measure(cell: Cell, machine: Emulation, memory_bytes: int, out: Path, sample
 
 def predictions(results: Sequence[dict[str, Any]]) -> list[str]:
     """How far off the seconds were that were predicted, in a line for pipelines and one for weights that travel."""
-    stay = {OWN_NAMES.get(name, name) for name, one in strategies().items() if one.weights_stay}
+    stay = {OWN_NAMES.get(name, name) for name, one in strategies().items() if one.axis}
     errors: dict[bool, list[float]] = {True: [], False: []}
     for row in (row for one in results for row in one["rows"]):
         errors[row["label"].split(" (")[0] in stay].append(abs(row["predicted_s"] / row["measured_s"] - 1))

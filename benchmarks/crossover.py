@@ -29,7 +29,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import BlockCost, LinkModel, Seconds
 
 HIDDEN = (1024, 2048, 4096, 8192)
@@ -84,7 +84,7 @@ def cell(place: tuple[int, int, float]) -> dict[str, Any]:
             step = asked.step(ScheduleSettings(strategy=strategy, micro_batches_per_visit=per_visit))
             offer(family, predict(asked, step).step_seconds, f"{strategy}, {per_visit} per visit", per_visit)
     for pipeline in strategies().values():
-        if not pipeline.weights_stay or pipeline.name in LEFT_OUT:
+        if not pipeline.axis or pipeline.name in LEFT_OUT:
             continue
         for layout in pipeline.layouts(asked.topology):
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from tawpipe.schedule.footprint import Widths, costs
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
 from tawpipe_lab.critical import dependency_bound

@@ -53,7 +53,7 @@ from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies import Hybrid
+from tawpipe.schedule.strategies.weights import Hybrid
 from tawpipe.simulate import BlockCost, LinkModel, Seconds, size_of
 
 LOCAL = 8

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer, home_weight
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
 from tawpipe.schedule.routes.route import Route, Tour
-from tawpipe.schedule.step import LinkTraffic, Strategy
-from tawpipe.schedule.strategies import Hybrid, Step, find
+from tawpipe.schedule.step import Strategy
+from tawpipe.schedule.strategies.table import find
+from tawpipe.schedule.strategies.weights import Hybrid, Step
 from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 

@@ -1,11 +1,12 @@
-"""The hunt for wrong numbers without a word: settings and data drawn at random, beside a plain loop or reading.
+"""The hunt for wrong numbers without a word: settings, data and plans drawn at random, beside what is plainly right.
 
     make hunt ARGS="--minutes 30 --seed 7"
     make hunt ARGS="--case 7.12:training"
 
 A case is drawn from the run's seed, its number and its kind alone. A setting that is refused by its name is no find;
-numbers or tokens that differ are, and so is an error that speaks of nothing that a user has set. Each find comes with
-what was drawn, what differs, and the line that repeats it. The exit code is 1 if there is one.
+numbers or tokens that differ are, and so are a plan that takes too long or names nothing though something fits, and an
+error that speaks of nothing that a user has set. Each find comes with what was drawn, what differs, and the line that
+repeats it. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tawpipe.errors import UserError
 KINDS: dict[str, tuple[str, float]] = {
     "training": ("hunt_training", 6.0),
     "data": ("hunt_data", 3.0),
+    "plans": ("plans", 2.0),
     "text": ("hunt_text", 1.0),
 }
 """Kind to its module and its share of the time. A module has ``draw(random) -> case``, of plain values, and

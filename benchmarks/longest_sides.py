@@ -25,7 +25,7 @@ from tawpipe.plan.machine import uniform
 from tawpipe.plan.measure import request_of
 from tawpipe.plan.predict import memory_of
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import tawpipe
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import home_weight
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.routes.route import Route, Tour
-from tawpipe.schedule.step import LinkTraffic
 from tawpipe.schedule.visits import Visit
 from tawpipe.topology import Topology
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import tawpipe
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "tests" / "faults.md"]

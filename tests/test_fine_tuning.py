@@ -144,9 +144,9 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
     assert "--lora.dropout: got 0.0; 0.3, as in" in capsys.readouterr().err
     state = read_run(Path("state/checkpoints/step-00000002"))
     for lora, freeze, expected in (
-        (state.lora | {"rank": 8}, [], "--lora.rank: got 8; 4, as in there"),
-        ({}, [], "--lora.rank: got None; 4, as in there"),
-        (state.lora, ["model.layers.0"], "--freeze: got 'model.layers.0'; nothing, as in there"),
+        (state.lora | {"rank": 8}, [], "lora.rank: got 8; 4, as in there"),
+        ({}, [], "lora.rank: got None; 4, as in there"),
+        (state.lora, ["model.layers.0"], "freeze: got 'model.layers.0'; nothing, as in there"),
     ):
         with pytest.raises(UserError, match=re.escape(expected)):
             refuse_other_trained(state, lora, freeze, "there")

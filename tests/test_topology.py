@@ -6,7 +6,7 @@ import pytest
 
 from schedules import llama, step_for
 from tawpipe.schedule.footprint import Widths, costs
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.topology import Topology
 
 ODD = Topology(((0, 1, 2, 3), (4, 5)))

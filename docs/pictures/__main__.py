@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from house import house
 from measured import measured
 from orders import generated, solved
 from step import step
@@ -21,6 +20,7 @@ from traffic import traffic
 from travels import travels
 
 from chunks import chunks
+from house import house
 from packing import packing
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_micro_batches
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, play
 from tawpipe.simulate.timeline import Span
 from tawpipe.topology import Topology

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tawpipe.runtime.world import World, connect
     from tawpipe.schedule.settings import ScheduleSettings
     from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-    from tawpipe.schedule.strategies import register as register_strategy
+    from tawpipe.schedule.strategies.table import register as register_strategy
     from tawpipe.schedule.weight_strategy import WeightStrategy
     from tawpipe.topology import Topology
 
@@ -83,7 +83,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "register_strategy":
-        return importlib.import_module("tawpipe.schedule.strategies").register
+        return importlib.import_module("tawpipe.schedule.strategies.table").register
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tawpipe' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from tawpipe.environment import ERROR_PREFIX, USER_ERROR
 from tawpipe.errors import RunError, UserError
 from tawpipe.launch.torchrun import leave_words, print_refusal
 from tawpipe.launch.workers import print_expected_error
+from tawpipe.options.library import as_option
 
 COMMANDS = {
     "doctor": "say what is here, and measure the links between processes and nodes",
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except UserError as error:
-        print_refusal(error)
+        print_refusal(as_option(error))
         return USER_ERROR
     except RunError as error:
         return _failed(error)
@@ -99,7 +100,7 @@ def _import_modules(words: list[str]) -> list[str]:
         else:
             left.append(word)
     if modules:
-        from tawpipe.schedule.strategies import import_strategies
+        from tawpipe.schedule.strategies.table import import_strategies
 
         import_strategies(modules)
     return left

@@ -7,7 +7,8 @@ class UserError(Exception):
     """A setting that cannot work. The command line prints it without a traceback and exits with code 2.
 
     Args:
-        setting: the name of the setting as the user writes it, for example ``--data``.
+        setting: the name of the setting as the user writes it: ``--data`` on a command line, an argument's name in the
+            library (``options.library`` has its option).
         value: what it was.
         expected: what it may be, or what would be right here; one sentence without a full stop.
     """

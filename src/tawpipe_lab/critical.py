@@ -21,8 +21,8 @@ from dataclasses import replace
 import numpy as np
 
 from tawpipe.schedule.actions import Action, Lane, Op, exchange
-from tawpipe.schedule.buffers import Buffer, pooled
-from tawpipe.schedule.step import Pool, Schedule
+from tawpipe.schedule.buffers import Buffer, Pool, pooled
+from tawpipe.schedule.step import Schedule
 from tawpipe.simulate.clock import End, Player, Start, Transit, dependencies
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.transfers import Port

@@ -14,16 +14,16 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.pipelines import hops
-from tawpipe.schedule.pipelines.fitting import heuristics
-from tawpipe.schedule.pipelines.program import PipelineShape
+from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
-from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
+from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
-from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies import Spread, build, find, register, shares_of, step_of, strategies
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import find, register, strategies
+from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.schedule.transform import without_overlap
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
@@ -70,7 +70,7 @@ FITTED = {
     "zero-bubble-fitted": ("zero-bubble", "zero-bubble-offload"),
 }
 """Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
-schedule/pipelines/fitting.py.
+schedule/pipelines/search/fitting.py.
 """
 SOLVER_S = 30.0
 """Seconds of the solver for the row ``solved``."""
@@ -207,12 +207,12 @@ def found_for(
     if name == "zero-bubble" or (name == "generated" and ":" in knobs.get("stages", "")):
         return times
     if name == "generated":
-        from tawpipe.schedule.pipelines.generate import generate
+        from tawpipe.schedule.pipelines.search.generate import generate
 
         return {"stages": f"{positions.axis}:{generate(costs, positions.size, count)}", **times}
     layout = strategy.layout_of(workload_model(work), positions.size)
     if name == "solved":
-        from tawpipe.schedule.pipelines.solve import solve
+        from tawpipe.schedule.pipelines.search.solve import solve
 
         return {"order": str(solve(layout, costs, count, seconds=SOLVER_S, workers=2).order), **times}
     fitting = heuristics(layout, costs, count)
@@ -220,21 +220,6 @@ def found_for(
     if not orders:
         raise UserError("room", work.room, f"more for {name}; {', '.join(fitting)} would do with that")
     return {"order": str(min(orders, key=lambda order: makespan(play(layout, order, costs)))), **times}
-
-
-@dataclass(eq=False)
-class _Ordered(ActivationPipeline):
-    """A pipeline with an order that is given.
-
-    Args:
-        order: as ``Order`` spells it.
-    """
-
-    order: str = ""
-
-    def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
-        order = Order.parse(self.order)
-        return replace(super().shape(model, topology), order_of=lambda _: order)
 
 
 def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
@@ -255,12 +240,13 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     elif isinstance(work, TimedWorkload) and chosen.sequence_ranks not in (None, 1) and not work.keys_bytes:
         raise UserError("sequence_ranks", chosen.sequence_ranks, "1, or a workload with keys_bytes")
     strategy = find(chosen.strategy)
-    if strategy.weights_stay and isinstance(work, TimedWorkload) and not chosen.block_times:
+    if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work)))
     found = {**found_for(name, workload, topology, knobs), **knobs}
     chosen = replace(chosen, stages=found.get("stages", chosen.stages))
     if order := found.get("order"):
-        strategy = _Ordered(chosen.strategy, chosen.stages, chosen.block_times, order)
+        assert isinstance(strategy, ActivationPipeline)
+        strategy = replace(strategy, given=order)
     shares = shares or shares_of(work.micro_batches, topology, chosen)
     step = step_of(model, topology, chosen, shares, shared=shared, strategy=strategy)
     selective = any(step.recomputes(block) == "selective" for block in range(len(model.blocks)))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 import hunt
 import hunt_text
 import hunt_training
+import plans
 import tawpipe.data.render
 from pool import WorkerPool
 
@@ -18,12 +22,15 @@ def workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch):
 
 def numbers(kind: str, count: int) -> list[int]:
     """Cases that are quick."""
+    quick: dict[str, Callable[[Any], bool]] = {
+        "training": lambda case: all(part["nodes"] * part["local"] == 1 for part in case["parts"]),
+        "plans": lambda case: sum(case["nodes"]) <= 2 and case["model"]["layers"] < 9,
+    }
     cases = ((number, hunt.drawn(1, number, kind)) for number in range(200))
-    alone = [n for n, case in cases if kind != "training" or all(p["nodes"] * p["local"] == 1 for p in case["parts"])]
-    return alone[:count]
+    return [number for number, case in cases if kind not in quick or quick[kind](case)][:count]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("data", 6), ("text", 9), ("training", 3)])
+@pytest.mark.parametrize(("kind", "count"), [("data", 6), ("text", 9), ("training", 3), ("plans", 2)])
 def test_what_is_sound_is_right_or_refused(kind: str, count: int):
     assert hunt.drawn(1, 0, kind) == hunt.drawn(1, 0, kind) != hunt.drawn(2, 0, kind)
     outcomes = {hunt.find(1, number, kind)[0] for number in numbers(kind, count)}
@@ -45,6 +52,16 @@ def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
     for name, (kind, options) in list(hunt_training.OPTIMIZERS.items()):
         monkeypatch.setitem(hunt_training.OPTIMIZERS, name, (kind, {**options, "lr": 1.5 * options["lr"]}))
     assert "WRONG" in {hunt.find(1, number, "training")[0] for number in numbers("training", 3)}
+
+
+def test_plans_that_name_nothing_or_say_what_no_user_knows_are_found(monkeypatch: pytest.MonkeyPatch, capsys):
+    number = numbers("plans", 2)[1]  # the first does not fit
+    monkeypatch.setattr(plans, "search", lambda request: [])
+    assert hunt.find(1, number, "plans")[0] == "WRONG"
+    said = capsys.readouterr().out
+    assert "names nothing, and tawpipe-" in said and f'ARGS="--case 1.{number}:plans"' in said
+    monkeypatch.setattr(plans, "ask", lambda case: {}["no request"])
+    assert "KeyError" in hunt.find(1, number, "plans")[1]
 
 
 def test_an_error_that_names_no_setting_is_found(monkeypatch: pytest.MonkeyPatch, capsys):

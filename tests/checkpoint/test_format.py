@@ -68,7 +68,7 @@ def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
             or not (good | changes)["files"]
         )
     except UserError as error:
-        assert error.setting == "--resume"
+        assert error.setting == "where"
     finally:
         shutil.rmtree(folder)
 

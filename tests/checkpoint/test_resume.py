@@ -170,7 +170,7 @@ def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
 
 def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
     assert where(tmp_path / "none") is None
-    with pytest.raises(UserError, match="--resume"):
+    with pytest.raises(UserError, match="resume: got "):
         where(tmp_path, str(tmp_path / "missing"))
 
 

@@ -13,18 +13,13 @@ import pytest
 from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import (
-    IMPORTS,
-    STRATEGIES,
-    Flat,
-    find,
-    import_strategies,
-    strategy_of,
-)
+from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES, find, import_strategies, strategy_of
+from tawpipe.schedule.strategies.weights import Flat
 
 OWN = '''"""A strategy of one's own."""
 
-from tawpipe.schedule.strategies import Spread, register
+from tawpipe.schedule.strategies.table import register
+from tawpipe.schedule.strategies.weights import Spread
 
 
 class Own(Spread):
@@ -34,7 +29,7 @@ class Own(Spread):
 
 register(Own())
 '''
-NAMES = "from tawpipe.schedule.strategies import strategies; print(*strategies())"
+NAMES = "from tawpipe.schedule.strategies.table import strategies; print(*strategies())"
 
 
 def tawpipe(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

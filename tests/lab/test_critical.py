@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedules import NAMES, shapes, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
 from tawpipe_lab.bounds import (

@@ -17,7 +17,7 @@ import pytest
 from runs import TIMEOUT_S, command, environment, rows
 from small import make_small
 
-STEPS = 300
+STEPS = 80
 QUIET = ("--export.enabled", "false", "--sample.tokens", "0", "--evaluation.every", "0", "--log.trackers", "none")
 WORDS = ("--steps", str(STEPS), "--checkpoint.every", "10", "--resume", "auto", *QUIET)
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_without_a_lost_node(home):
         assert agents[0].stdout is not None
         for line in agents[0].stdout:
             said.append(line)
-            if (step := re.match(r"step +(\d+)/", line)) and int(step[1]) >= 30:
+            if (step := re.match(r"step +(\d+)/", line)) and int(step[1]) >= 20:
                 moving.set()
 
     listener = threading.Thread(target=listen, daemon=True)

@@ -212,11 +212,11 @@ def test_patterns_name_parameters_without_their_adapter(tmp_path: Path):
 
 REFUSED = {
     "a name that is not there": ({"lora": LoraSettings(rank=2, targets=["q_prj"])}, "q_prj.*did you mean q_proj"),
-    "one of two is not there": ({"lora": LoraSettings(rank=2, targets=["q_proj", "w1"])}, "--lora.targets: got 'w1'"),
-    "a module that is no layer": ({"lora": LoraSettings(rank=2, targets=["mlp"])}, "--lora.targets: got 'mlp'"),
-    "no such parameter": ({"frozen": ("model.layrs.0",)}, "--freeze: got 'model.layrs.0'.*model.layers.0"),
-    "everything": ({"frozen": ("model", "lm_head")}, "--freeze: got 'model lm_head'.*leave a parameter"),
-    "every adapter": ({"lora": LoraSettings(rank=2), "frozen": ("*lora_?.*",)}, "--freeze.*leave a parameter"),
+    "one of two is not there": ({"lora": LoraSettings(rank=2, targets=["q_proj", "w1"])}, "lora.targets: got 'w1'"),
+    "a module that is no layer": ({"lora": LoraSettings(rank=2, targets=["mlp"])}, "lora.targets: got 'mlp'"),
+    "no such parameter": ({"frozen": ("model.layrs.0",)}, "freeze: got 'model.layrs.0'.*model.layers.0"),
+    "everything": ({"frozen": ("model", "lm_head")}, "freeze: got 'model lm_head'.*leave a parameter"),
+    "every adapter": ({"lora": LoraSettings(rank=2), "frozen": ("*lora_?.*",)}, "freeze.*leave a parameter"),
 }
 
 
@@ -239,12 +239,12 @@ def test_an_adapter_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
     agreeing = replace(given, rank=3, alpha=5, targets=PROJECTIONS, dropout=0.5)
     assert built(base, agreeing).adapter_settings["dropout"] == 0.5
     for name, value in {"rank": 4, "alpha": 4, "targets": ["q_proj"], "dora": True, "rslora": True}.items():
-        with pytest.raises(UserError, match=rf"^--lora.{name}: got .* as in .*adapter, or unset"):
+        with pytest.raises(UserError, match=rf"^lora.{name}: got .* as in .*adapter, or unset"):
             built(base, replace(given, **{name: value}))
     wider = family_config("llama", hidden_size=family_config("llama").hidden_size * 2)
     real_model(wider, torch.float32).save_pretrained(tmp_path / "wider")
     other = built(str(tmp_path / "wider"), given)
-    with pytest.raises(UserError, match=r"--lora.adapter.*an adapter of this model"):
+    with pytest.raises(UserError, match=r"lora.adapter.*an adapter of this model"):
         other.source(Chain(other.model), seed=0)
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, words in (
@@ -265,7 +265,7 @@ def test_an_adapter_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
 def test_what_cannot_be_merged_is_refused_before_the_run(tmp_path: Path):
     tied = built(saved(tmp_path, tied=True), LoraSettings(rank=2, targets=["lm_head", "q_proj"]))
     for model, words in ((tied.model, "tied"), (built(str(tmp_path)).model, "no LoRA adapter")):
-        with pytest.raises(UserError, match=f"--export.merge.*{words}"):
+        with pytest.raises(UserError, match=f"merge: .*{words}"):
             refuse_unmergeable(model)
 
 
@@ -315,7 +315,7 @@ def test_patterns_freeze_parameters_and_what_holds_them(patterns: list[str], lef
 
 
 def test_patterns_that_name_nothing_or_leave_nothing_are_refused():
-    cases = (["lefd"], "--freeze: got 'lefd'.*left"), (["left", "right"], "leave a parameter to train")
+    cases = (["lefd"], "freeze: got 'lefd'.*left"), (["left", "right"], "leave a parameter to train")
     for patterns, words in cases:
         with pytest.raises(UserError, match=words):
             freeze(Towers(), patterns)
@@ -332,13 +332,13 @@ def test_an_adapter_says_what_it_is_and_its_targets_are_all_there():
     trained = sum(one.numel() for one in made.parameters() if one.requires_grad)
     assert f"{trained:,} parameters" in words
     wrong = LoraSettings(rank=3, targets=["up_proj", "q_prj"])
-    with pytest.raises(UserError, match=r"--lora.targets: got 'q_prj'.*did you mean q_proj"):
+    with pytest.raises(UserError, match=r"lora.targets: got 'q_prj'.*did you mean q_proj"):
         with_adapter("small", real_model(family_config("llama")), wrong, "")
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path):
-    with pytest.raises(UserError, match=r"--lora.adapter: got .*adapter_config.json"):
+    with pytest.raises(UserError, match=r"lora.adapter: got .*adapter_config.json"):
         check_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"--lora.adapter: got .*adapter_model.safetensors in it"):
+    with pytest.raises(UserError, match=r"lora.adapter: got .*adapter_model.safetensors in it"):
         check_adapter(tmp_path)

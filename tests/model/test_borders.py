@@ -100,7 +100,7 @@ def test_a_value_that_was_read_early_is_not_kept(tmp_path):
         pipeline.drain()
         seen.append(value_of(pipeline, name))
         assert torch.equal(seen[-1], weights(pipeline)[name])
-        unit, slot = pipeline._parameters._slots[name]
+        unit, slot = pipeline._state.parameters._slots[name]
         fresh = pipeline.storage.collect(unit, None)
         assert fresh is not None
         assert torch.equal(seen[-1].flatten(), fresh[slot.offset : slot.offset + slot.numel])

@@ -296,7 +296,7 @@ def test_models_that_a_chain_would_get_wrong_are_refused_by_name(what: str):
     config, message = REFUSED[what]
     with pytest.raises(UserError, match=message) as refusal:
         Chain(meta_model(config))
-    assert str(refusal.value).startswith("--model: got ")
+    assert str(refusal.value).startswith("model: got ")
 
 
 def test_other_things_than_causal_models_are_refused():

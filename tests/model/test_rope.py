@@ -169,9 +169,7 @@ def test_positions_grow_with_rows_where_only_theta_changes(tmp_path):
     folder = save(tmp_path, short())
     assert config_with(folder, theta=1e6, row=100).max_position_embeddings == 100
     assert config_with(folder, theta=1e6, row=8).max_position_embeddings == ORIGINAL
-    with pytest.raises(
-        UserError, match=r"--sequence-length: got 48; at most 16 .*, or --rope.scaling and --rope.factor"
-    ):
+    with pytest.raises(UserError, match=r"sequence_length: got 48; at most 16 .*, or --rope.scaling and --rope.factor"):
         config_with(folder)
 
 
@@ -202,32 +200,32 @@ def test_presets_take_them_and_stay_as_they_are():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"factor": 4.0}, r"--rope\.factor: got 4\.0; unset under --rope\.scaling none; it is for linear or yarn or"),
+        ({"factor": 4.0}, r"rope\.factor: got 4\.0; unset under --rope\.scaling none; it is for linear or yarn or"),
         (
             {"scaling": "linear", "factor": 2.0, "beta_fast": 8.0},
-            r"--rope\.beta-fast: got 8\.0; unset under .* for yarn",
+            r"rope\.beta_fast: got 8\.0; unset under .* for yarn",
         ),
-        ({"scaling": "yarn"}, r"--rope\.factor: got 'nothing'; .*at least 3 for rows of 48 tokens, 16 before"),
-        ({"scaling": "yarn", "factor": 2.0}, r"--rope\.factor: got 2\.0; at least 3, as the longest .* has 48 tokens"),
+        ({"scaling": "yarn"}, r"rope\.factor: got 'nothing'; .*at least 3 for rows of 48 tokens, 16 before"),
+        ({"scaling": "yarn", "factor": 2.0}, r"rope\.factor: got 2\.0; at least 3, as the longest .* has 48 tokens"),
         (
             {"scaling": "yarn", "factor": 5.0, "original_length": 20},
-            r"original-length: got 20; at most 16, the positions",
+            r"original_length: got 20; at most 16, the positions",
         ),
         ({"scaling": "yarn", "factor": 2.0, "original_length": 4}, r"factor: got 2\.0; at least 4: .* for 16 tokens"),
-        ({"scaling": "yarn", "factor": 3.0, "beta_slow": 40.0}, r"--rope\.beta-fast: got 32; above --rope\.beta-slow"),
-        ({"scaling": "llama3", "factor": 3.0, "high_freq_factor": 4.0}, r"--rope\.low-freq-factor: got 'nothing'"),
+        ({"scaling": "yarn", "factor": 3.0, "beta_slow": 40.0}, r"rope\.beta_fast: got 32; above --rope\.beta-slow"),
+        ({"scaling": "llama3", "factor": 3.0, "high_freq_factor": 4.0}, r"rope\.low_freq_factor: got 'nothing'"),
         (
             {"scaling": "llama3", "factor": 3.0, "high_freq_factor": 4.0, "low_freq_factor": 4.0},
-            r"--rope\.high-freq-factor: got 4\.0; above --rope\.low-freq-factor, which is 4",
+            r"rope\.high_freq_factor: got 4\.0; above --rope\.low-freq-factor, which is 4",
         ),
-        ({"scaling": "longrope", "factor": 3.0, "long_factor": LONG}, r"--rope\.short-factor: got 'nothing'"),
+        ({"scaling": "longrope", "factor": 3.0, "long_factor": LONG}, r"rope\.short_factor: got 'nothing'"),
         (
             {"scaling": "longrope", "factor": 3.0, "short_factor": SHORT, "long_factor": [1.0] * 3},
-            r"--rope\.long-factor: got '3 numbers'; 4, one for each frequency",
+            r"rope\.long_factor: got '3 numbers'; 4, one for each frequency",
         ),
         (
             {"scaling": "longrope", "factor": 3.0, "short_factor": SHORT, "long_factor": [0.0] * 4},
-            r"--rope\.long-factor: got \[0\.0, 0\.0, 0\.0, 0\.0\]; numbers above 0",
+            r"rope\.long_factor: got \[0\.0, 0\.0, 0\.0, 0\.0\]; numbers above 0",
         ),
     ],
 )
@@ -243,23 +241,23 @@ def test_a_config_that_says_something_else_is_named(tmp_path):
         max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
     )  # fmt: skip
     cases: list[tuple[PreTrainedConfig, dict[str, Any], str]] = [
-        (GPT2Config(n_embd=32, n_head=2, n_layer=1), {"theta": 1e5}, r"--rope\.theta.*gpt.*no rotary positions"),
+        (GPT2Config(n_embd=32, n_head=2, n_layer=1), {"theta": 1e5}, r"rope\.theta.*gpt.*no rotary positions"),
         (
             GPT2Config(n_embd=32, n_head=2, n_layer=1),
             {"scaling": "yarn", "factor": 2.0},
-            r"--rope\.scaling: got 'yarn'",
+            r"rope\.scaling: got 'yarn'",
         ),
-        (phi, {"scaling": "yarn", "factor": 4.0}, r"--rope\.scaling: got 'yarn'.*longrope"),
+        (phi, {"scaling": "yarn", "factor": 4.0}, r"rope\.scaling: got 'yarn'.*longrope"),
         (
             PhimoeConfig(max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
             {"scaling": "yarn", "factor": 4.0},
-            r"--rope\.scaling: got 'yarn'.*short_mscale",
+            r"rope\.scaling: got 'yarn'.*short_mscale",
         ),
-        (phi, {"scaling": "linear", "factor": 8.0, "original_length": 8}, r"original-length: got 8; 16, as the config"),
+        (phi, {"scaling": "linear", "factor": 8.0, "original_length": 8}, r"original_length: got 8; 16, as the config"),
         (
             LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
             {"scaling": "yarn", "factor": 8.0},
-            r"--rope\.original-length: got 'nothing'; the context of .* before it was scaled \(linear\)",
+            r"rope\.original_length: got 'nothing'; the context of .* before it was scaled \(linear\)",
         ),
     ]
     for number, (config, settings, message) in enumerate(cases):
@@ -273,13 +271,13 @@ def test_a_state_with_other_positions_is_not_gone_on_with():
     own, longer = rope_of(short()), rope_of(short(rope_parameters=dict(KINDS["yarn"][1])))
     refuse_other_rope(own, rope_of(short()), "there")
     refuse_other_rope({}, longer, "there")  # of an earlier version
-    with pytest.raises(UserError, match=r"--rope\.scaling: got 'yarn'; default, as in there; --model with an exported"):
+    with pytest.raises(UserError, match=r"rope\.scaling: got 'yarn'; default, as in there; --model with an exported"):
         refuse_other_rope(own, longer, "there")
-    with pytest.raises(UserError, match=r"--rope\.theta: got 30000\.0; 20000\.0, as in there"):
+    with pytest.raises(UserError, match=r"rope\.theta: got 30000\.0; 20000\.0, as in there"):
         refuse_other_rope(longer, longer | {"rope_theta": 3e4}, "there")
     nested = rope_of(family_config("gemma3"))
     other = json.loads(json.dumps(nested))
     refuse_other_rope(nested, other, "there")
     other["full_attention"]["rope_theta"] = 7.0
-    with pytest.raises(UserError, match=r"--rope\.theta: got 7\.0"):
+    with pytest.raises(UserError, match=r"rope\.theta: got 7\.0"):
         refuse_other_rope(nested, other, "there")

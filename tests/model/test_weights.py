@@ -270,7 +270,7 @@ def test_a_folder_with_weights_is_opened_with_them_and_one_without_starts_random
 
 
 def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(UserError, match=r"--model.*'nothing'.*tiny, small-125m, llama-1b, llama-8b"):
+    with pytest.raises(UserError, match=r"^model: .*'nothing'.*tiny, small-125m, llama-1b, llama-8b"):
         build_model("nothing", max_positions=16)
     with pytest.raises(UserError, match=r"must hold a config\.json"):
         build_model(str(tmp_path), max_positions=16)
@@ -278,9 +278,9 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path):
     with pytest.raises(UserError, match=r"config\.json cannot be used"):
         build_model(str(tmp_path), max_positions=16)
     LlamaConfig(vocab_size=50, max_position_embeddings=32).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"--tokenizer.*vocabulary of 50"):
+    with pytest.raises(UserError, match=r"vocab_size: .*vocabulary of 50"):
         build_model(str(tmp_path), vocab_size=51, max_positions=16)
-    with pytest.raises(UserError, match=r"--sequence-length: got 40; at most 32 .*longest document in a row has 33"):
+    with pytest.raises(UserError, match=r"sequence_length: got 40; at most 32 .*longest document in a row has 33"):
         build_model(str(tmp_path), max_positions=40, longest=33)
     assert build_model(str(tmp_path), max_positions=40, longest=32).model.config.max_position_embeddings == 32
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
@@ -311,7 +311,7 @@ def test_weights_in_another_form_are_not_passed_over_for_random_ones(tmp_path: P
     family_config("llama").save_pretrained(tmp_path)
     for name in files:
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=r"--model.*weights as model\.safetensors.*config\.json alone") as caught:
+    with pytest.raises(UserError, match=r"^model: .*weights as model\.safetensors.*config\.json alone") as caught:
         build_model(str(tmp_path), max_positions=16)
     assert sorted(files)[0] in str(caught.value) and way in str(caught.value)
 

@@ -154,7 +154,7 @@ def test_an_unknown_choice_is_refused():
 def test_all_processes_end_alike(pool, nodes):
     messages = pool.run("test_check:refused_everywhere", nodes, 1)
     assert len(set(messages)) == 1
-    assert messages[0].startswith("--model: got 'layer 1 of LlamaForCausalLM'")
+    assert messages[0].startswith("model: got 'layer 1 of LlamaForCausalLM'")
 
 
 def refused_everywhere(world) -> str:

@@ -196,12 +196,12 @@ def test_compiled_layers_keep_the_numbers(pool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("nodes", "local"), TOPOLOGIES, ids=lambda n: str(n))
-def test_the_whole_grid(pool, nodes, local, strategy, dtype):
-    grid = itertools.product((1, 3), (1, 2), (False, True))
-    settings = [setting(nodes, local, strategy, rounds, k, tied, dtype) for rounds, k, tied in grid]
+def test_the_whole_grid(pool, nodes, local, strategy):
+    """In fp64, which shows what fp32 hides; in fp32 at one topology, whose rounding is no other elsewhere."""
+    grid = itertools.product((1, 3), (1, 2), (False, True), LIMIT if (nodes, local) == (2, 2) else ["float64"])
+    settings = [setting(nodes, local, strategy, rounds, k, tied, dtype) for rounds, k, tied, dtype in grid]
     check(pool, nodes, local, settings)
 
 

@@ -22,11 +22,11 @@ from tawpipe.runtime.optimizer import adamw, whole_matrices
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
 from tawpipe.schedule.balance import LayerKind, Work, deal
-from tawpipe.schedule.pipelines.fitting import one_by_one
+from tawpipe.schedule.pipelines.search.fitting import one_by_one
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.topology import Topology
 
 CPU = torch.device("cpu")
@@ -201,7 +201,7 @@ def test_a_strategy_under_which_a_model_or_an_optimizer_cannot_run_is_refused() 
     model = nn.Linear(2, 2)
     chain.units = build_units(model, {name: (0,) for name, _ in model.named_parameters()}, ("only",))
     step: Any = SimpleNamespace(
-        strategy=SimpleNamespace(splits=False, weights_stay=False, name="flat"),
+        strategy=SimpleNamespace(splits=False, axis="", name="flat"),
         homes=[Home.over((0, 1), 6)],
         settings=replace(ScheduleSettings(), strategy="flat"),
     )

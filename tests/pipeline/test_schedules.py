@@ -9,7 +9,8 @@ import torch
 
 from cases import batches, llama
 from tawpipe import Pipeline, ScheduleSettings, UserError, World
-from tawpipe.schedule.strategies import Spread, build
+from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.topology import Topology
 
 ALONE = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)

@@ -16,6 +16,7 @@ from plan_requests import LAYERS, plan_request, profile, step_of
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.plan import measure as measure_module
+from tawpipe.plan import memory
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.longest import NEAR, POSITIONS, PRECISION, _longest_of
 from tawpipe.plan.machine import Device, Machine, machine_from, spell_machine, uniform
@@ -29,7 +30,7 @@ from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import CHUNKS, PlanRequest
 from tawpipe.plan.search import FILES, _best, fits, lacking, shortage, with_settings
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.topology import Topology
 from tawpipe.train.config import TrainConfig
@@ -70,8 +71,8 @@ def test_whole_rows_where_they_fit_and_else_the_largest_chunk_that_does():
     free = asked_of()
     assert chosen(free).sequence_chunk == 0  # type: ignore[union-attr]
     assert needed(free, CHUNKS[0]) < needed(free, CHUNKS[-1]) < needed(free, 0)
-    for memory, size in ((needed(free, 0), 0), (needed(free, 0) - 1, 16384), (needed(free, 16384) - 1, 8192)):
-        settings = chosen(asked_of(memory))
+    for room, size in ((needed(free, 0), 0), (needed(free, 0) - 1, 16384), (needed(free, 16384) - 1, 8192)):
+        settings = chosen(asked_of(room))
         assert settings is not None and settings.sequence_chunk == size
     tight = asked_of(needed(free, CHUNKS[0]) - 1)
     plan = plan_of(tight)
@@ -291,6 +292,19 @@ def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
     fixed, own, token = found.memory.in_chunks["backward full"]
     assert own > 10 * 64 * 4 and 2 * 64 * 4 <= token <= 6 * 64 * 4, "keys and values, and their gradients"
     assert cut.memory.working["layer"]["backward full"] == (fixed + own * 128, token)
+
+
+def test_what_rows_in_chunks_need_is_a_line_that_longer_rows_keep_to(monkeypatch):
+    """The gradients that a kernel gives of one part of the past are gone before it looks at the next one."""
+    for module in ("plan.memory", "model.chunked"):
+        monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 1024)
+    bench = Bench(small(), CPU, torch.float32, 256)
+    lines = memory.measure_chunks(bench, 64)
+    keys_and_their_gradients = 2 * (2 * 64 * 4)
+    assert lines["backward full"][2] == keys_and_their_gradients - 64 * 4
+    weighed = memory._weigh_chunks(bench, 2, 4096, 64)
+    for name, (fixed, own, token) in lines.items():
+        assert fixed + own * 64 + token * 4096 == pytest.approx(weighed[name], rel=0.02), name
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.plan.improve import Improvement, measured
-from tawpipe.schedule.pipelines.fitting import heuristics
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
+from tawpipe.schedule.pipelines.search.fitting import heuristics
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
 
 LAYOUT = Layout.even(5, 3)

@@ -22,7 +22,7 @@ from tawpipe.plan.profile import size_of
 from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import DEVICE, HOST, LEAN, fits, lacking
 from tawpipe.schedule.settings import DEFAULT
-from tawpipe.schedule.strategies import find, strategies
+from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.simulate import LinkModel
 
 MOST = 1 << 20
@@ -31,7 +31,7 @@ GPUS = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3)
 
 def candidates() -> list[str]:
     """Strategies whose rows are looked at; other tests may have brought some."""
-    return [name for name, one in strategies().items() if one.candidate and not one.weights_stay]
+    return [name for name, one in strategies().items() if one.candidate and not one.axis]
 
 
 def asked_of(machine: Machine | None = None, *, memory: int, most: int = MOST) -> PlanRequest:

@@ -37,10 +37,11 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.runtime.recompute import kept_per_token
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, costs
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 from tawpipe.train.memory import check_left
 
@@ -259,7 +260,8 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path, in_files):
     pipeline.step({"input_ids": ids[:, :1024], "labels": ids[:, :1024]})
     pipeline.drain()
     measured = peak_of_step(pipeline.executor, lambda: pipeline.step({"input_ids": ids, "labels": ids}))
-    assert pipeline._compute.places.file_bytes == needs.files
+    compute: Any = pipeline.executor.compute
+    assert compute.places.file_bytes == needs.files
     pipeline.close()
     assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
 
@@ -304,9 +306,9 @@ def test_activations_and_working_set_are_those_of_one_moment():
     schedule, sizes = build(step), asked.activation_bytes
     huge = 10**9
     at_the_start = costs(schedule, asked.widths, activation_bytes=sizes, working=lambda one: huge * (one.block == 0))
-    least = min(held for action, held in schedule.activations(0, sizes) if action.block == 0)
+    least = min(held for action, held in activations_held(schedule, 0, sizes) if action.block == 0)
     assert at_the_start.working_bytes == huge
-    assert least <= at_the_start.activation_bytes < schedule.peak_activations(0, sizes)
+    assert least <= at_the_start.activation_bytes < peak_activations(schedule, 0, sizes)
 
 
 def test_pinned_memory_comes_in_powers_of_two():

@@ -19,14 +19,14 @@ from tawpipe.plan.search import search
 from tawpipe.plan.updates import estimated, flops_of, measured, states_of
 from tawpipe.runtime.named_optimizers import BY_NAME
 from tawpipe.schedule.footprint import Widths
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 
 
 def test_a_plan_keeps_units_whole_where_the_optimizer_asks_for_it():
     asked = plan_request(needs_whole="Muon", global_batch=4)
     found = search(asked)
     assert Plan.of(asked, found).chosen.strategy == "tawpipe-whole"  # type: ignore[union-attr]
-    cut = {one.strategy: one.why_not for one in found if not one.fits and not find(one.strategy).weights_stay}
+    cut = {one.strategy: one.why_not for one in found if not one.fits and not find(one.strategy).axis}
     assert "flat" in cut and all(
         "for Muon, which looks at whole matrices: tawpipe-whole" in why for why in cut.values()
     )

@@ -22,7 +22,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, describe, settle, with_settings
 from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, parse_homes, spell_homes
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import LinkModel
 

@@ -37,9 +37,11 @@ from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, reque
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
 from tawpipe.plan.search import Candidate, search, with_settings
-from tawpipe.schedule.pipelines.periodic import searched
+from tawpipe.schedule.pipelines.limits import searched
+from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
-from tawpipe.schedule.strategies import ActivationPipeline, build, strategies
+from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
 
@@ -181,7 +183,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
 def test_more_micro_batches_in_a_pipeline_are_added():
     short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
-        layout = ActivationPipeline(kind, "nodes")
+        layout = replace(find(kind), stages="nodes")
         made = [predict(asked, asked.step(DEFAULT, layout)).step_seconds for asked in (short, longer)]
         assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
 
@@ -245,15 +247,15 @@ def test_pipelines_are_left_out_where_a_model_or_its_layers_do_not_allow_them():
     with pytest.raises(UserError, match="given what is computed from the embedding"):
         step_of(asked, "1f1b")
     compiled = plan_request(compiled=True)
-    assert step_of(compiled, "1f1b").strategy.weights_stay
+    assert step_of(compiled, "1f1b").strategy.axis
     with pytest.raises(UserError, match="compiled layers cannot be taken apart"):
         step_of(compiled, "generated", stages="world:0,3,5,6@0,1,2,3")
 
 
 @pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {pipelines.QUICK, pipelines.BUDGET})])
 def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
-    used, generate = set(), pipelines.generate
-    monkeypatch.setattr(pipelines, "generate", lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
+    used, generate = set(), generating.generate
+    monkeypatch.setattr(generating, "generate", lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
     monkeypatch.setattr("tawpipe.plan.search.HOPELESS", hopeless)
     found = {one.strategy: one for one in search(plan_request())}
     assert used == budgets and found["generated"].step is not None
@@ -271,8 +273,8 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
     assert asked.chunks
     memory = memory_quickly(asked, step_of(asked, "1f1b", stages="world")).device
     plan = Plan.of(asked, search(tight := replace(asked, memory_bytes=memory)))
-    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.weights_stay
-    assert not any(one.fits for one in plan.candidates if one.step and not one.step.strategy.weights_stay)
+    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
+    assert not any(one.fits for one in plan.candidates if one.step and not one.step.strategy.axis)
     nothing = Plan.of(tight, search(replace(asked, memory_bytes=memory // 3)))
     assert nothing.chosen is None and nothing.least is not None
 
@@ -286,7 +288,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
     machine = machine_of("2x4@10gbit", device=Device("H100"))
     asked = request_of(str(tmp_path), machine, sequence_length=8192, global_batch=8, memory_bytes=76 << 30)
     plan = Plan.of(asked, search(asked))
-    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.weights_stay
+    assert plan.chosen is not None and plan.chosen.step is not None and plan.chosen.step.strategy.axis
     assert memory_quickly(asked, plan.chosen.step).device <= 76 << 30
     refused = {one.strategy: one.why_not for one in plan.candidates if one.why_not}
     assert refused and not any("position" in why or "block_times" in why for why in refused.values())

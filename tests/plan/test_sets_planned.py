@@ -27,7 +27,7 @@ from tawpipe.plan.remedy import remedies
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import _best, search
 from tawpipe.schedule.settings import DEFAULT
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import ask

@@ -20,7 +20,7 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
     with caplog.at_level(logging.WARNING):
         assert pick_device("auto", 0) == torch.device("cpu")
     assert "too old (found version 11040). The CPU is used instead" in caplog.text.replace("..", ".")
-    with pytest.raises(UserError, match=r"--device: got 'cuda'.*too old"):
+    with pytest.raises(UserError, match=r"^device: got 'cuda'.*too old"):
         pick_device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert pick_device("auto", 0) == torch.device("cuda", 0)

@@ -27,7 +27,7 @@ from tawpipe.schedule.buffers import home_weight
 def test_a_fault_is_read_as_it_is_written(rank, step, place, kind, number):
     text = f"rank={rank},step={step},at={place.upper()}{'' if number is None else f':{number}'},kind={kind}"
     if place not in ONLY.get(kind, PLACES):
-        with pytest.raises(UserError, match="--inject"):
+        with pytest.raises(UserError, match="injector"):
             Fault.parse(text)
         return
     assert Fault.parse(text) == Fault(rank, step, place, kind, number)
@@ -38,7 +38,7 @@ def test_other_text_is_named(text):
     try:
         parse_faults(text)
     except UserError as error:
-        assert error.setting == "--inject"
+        assert error.setting == "injector"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_other_text_is_named(text):
     ],
 )
 def test_what_cannot_be_injected_is_refused(text):
-    with pytest.raises(UserError, match="--inject"):
+    with pytest.raises(UserError, match="injector"):
         parse_faults(text)
 
 

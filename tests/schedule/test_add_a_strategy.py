@@ -17,7 +17,7 @@ from tawpipe.errors import UserError
 from tawpipe.report import draw_timeline, predicted_bars
 from tawpipe.runtime.world import World
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import IMPORTS, STRATEGIES, import_strategies
+from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES, import_strategies
 from tawpipe.simulate import CostModel, LinkModel, play
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "add_a_strategy.py"

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, began, joined, justified, peak
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak as worst_peak
-from tawpipe.schedule.pipelines.orders import interleaved, nearest_groups, one_f_one_b, zero_bubble
-from tawpipe.schedule.pipelines.passes import Passes
-from tawpipe.schedule.pipelines.room import whole_stages
-from tawpipe.schedule.pipelines.ticks import Ticks
+from tawpipe.schedule.pipelines.orders import interleaved, nearest_groups, one_f_one_b
+from tawpipe.schedule.pipelines.search.arrange import arrange, began, joined, justified, peak
+from tawpipe.schedule.pipelines.search.passes import Passes
+from tawpipe.schedule.pipelines.search.room import whole_stages
+from tawpipe.schedule.pipelines.search.ticks import Ticks
+from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 
 TIMES = st.one_of(st.integers(0, 9), st.floats(0.01, 3.0))
@@ -118,7 +119,7 @@ def test_an_order_is_never_behind_the_published_ones():
 def test_an_order_from_few_beginnings_is_hardly_longer(monkeypatch):
     costs, layout, spans = equal_blocks(16, hop=0.1), Layout.even(18, 4, 2, folded=True), []
     for many in (10**9, 0):
-        monkeypatch.setattr("tawpipe.schedule.pipelines.arrange.MANY", many)
+        monkeypatch.setattr("tawpipe.schedule.pipelines.search.arrange.MANY", many)
         order = arrange(layout, costs, 12)
         assert Counter(work.kind for lane in order.compute for work in lane)["F"] == 12 * layout.stages
         spans.append(makespan(play(layout, order, costs)))

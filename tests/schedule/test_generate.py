@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange
-from tawpipe.schedule.pipelines.generate import fixed_layouts, generate
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import peak
-from tawpipe.schedule.pipelines.moves import Moves, Plan
-from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
-from tawpipe.schedule.pipelines.ticks import Ticks
+from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
+from tawpipe.schedule.pipelines.search.arrange import arrange
+from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate
+from tawpipe.schedule.pipelines.search.moves import Moves, Plan
+from tawpipe.schedule.pipelines.search.ticks import Ticks
+from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.times import parse_times, spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 from tawpipe_lab.mixes import MIXES, nemotron

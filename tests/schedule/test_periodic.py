@@ -12,20 +12,21 @@ from test_arrange import problems
 
 from schedules import llama, step_for
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.pipelines import arrange as arranging
-from tawpipe.schedule.pipelines import fitting, passes
-from tawpipe.schedule.pipelines.arrange import arrange, continuing
-from tawpipe.schedule.pipelines.fitting import heuristics
-from tawpipe.schedule.pipelines.generate import generate
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.limits import filling, searched
+from tawpipe.schedule.pipelines.made import Solved
 from tawpipe.schedule.pipelines.memory import peak as worst_peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
-from tawpipe.schedule.pipelines.periodic import filling, periodic, searched
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.pipelines.periodic import periodic
+from tawpipe.schedule.pipelines.search import arrange as arranging
+from tawpipe.schedule.pipelines.search import fitting, passes
+from tawpipe.schedule.pipelines.search.arrange import arrange, continuing
+from tawpipe.schedule.pipelines.search.fitting import heuristics
+from tawpipe.schedule.pipelines.search.generate import generate
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.topology import Topology
 
@@ -104,7 +105,7 @@ def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
 
 
 def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
-    use = ActivationPipeline("solved", block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
+    use = Solved(block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
     step = step_for(llama(8), Topology.grid(2, 1), searched(2) + 2, use=use)
     made = for_one_thread(build(step))
     assert any(action.op is Op.OFFLOAD for action in made.programs[0])

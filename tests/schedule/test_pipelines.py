@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -13,18 +15,20 @@ from hypothesis import strategies as st
 from schedules import llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
+from tawpipe.schedule.pipelines.made import Solved, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, needs
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
+from tawpipe.schedule.strategies.table import find
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
@@ -36,7 +40,7 @@ FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
     topology = Topology.grid(nodes, local)
     times = f"0/0/0,{layers}x1/2/1,0/0/0"
-    step = step_for(llama(layers), topology, count, use=ActivationPipeline(kind, stages, times))
+    step = step_for(llama(layers), topology, count, use=replace(find(kind), stages=stages, block_times=times))
     return build(step, **more)
 
 
@@ -70,7 +74,7 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
     """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
     topology, model = Topology.grid(nodes, local), llama(8, tied=True)
     for count in (1, 2, 3, 5, 6, 12):
-        step = step_for(model, topology, count, use=ActivationPipeline(kind, axis))
+        step = step_for(model, topology, count, use=replace(find(kind), stages=axis))
         verify(for_one_thread(build(step, training=False)), steps=1, one_thread=True)
         try:
             schedule = build(step)
@@ -78,6 +82,22 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
             assert kind == "interleaved-1f1b" and "groups of one size" in str(error)
             continue
         verify(for_one_thread(schedule), steps=2, one_thread=True)
+
+
+def test_pipelines_of_published_orders_run_without_the_search_for_others():
+    """Nor does a run that only may plan import it."""
+    run = """
+import sys
+import tawpipe.train.run
+from tawpipe.schedule.strategies.build import build
+from schedules import llama, step_for
+from tawpipe.topology import Topology
+for name in ("1f1b", "interleaved-1f1b"):
+    build(step_for(llama(4), Topology.grid(2, 1), 4, strategy=name))
+print([name for name in sys.modules if name.startswith("tawpipe.schedule.pipelines.search")])
+"""
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def some_order(layout: Layout, count: int, split: float, seed: int) -> Order:
@@ -119,12 +139,12 @@ def test_any_order_on_any_layout_is_proved(data):
         model, layout, Positions(topology, axis), costs_, lambda count: some_order(layout, count, split, seed)
     )
 
-    class Any(ActivationPipeline):
+    class Any(ZeroBubble):
         def shape(self, model, topology):
             return shape
 
     count = data.draw(st.integers(1, 5))
-    step = step_for(model, topology, count, use=Any("1f1b", axis))
+    step = step_for(model, topology, count, use=Any(axis))
     verify(for_one_thread(build_pipeline(shape, step, training=True)), steps=2, one_thread=True)
 
 
@@ -138,10 +158,10 @@ def test_what_waits_in_the_host_s_memory_is_proved():
     order = Order((tuple(first), tuple(last)), (moved, ()), after)
     costs_ = PipelineCosts((BlockTimes(0, 0, 0), BlockTimes(1, 2, 1), BlockTimes(1, 2, 1), BlockTimes(0, 1, 0)), host=1)
     shape = PipelineShape(model, layout, Positions(topology, "world"), costs_, lambda _: order)
-    step = step_for(model, topology, 3, use=ActivationPipeline("1f1b"))
+    step = step_for(model, topology, 3, use=find("1f1b"))
     schedule = for_one_thread(build_pipeline(shape, step, training=True))
     verify(schedule, steps=2, one_thread=True)
-    assert schedule.peak_activations(0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
+    assert peak_activations(schedule, 0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
     swapped = order.host[0][::-1]
     bad = Order(order.compute, (swapped, ()), {})
     with pytest.raises((ScheduleError, KeyError, ValueError)):
@@ -152,7 +172,7 @@ def test_what_is_kept_in_the_place_of_inputs_is_not_offloaded():
     """Schedules move inputs alone, and these are gone."""
     blocks = (BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0))
     costs = PipelineCosts(blocks, 20, memory=9.0, host=7.0)
-    use = ActivationPipeline("solved", block_times=spell_times(costs))
+    use = Solved(block_times=spell_times(costs))
     step = step_for(llama(8), Topology.grid(2, 1), 6, use=use)
     assert any(action.op.name == "OFFLOAD" for action in build(step).programs[0])
     with pytest.raises(UserError, match=r"schedule.recompute: got 'none'; full under solved where inputs wait"):
@@ -165,7 +185,7 @@ def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_or
     layout = Layout.even(2 * size + 2, size, 2, folded=True)
     end, layer = BlockTimes(0, 0, 0, kept=0), BlockTimes(10, 20, 10)
     costs_ = PipelineCosts((end, *[layer] * 2 * size, end), hop=5, nodes=(0, 0, 1, 1, 2, 2))
-    strategy = ActivationPipeline("zero-bubble", "world", spell_times(costs_))
+    strategy = ZeroBubble("world", spell_times(costs_))
     topology, model = Topology.grid(3, 2), llama(2 * size)
     shape = strategy.shape(model, topology)
     assert shape.layout == layout
@@ -202,13 +222,13 @@ def test_activations_cross_the_links():
 
 def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
     schedule = pipeline("1f1b", 4, 1, 12, layers=4)
-    held = [schedule.peak_activations(rank, {Kind.INPUT: 1}) for rank in range(4)]
+    held = [peak_activations(schedule, rank, {Kind.INPUT: 1}) for rank in range(4)]
     assert held == [5, 6, 5, 4]  # what waits, one that is sent, one for which there is room already
 
 
 def test_every_direction_between_two_positions_has_a_lane_of_its_own():
     for kind in ("1f1b", "zero-bubble"):
-        shape = ActivationPipeline(kind).shape(llama(12), Topology.grid(6, 1))
+        shape = find(kind).shape(llama(12), Topology.grid(6, 1))
         for position in range(6):
             own = [lane for pair, lane in shape.lanes.items() if position in pair]
             assert len(own) == len(set(own))

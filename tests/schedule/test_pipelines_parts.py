@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tawpipe.schedule.pipelines.constraints import Model
-from tawpipe.schedule.pipelines.fitting import one_by_one
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.listing import listed, with_host
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import one_f_one_b
-from tawpipe.schedule.pipelines.rounded import FINEST, Rounded, unit_of, up
+from tawpipe.schedule.pipelines.search.constraints import Model
+from tawpipe.schedule.pipelines.search.fitting import one_by_one
+from tawpipe.schedule.pipelines.search.listing import listed, with_host
+from tawpipe.schedule.pipelines.search.rounded import FINEST, Rounded, unit_of, up
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
 
 END = BlockTimes(0.0, 0.0, 0.0, 0.0)

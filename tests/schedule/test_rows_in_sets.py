@@ -13,6 +13,7 @@ from schedule_numbers import check_numbers
 from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.activations import activations_held
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.proof.verify import ScheduleError, verify
@@ -20,7 +21,7 @@ from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.spec import share_bins
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, play
@@ -115,7 +116,7 @@ def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_ones():
     )
     inputs, arriving, of_input = 3 * 8 * 500, 8 * 500, 8 * 500
     assert said.activation_bytes + said.working_bytes == inputs + arriving + of_input + 2000 + 12 * 1000 + 16 * 500
-    peak = max(made.activations(0, {Kind.KEYS: 1, Kind.KEY_GRADIENTS: 1}), key=lambda one: one[1])
+    peak = max(activations_held(made, 0, {Kind.KEYS: 1, Kind.KEY_GRADIENTS: 1}), key=lambda one: one[1])
     assert peak[1] == 2
 
 

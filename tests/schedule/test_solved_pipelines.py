@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.bounds import bound
-from tawpipe.schedule.pipelines.fitting import heuristics, one_by_one
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import Table, fits, peak
-from tawpipe.schedule.pipelines.solve import solve
+from tawpipe.schedule.pipelines.search.bounds import bound
+from tawpipe.schedule.pipelines.search.fitting import heuristics, one_by_one
+from tawpipe.schedule.pipelines.search.solve import solve
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
 
 END = BlockTimes(0.0, 0.0, 0.0, 0.0)

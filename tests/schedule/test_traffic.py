@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from schedules import SCOPED, make, schedules
 from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.step import LinkTraffic, Schedule
+from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.topology import Topology
 

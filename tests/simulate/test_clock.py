@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from schedules import MOST_LAYERS, shapes, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
-from tawpipe.schedule.buffers import Buffer, Kind, block_input, pool_kind
+from tawpipe.schedule.buffers import Buffer, Kind, Pool, block_input, pool_kind
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
-from tawpipe.schedule.step import Pool, Schedule, StepSpec
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.step import Schedule, StepSpec
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.schedule.traffic import link_elements
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play
 from tawpipe.simulate.clock import dependencies

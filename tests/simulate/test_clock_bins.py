@@ -12,7 +12,7 @@ from tawpipe.schedule.balance import Bin, Bins, LayerKind, Work, deal
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_bins
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
 

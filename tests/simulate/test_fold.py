@@ -10,7 +10,7 @@ from schedules import llama, step_for
 from tawpipe.plan.predict import foldable, stand_ins
 from tawpipe.schedule.pipelines.orders import makes_groups
 from tawpipe.schedule.pipelines.positions import Positions
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, LinkModel, play
 from tawpipe.topology import Topology
 

@@ -31,6 +31,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
+from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.traffic import scratch_bytes
@@ -90,7 +91,7 @@ def batches(rows: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
     return found
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def plain_loop(
     dtype: torch.dtype, tied: bool, rows: int, clip: float | None
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -246,8 +247,8 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
     schedule = pipeline.schedule(4 * world.size)
-    said = schedule.peak_activations(world.rank, {Kind.INPUT: 1})
-    places = len(compute._places), schedule.peak_activations(world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
+    said = peak_activations(schedule, world.rank, {Kind.INPUT: 1})
+    places = len(compute._places), peak_activations(schedule, world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
     pipeline.close()
     return most, said, *places
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 
 
 def command(home: Path, output: str, *words: str) -> list[str]:

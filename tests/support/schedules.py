@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, find, shares_of, step_of, strategies
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import find, strategies
 from tawpipe.topology import Topology
 
-NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.weights_stay)
+NAMES = tuple(name for name, one in strategies().items() if one.candidate and not one.axis)
 """Strategies whose weights travel."""
 SCOPED = ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole")
 """Strategies under which a node may keep weights and sum gradients up."""

@@ -77,7 +77,7 @@ def played(
             optimizer=partial(SGD, lr=0.05, fused=True),
             **knobs,
         )
-        pipeline._check = lambda result: result.wait()  # of numbers that peers would have had a part in
+        pipeline._results.judge = lambda result: result.wait()  # of numbers that peers would have had a part in
         for step, length in enumerate(lengths):
             if documents:
                 batch: Any = pipeline.part_of_documents(documents, partial(_document, documents))
@@ -89,7 +89,7 @@ def played(
             pipeline.step(batch)
         said = list(ledger.waits), list(ledger.unpinned)
         if evaluate:
-            pipeline._check_batch = lambda result: None
+            pipeline._results.check_batch = lambda result: None
             pipeline.evaluate(rows_of(rows, LENGTH))
         pipeline.close()
         del pipeline

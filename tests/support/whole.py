@@ -173,6 +173,6 @@ def apart(world: World) -> str:
     except tawpipe.UserError as error:
         return str(error)
     finally:
-        pipeline._recent.clear()
+        pipeline._results.forget()
         pipeline.close()
     return ""

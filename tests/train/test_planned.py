@@ -65,7 +65,7 @@ def test_a_plan_for_documents_that_are_dealt_has_no_pipeline(monkeypatch):
     assert request is not None
     with pytest.raises(UserError, match="got '1f1b'; another one: documents are dealt by time"):
         request.step(ScheduleSettings(strategy="1f1b"))
-    assert not any(one.fits and one.step.strategy.weights_stay for one in search(request) if one.step is not None)
+    assert not any(one.fits and one.step.strategy.axis for one in search(request) if one.step is not None)
 
 
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):

@@ -138,18 +138,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         UserError: there is none, it is damaged or of another format.
     """
     if not is_complete(folder):
-        raise UserError("--resume", str(folder), f"the folder of a complete checkpoint, which holds a {MARKER}")
+        raise UserError("where", str(folder), f"the folder of a complete checkpoint, which holds a {MARKER}")
     try:
         manifest = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         version = manifest["format"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError("--resume", str(folder), f"a readable {MARKER} ({error!r})") from error
+        raise UserError("where", str(folder), f"a readable {MARKER} ({error!r})") from error
     if version != FORMAT:
-        raise UserError("--resume", str(folder), f"format {FORMAT}, not {version!r}")
+        raise UserError("where", str(folder), f"format {FORMAT}, not {version!r}")
     if manifest.get(SEAL) != _seal(manifest):
-        raise UserError("--resume", str(folder), f"a sound {MARKER} (its checksum is another one)")
+        raise UserError("where", str(folder), f"a sound {MARKER} (its checksum is another one)")
     if problem := _malformed(manifest):
-        raise UserError("--resume", str(folder), f"a sound {MARKER} ({problem})")
+        raise UserError("where", str(folder), f"a sound {MARKER} ({problem})")
     return manifest
 
 

@@ -83,7 +83,7 @@ class Incoming:
         check_same_model(str(source.where), manifest["parameters"], own)
         if (form := manifest.get("quantize", NONE)) != storage.form:
             expected = f"a state with quantize={storage.form}; what is frozen is kept as quantize={form} in it"
-            raise UserError("--resume", str(source.where), expected)
+            raise UserError("where", str(source.where), expected)
         tensors = manifest["tensors"]
         if manifest.get("optimizer", optimizers.name) != optimizers.name:
             raise RunError(f"it was saved with {manifest['optimizer']}, here it is {optimizers.name}")
@@ -192,7 +192,7 @@ def load_state(where: Path | Source, storage: Storage, optimizers: UnitOptimizer
                 raise RunError("the same checkpoint on all machines")
             world.together(lambda: load.open([wanted for _, wanted in everyone]), otherwise=OTHERWISE)
         except RunError as error:
-            raise UserError("--resume", place, str(error)) from error
+            raise UserError("where", place, str(error)) from error
         try:
             world.together(load.fill)
         except RunError as error:
@@ -290,4 +290,4 @@ def check_same_model(where: str, saved: Mapping[str, list[int]], own: Mapping[st
             has = f"has {name} of shape {saved[name]}" if name in saved else f"has no {name}"
             wants = f"of shape {own[name]}" if name in own else "not there"
             expected = f"a checkpoint of this model; it {has}, which is {wants} in --model"
-            raise UserError("--resume", where, expected)
+            raise UserError("where", where, expected)

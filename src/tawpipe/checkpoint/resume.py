@@ -88,7 +88,7 @@ class RunState:
                 if not isinstance(getattr(state, name), kind):
                     raise TypeError(f"{name} is {getattr(state, name)!r}")
         except (KeyError, TypeError) as error:
-            raise UserError("--resume", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
+            raise UserError("where", where, f"a checkpoint that tawpipe train has saved ({error!r})") from error
         return state
 
 
@@ -113,13 +113,13 @@ def refuse_other_trained(state: RunState, lora: Mapping[str, Any], freeze: Seque
     """
     if bool(lora) != bool(state.lora):
         expected = f"unset: {where} has no adapter" if lora else f"{state.lora['rank']}, as in {where}"
-        raise UserError("--lora.rank", lora.get("rank"), expected)
+        raise UserError("lora.rank", lora.get("rank"), expected)
     for name, value in lora.items():
         if value != state.lora.get(name):
-            raise UserError(f"--lora.{name}", value, f"{state.lora.get(name)}, as in {where}")
+            raise UserError(f"lora.{name}", value, f"{state.lora.get(name)}, as in {where}")
     if sorted(freeze) != sorted(state.freeze):
         expected = f"{' '.join(state.freeze) if state.freeze else 'nothing'}, as in {where}"
-        raise UserError("--freeze", " ".join(freeze) or "nothing", expected)
+        raise UserError("freeze", " ".join(freeze) or "nothing", expected)
 
 
 # choosing
@@ -246,13 +246,13 @@ def find(disk: Disk, resume: str, *, needed: bool = True) -> Choice:
     if resume == "auto":
         choice = newest(disk)
         if choice.source is None and choice.passed_over and needed:
-            raise UserError("--resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
+            raise UserError("resume", str(disk.folder), f"a sound checkpoint; {'; '.join(choice.passed_over)}")
     else:
         try:
             choice = Choice(examine(disk, [Path(resume)]))
         except RunError as problem:
             expected = f"a sound checkpoint that every process can read ({problem})"
-            raise UserError("--resume", resume, expected) from problem
+            raise UserError("resume", resume, expected) from problem
     disk.resumed_step = choice.source.step if choice.source else 0
     if resume != "auto" and Path(resume).parent.resolve() == disk.folder.resolve():
         world.together(disk.set_aside_newer, acts=disk.leads)

@@ -294,7 +294,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         raise UserError("--vocab-size", arguments.vocab_size, "at least 1")
     from tawpipe.report.page import check_page
-    from tawpipe.schedule.strategies import strategies
+    from tawpipe.schedule.strategies.table import strategies
 
     check_page(arguments.report)
     if arguments.explain and arguments.explain not in strategies():

@@ -11,6 +11,7 @@ from tawpipe.environment import LaunchEnvironment, restart_count, started_by_loc
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
+from tawpipe.options.library import as_option
 from tawpipe.train.checks import check_output, check_output_name, validate
 from tawpipe.train.config import TrainConfig, load_config, located, with_output_named
 from tawpipe.train.going_on import how_this_process_goes_on, how_to_go_on
@@ -25,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _run(argv, load_config(argv))
     except UserError as error:
-        raise located(error, argv) from error
+        raise located(as_option(error), argv) from error
 
 
 def _run(argv: Sequence[str], config: TrainConfig) -> int:

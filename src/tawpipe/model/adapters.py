@@ -48,7 +48,7 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> 
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UserError("--lora.rank", lora.rank, "the package peft: pip install 'tawpipe[peft]'") from error
+        raise UserError("lora.rank", lora.rank, "the package peft: pip install 'tawpipe[peft]'") from error
     if lora.adapter:
         config = _config_of(lora)
     else:
@@ -63,7 +63,7 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> 
             task_type="CAUSAL_LM",
         )
         _check_targets(spec, model, lora.targets)
-    setting = ("--lora.adapter", lora.adapter) if lora.adapter else ("--lora.targets", lora.targets)
+    setting = ("lora.adapter", lora.adapter) if lora.adapter else ("lora.targets", lora.targets)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of base models that are renamed, and of tied ones: exports look at these
         try:
@@ -89,16 +89,16 @@ def _config_of(lora: LoraSettings) -> Any:
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError("--lora.adapter", lora.adapter, f"a readable {CONFIG} ({error})") from error
+        raise UserError("lora.adapter", lora.adapter, f"a readable {CONFIG} ({error})") from error
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise UserError("--lora.adapter", lora.adapter, f"a LoRA adapter; this one is {kind}")
+        raise UserError("lora.adapter", lora.adapter, f"a LoRA adapter; this one is {kind}")
     if more := [name for name in _MORE_THAN_LORA if getattr(config, name, None)]:
-        raise UserError("--lora.adapter", lora.adapter, f"LoRA alone; this one has {', '.join(more)}")
+        raise UserError("lora.adapter", lora.adapter, f"LoRA alone; this one has {', '.join(more)}")
     if config.init_lora_weights not in _PLAIN_STARTS:
         how = "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft converts it"
         changed = f"its start ({config.init_lora_weights}) changed the base model's weights"
-        raise UserError("--lora.adapter", lora.adapter, f"an adapter of the plain base model; {changed}; {how}")
+        raise UserError("lora.adapter", lora.adapter, f"an adapter of the plain base model; {changed}; {how}")
     names = config.target_modules
     names = [names] if isinstance(names, str) else sorted(names)
     for setting, said, has in (
@@ -109,7 +109,7 @@ def _config_of(lora: LoraSettings) -> Any:
         ("rslora", lora.rslora or None, config.use_rslora),
     ):
         if said not in (None, has):
-            raise UserError(f"--lora.{setting}", said, f"{has} as in {lora.adapter}, or unset")
+            raise UserError(f"lora.{setting}", said, f"{has} as in {lora.adapter}, or unset")
     if lora.dropout is not None:
         config.lora_dropout = lora.dropout
     config.inference_mode, config.init_lora_weights = False, True
@@ -119,10 +119,10 @@ def _config_of(lora: LoraSettings) -> Any:
 def check_adapter(folder: Path) -> None:
     """Raise UserError for a folder that holds no adapter in a form that is read."""
     if not (folder / CONFIG).is_file():
-        raise UserError("--lora.adapter", str(folder), f"a folder of peft with {CONFIG} and {VALUES}")
+        raise UserError("lora.adapter", str(folder), f"a folder of peft with {CONFIG} and {VALUES}")
     if not (folder / VALUES).is_file():
         raise UserError(
-            "--lora.adapter", str(folder), f"{VALUES} in it; save_pretrained of peft writes it, from other forms too"
+            "lora.adapter", str(folder), f"{VALUES} in it; save_pretrained of peft writes it, from other forms too"
         )
 
 
@@ -143,7 +143,7 @@ def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
         words = f"the end of a linear layer's name in {spec}: {', '.join(ends)}; or {ALL_LINEAR}"
         if experts := _experts(model, " and "):
             words += f"; {experts} are stored as one tensor each and get no adapters"
-        raise UserError("--lora.targets", target, words + (f"; did you mean {near[0]}?" if near else ""))
+        raise UserError("lora.targets", target, words + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def _linear_layers(model: Any) -> list[str]:
@@ -242,12 +242,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             names = sorted({base_name(name) for name in canonical})
             near = _near(pattern, names)
             raise UserError(
-                "--freeze", pattern, f"a pattern of names of parameters, or of modules, for example {', '.join(near)}"
+                "freeze", pattern, f"a pattern of names of parameters, or of modules, for example {', '.join(near)}"
             )
         for name in found:
             parameters[name].requires_grad_(False)
     if patterns and not any(one.requires_grad for one in parameters.values()):
-        raise UserError("--freeze", " ".join(patterns), "patterns that leave a parameter to train")
+        raise UserError("freeze", " ".join(patterns), "patterns that leave a parameter to train")
 
 
 def _named(name: str, pattern: str) -> bool:
@@ -290,7 +290,7 @@ class AdapterValues:
             with safe_open(self._path, framework="pt") as file:
                 stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise UserError("--lora.adapter", str(folder), f"a readable {VALUES} ({error})") from error
+            raise UserError("lora.adapter", str(folder), f"a readable {VALUES} ({error})") from error
         for what, keys in (
             ("lacks", [key for key in self._keys.values() if key not in stored]),
             ("has besides", sorted(set(stored) - set(self._keys.values()))),
@@ -298,12 +298,12 @@ class AdapterValues:
             if keys:
                 more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
                 raise UserError(
-                    "--lora.adapter", str(folder), f"an adapter of {chain.name}; this one {what} {keys[0]}{more}"
+                    "lora.adapter", str(folder), f"an adapter of {chain.name}; this one {what} {keys[0]}{more}"
                 )
         for name, key in self._keys.items():
             if stored[key] != shapes[name]:
                 sizes = f"{key} is {list(stored[key])} there and {list(shapes[name])} here"
-                raise UserError("--lora.adapter", str(folder), f"an adapter of this model: {sizes}")
+                raise UserError("lora.adapter", str(folder), f"an adapter of this model: {sizes}")
 
     def parameter(self, name: str) -> Tensor:
         """The value of one parameter as it is stored."""

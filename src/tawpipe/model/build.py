@@ -224,7 +224,7 @@ def _check_fit(spec: str, config: Any, vocab_size: int | None, row: int, longest
     text = config.get_text_config()
     if vocab_size is not None and vocab_size > text.vocab_size:
         raise UserError(
-            "--tokenizer",
+            "vocab_size",
             f"{vocab_size} tokens",
             f"the model {spec} has a vocabulary of {text.vocab_size}; use the tokenizer that belongs to it",
         )
@@ -246,7 +246,7 @@ def check_longest(spec: str, config: Any, row: int, longest: int) -> None:
     if longest > (limit := longest_allowed(config)):
         rotary = getattr(config.get_text_config(), "rope_parameters", None)
         raise UserError(
-            "--sequence-length",
+            "sequence_length",
             row,
             f"at most {limit} for {spec} (max_position_embeddings in its config.json), as the longest document in a "
             f"row has {longest} tokens; or shorter documents"

@@ -78,7 +78,7 @@ def export_hugging_face(
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError("--output", str(folder), f"expected a writable place for the export ({error})") from error
+        raise UserError("folder", str(folder), f"expected a writable place for the export ({error})") from error
     try:
         stem, limit = ("adapter_model", sys.maxsize) if adapter else ("model", max_shard_bytes)
         writer = _ShardWriter(partial, stem, dtype, limit)

@@ -161,6 +161,7 @@ def gradients(
             for target, one in zip(totals, of_seen, strict=True):
                 one = one[..., : target.shape[-1]]
                 target[some, part.keys] += one[:, 0] if one.shape[1] == 1 else one.sum(1, dtype=target.dtype)
+            del of_query, of_seen, one  # or they would be there beside those of the next part
     return total.view(query.shape).to(query.dtype)
 
 

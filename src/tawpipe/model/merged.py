@@ -18,7 +18,7 @@ from tawpipe.model.weights import base_name, canonical_names, is_adapter
 def refuse_unmergeable(given: nn.Module) -> None:
     """Raise UserError for a model that has no LoRA adapter, or one that does not go into the weights."""
     model = inner_model(given)
-    setting = "--export.merge"
+    setting = "merge"
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "reset_lora_parameters")}
     if not layers:
         raise UserError(setting, True, "false: the model has no LoRA adapter")

@@ -14,7 +14,7 @@ from torch import nn
 
 from tawpipe.errors import UserError
 
-SETTING = "--model"
+SETTING = "model"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.refuse import rope_settings
-from tawpipe.model.settings import RopeSettings, option
+from tawpipe.model.settings import RopeSettings, key_of
 from tawpipe.model.shapes import head_size
+from tawpipe.options.names import option_of
 
 FULL = "full_attention"
 _KEYS = {"theta": "rope_theta", "original_length": "original_max_position_embeddings"}
@@ -59,7 +60,7 @@ def apply_rope(spec: str, config: Any, rope: RopeSettings, *, row: int, longest:
     try:
         text.validate_rope()
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("--rope.scaling", rope.scaling, f"what {spec} can have ({error})") from error
+        raise UserError("rope.scaling", rope.scaling, f"what {spec} can have ({error})") from error
 
 
 def check_rope(spec: str, model: nn.Module, rope: RopeSettings) -> None:
@@ -90,8 +91,8 @@ def refuse_other_rope(before: dict[str, Any], now: dict[str, Any], where: str) -
         if keys := [key for key in {**new, **old} if old.get(key) != new.get(key)]:
             key = "rope_type" if "rope_type" in keys else keys[0]
             expected = f"{old.get(key)}, as in {where}; --model with an exported folder begins a run with other ones"
-            raise UserError(option(settings.get(key, key)), new.get(key), expected)
-    raise UserError("--rope.scaling", now, f"{before}, as in {where}")
+            raise UserError(key_of(settings.get(key, key)), new.get(key), expected)
+    raise UserError("rope.scaling", now, f"{before}, as in {where}")
 
 
 def rope_words(config: Any) -> str:
@@ -106,7 +107,7 @@ def rope_words(config: Any) -> str:
 
 def _without(spec: str, rope: RopeSettings) -> UserError:
     name, value = next(iter(rope.given.items())) if rope.scaling == "none" else ("scaling", rope.scaling)
-    return UserError(option(name), value, f"unset for {spec}, whose config has no rotary positions (rope_parameters)")
+    return UserError(key_of(name), value, f"unset for {spec}, whose config has no rotary positions (rope_parameters)")
 
 
 def _own(spec: str, text: Any, rope: RopeSettings) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _scaled(
     """The rotary positions with a scaling, and how many there are."""
     kind = before["rope_type"]
     if kind not in _REPLACED:
-        raise UserError("--rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
+        raise UserError("rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
     same = kind == rope.scaling
     made = {key: value for key, value in before.items() if same or key not in _OF_A_KIND}
     made |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.given.items()}
@@ -134,14 +135,14 @@ def _scaled(
     factor = made.get("factor")
     if factor is None:
         wanted = f"at least {max(row / original, 1):g} for rows of {row} tokens, {original} before"
-        raise UserError("--rope.factor", "nothing", f"a number, which {rope.scaling} needs: {wanted}")
+        raise UserError("rope.factor", "nothing", f"a number, which {rope.scaling} needs: {wanted}")
     covered = round(factor * original)
     if covered < positions:
         expected = f"at least {positions / original:g}: {spec} has positions for {positions} tokens already"
-        raise UserError("--rope.factor", factor, f"{expected}, and {original} before they were scaled")
+        raise UserError("rope.factor", factor, f"{expected}, and {original} before they were scaled")
     if covered < longest:
         expected = f"at least {longest / original:g}, as the longest document in a row has {longest} tokens"
-        raise UserError("--rope.factor", factor, f"{expected}, and the model had {original} positions before")
+        raise UserError("rope.factor", factor, f"{expected}, and the model had {original} positions before")
     made.pop("original_max_position_embeddings", None)
     if rope.scaling != "linear":
         made["original_max_position_embeddings"] = original
@@ -153,16 +154,16 @@ def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> N
     """Refuse a scaling that lacks a value, or whose values do not go together or with the model's heads."""
     for name in _NEEDS.get(scaling, ()):
         if made.get(name) is None:
-            raise UserError(option(name), "nothing", f"given, as {scaling} needs it")
+            raise UserError(key_of(name), "nothing", f"given, as {scaling} needs it")
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         least, most = (made.get(name) or {"beta_slow": 1, "beta_fast": 32}.get(name, 0) for name in (low, high))
         if (low in made or high in made) and not least < most:
-            raise UserError(option(high), most, f"above {option(low)}, which is {least}")
+            raise UserError(key_of(high), most, f"above {option_of(key_of(low))}, which is {least}")
     head = head_size(text)
     count = int(head * made.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
         if name in made and len(made[name]) != count:
-            raise UserError(option(name), f"{len(made[name])} numbers", f"{count}, one for each frequency of {spec}")
+            raise UserError(key_of(name), f"{len(made[name])} numbers", f"{count}, one for each frequency of {spec}")
 
 
 def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int) -> int:
@@ -171,11 +172,11 @@ def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSet
     given = rope.original_length
     if given is not None:
         if known is not None and given != known:
-            raise UserError("--rope.original-length", given, f"{known}, as the config of {spec} says; or unset")
+            raise UserError("rope.original_length", given, f"{known}, as the config of {spec} says; or unset")
         if positions and given > positions:
-            raise UserError("--rope.original-length", given, f"at most {positions}, the positions that {spec} has")
+            raise UserError("rope.original_length", given, f"at most {positions}, the positions that {spec} has")
         return given
     if known is None and (not positions or before["rope_type"] != "default"):
         expected = f"the context of {spec} before it was scaled ({before['rope_type']}), which its config does not say"
-        raise UserError("--rope.original-length", "nothing", expected)
+        raise UserError("rope.original_length", "nothing", expected)
     return known or positions

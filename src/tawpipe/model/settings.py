@@ -65,14 +65,14 @@ class RopeSettings:
         for name, value in self.given.items():
             if name not in TAKES[self.scaling]:
                 kinds = " or ".join(kind for kind, names in TAKES.items() if name in names)
-                raise UserError(option(name), value, f"unset under --rope.scaling {self.scaling}; it is for {kinds}")
+                raise UserError(key_of(name), value, f"unset under --rope.scaling {self.scaling}; it is for {kinds}")
             if isinstance(value, list) and not all(math.isfinite(one) and one > 0 for one in value):
-                raise UserError(option(name), value, "numbers above 0")
+                raise UserError(key_of(name), value, "numbers above 0")
 
 
-def option(name: str) -> str:
-    """The setting as users write it."""
-    return "--rope." + name.replace("_", "-")
+def key_of(name: str) -> str:
+    """A field of ``RopeSettings`` as a setting."""
+    return f"rope.{name}"
 
 
 ALL_LINEAR = "all-linear"
@@ -106,9 +106,9 @@ class LoraSettings:
     def check(self) -> None:
         """Raise UserError for values that cannot work with any model."""
         if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
-            raise UserError("--lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
+            raise UserError("lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
         if self.active:
             return
         for one in fields(self):
             if (value := getattr(self, one.name)) != getattr(LoraSettings(), one.name):
-                raise UserError(f"--lora.{one.name}", value, "unset without --lora.rank or --lora.adapter")
+                raise UserError(f"lora.{one.name}", value, "unset without --lora.rank or --lora.adapter")

@@ -10,65 +10,54 @@ Usage:
 from __future__ import annotations
 
 import logging
-import struct
-import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
-from math import ceil, isfinite, log2
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tawpipe.checkpoint.format import state_pieces
-from tawpipe.checkpoint.load import Source, load_state
-from tawpipe.checkpoint.names import step_name
-from tawpipe.checkpoint.save import Saved, Saving, stage
-from tawpipe.checkpoint.store import Disk, Store
+from tawpipe.checkpoint.load import Source
+from tawpipe.checkpoint.save import Saved, Saving
+from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
-from tawpipe.model.flops import chain_flops, key_elements, windows, work_of
-from tawpipe.model.loss import Loss, loss_chunk
+from tawpipe.model.flops import work_of
+from tawpipe.model.loss import Loss
 from tawpipe.model.quantized import NONE
 from tawpipe.model.refuse import settle_mtp
-from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
+from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batches import Deal, LocalBatch, Share
-from tawpipe.pipeline.bins import rows_of
-from tawpipe.pipeline.check import CHOICES, check_on_rank_0, is_tested
-from tawpipe.pipeline.parameters import Parameters
-from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy
+from tawpipe.pipeline.check import check_on_rank_0, is_tested
+from tawpipe.pipeline.costs import StepCosts
+from tawpipe.pipeline.limits import Limits
+from tawpipe.pipeline.local_rows import LocalRows
+from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings, refuse_strategy, refuse_values
+from tawpipe.pipeline.results import Results
 from tawpipe.pipeline.schedules import Schedules
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.pipeline.state import State
+from tawpipe.pipeline.steps import Steps
+from tawpipe.pipeline.wiring import Wiring, filled_homes, first_values
 from tawpipe.runtime.dtype import AUTO, DTYPES, chosen_dtype
-from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.executor import StepResult, UpdateRule
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.groups import PipelineOptimizer
 from tawpipe.runtime.leaving import leave_at_exit
-from tawpipe.runtime.limits import StepLimit, estimate_s
 from tawpipe.runtime.measures import AnswersByRow, Measure
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
-from tawpipe.runtime.storage import Storage
-from tawpipe.runtime.transport import Transport
-from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, Work, deal, layers_that_keep
-from tawpipe.schedule.buffers import BOUNDARIES, Kind
-from tawpipe.schedule.footprint import Costs, Widths, costs
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.balance import Bins, Work
+from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.work import Order
-from tawpipe.schedule.pipelines.work import Work as StageWork
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.step import Schedule, Strategy
-from tawpipe.schedule.strategies import strategy_of
+from tawpipe.schedule.strategies.table import strategy_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,123 +131,77 @@ class Pipeline:
         skip_limit: int = 0,
         injector: Injector | None = None,
     ) -> None:
-        if check not in CHOICES:
-            raise UserError("check", check, ", ".join(CHOICES))
-        _check_settings(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed)
-        self.world = world or connect(timeout=timeout)
-        self.micro_batch, self.clip_norm, self.seed = micro_batch, clip_norm, seed
-        self.bin_tokens = bin_tokens
-        self.skip_limit, self.skipped, self.injector = skip_limit, 0, injector
-        self.without_labels = 0
-        """Steps of this pipeline whose labels were all -100 and which were left out, of those whose numbers were looked
-        at.
-        """
-        dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, self.world)[0]]
-        self.limit = StepLimit(timeout.total_seconds())
-        """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
-        self._watched = False
-        self.dtype = dtype
-        self.settings = strategy_of(schedule)[1]
-        self.sequence_ranks = self.settings.sequence_ranks or 1
-        wide = torch.promote_types(dtype, torch.float32)
-        self.reduce_dtype = dtype if self.settings.reduce_dtype == "same" else wide
-        refuse_settings(self.settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
-        _ = share_in_sets(0, self.world.topology, self.settings)
-        self.chain = Chain(model, loss=loss)
-        settle_mtp(self.chain.model, without=without_mtp)
-        refuse_cut_rows(self.chain, self.settings)
-        self.work = work or work_of(self.chain)
-        on_meta = all(parameter.is_meta for parameter in model.parameters())
-        if weights is not None:
-            source = weights(self.chain)
-        else:
-            source = InitSource(self.chain, seed) if on_meta else ModuleSource(self.chain)
+        # What the user said, and the processes.
+        refuse_values(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed, check=check)
+        self.world = world = world or connect(timeout=timeout)
+        self.micro_batch, self.bin_tokens, self.clip_norm, self.seed = micro_batch, bin_tokens, clip_norm, seed
+        self.skip_limit, self.injector = skip_limit, injector
+        self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
+        self.settings = settings = strategy_of(schedule)[1]
+        self.sequence_ranks = settings.sequence_ranks or 1
+        refuse_settings(settings, clip_norm=clip_norm, compile_layers=compile_layers, quantize=quantize)
+        _ = share_in_sets(0, world.topology, settings)
+
+        # The model as a chain of blocks, and its first values.
+        self.chain = chain = Chain(model, loss=loss)
+        settle_mtp(chain.model, without=without_mtp)
+        refuse_cut_rows(chain, settings)
+        self.work = work or work_of(chain)
+        source = first_values(chain, weights, seed)
         self.checked = ""
         """The outcome of the model's check, in a sentence; empty where it was left out."""
         # Which the tests of all families do not know.
-        in_chunks = bool(self.settings.sequence_chunk) or self.sequence_ranks > 1
+        in_chunks = bool(settings.sequence_chunk) or self.sequence_ranks > 1
         if check == "always" or (check == "auto" and (in_chunks or not is_tested(model, loss))):
-            self.checked = check_on_rank_0(Pipeline, self.chain, source, self.world, loss=loss, in_chunks=in_chunks)
-        self.chain.quantise(quantize, dtype)
-        self.spec = self.chain.spec
-        optimizer = optimizer or adamw()
-        self._schedules = Schedules(schedule, self.spec, self.world)  # refuses before anything is allocated
-        refuse_strategy(self.chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
-        self._deal = Deal(
-            micro_batch,
-            self.world.rank,
-            self.world.size,
-            self.chain.positions,
-            self.chain.config.get_text_config().vocab_size,
-            own_loss=loss is not None,
-            ranks=self.sequence_ranks,
-            alone=self.chain.alone,
-            share=self._schedules.shares,
-            pinned=self.world.device.type == "cuda",
-        )
-        self._world_of_saves = self.world.with_group("saves", timedelta(days=7))
-        self._adopted: set[int] = set()
-        """Schedules, which are all kept, whose buffers are there."""
-        self._savings: list[Saving] = []
-        self.step_number = 0
-        self._training: bool | None = None
-        self._whole = True
-        self._generation = 0  # changes whenever weights may have
-        self._recent: deque[StepResult] = deque()
+            self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
+        chain.quantise(quantize, self.dtype)
+        self.spec = chain.spec
 
-        self.storage = Storage(
-            self.chain.units,
-            self._schedules.smallest.homes,
-            self.world.rank,
-            device=self.world.device,
-            compute_dtype=dtype,
-            master_dtype=wide,
-        )
-        self.storage.fill(source, self.world.group, self.world.size)
-        self._parameters = Parameters(self.storage, self.world)
-        self.chain.prepare(self.world.device, dtype)
-        self.chain.load_buffers(source.buffers())
-        # Before anything is compiled: what runs under a probe first is never compiled afterwards.
-        self._kept_per_token = self._schedules.kept_per_token(self.chain, dtype)
-        if compile_layers:
-            self.chain.compile_layers()
-        del source
-        self.optimizers = UnitOptimizers(self.storage, optimizer)
-        self.transport = Transport(
-            self._schedules.smallest.topology,
-            self.world.rank,
-            self._schedules.samples(),
-            device=self.world.device,
+        # Its schedules, which refuse before anything is allocated; its homes, and what runs steps on them.
+        optimizer = optimizer or adamw()
+        self._schedules = Schedules(schedule, chain.spec, world)
+        refuse_strategy(chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
+        self.storage = filled_homes(chain, source, self._schedules, world, self.dtype)
+        del source  # before anything else is allocated
+        wiring = Wiring(
+            chain,
+            self.storage,
+            self._schedules,
+            world,
+            optimizer,
+            compile_layers=compile_layers,
             strict=strict,
             timeout=timeout,
-            far_bytes_per_s=self.world.far_bytes_per_s,
-        )
-        vocabulary, kind = self.chain.config.get_text_config().vocab_size, self.world.device.type
-        chunk_tokens = loss_chunk(self.settings.loss_chunk_tokens, vocabulary, dtype, kind)
-        self._compute = Compute(
-            self.chain,
-            self.spec,
-            chunk_tokens=chunk_tokens,
-            sequence_chunk=self.settings.sequence_chunk or 0,
-            sequence_ranks=self.sequence_ranks,
-            compiled=compile_layers,
-            split_backward=self._schedules.smallest.strategy.splits,
-            offload_dir=self.settings.offload_dir,
-        )
-        self.executor = Executor(
-            self.world.rank,
-            compute=self._compute,
-            storage=self.storage,
-            transport=self.transport,
-            optimizers=self.optimizers,
-            reduce_dtype=self.reduce_dtype,
             delay=delay,
             injector=injector,
-            where=f"rank {self.world.rank} (node {self.world.nodes.node_of(self.world.rank)})",
         )
-        self._compute.stream = self.executor.compute_stream
-        self._closed = leave_at_exit(self, self.executor, self._savings, self.world)
-        self.chain.hand_over()
+        self._places = wiring.compute.places
+        self.optimizers, self.transport, self.executor = wiring.optimizers, wiring.transport, wiring.executor
+        self.reduce_dtype = self.executor.reduce_dtype
+
+        # The parts that share it: rows, costs, limits of time, results and state.
+        shared = Deal(
+            micro_batch,
+            world.rank,
+            world.size,
+            chain.positions,
+            chain.config.get_text_config().vocab_size,
+            own_loss=loss is not None,
+            ranks=self.sequence_ranks,
+            alone=chain.alone,
+            share=self._schedules.shares,
+            pinned=world.device.type == "cuda",
+        )
+        self._rows, self._costs = LocalRows(shared, self._schedules, world, bin_tokens, self.work), StepCosts(wiring)
+        self._limits = Limits(wiring, self._rows, timeout)
+        self.limit = self._limits.step
+        """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
+        self._results = Results(wiring, self._limits, skip_limit)
+        rule = UpdateRule(clip_norm, memory=0.0 if skip_limit else 1.0)
+        self._steps = Steps(wiring, self._rows, self._costs, self._limits, rule=rule, seed=seed)
+        self._state = State(wiring, self._results)
+        self._closed = leave_at_exit(self, self.executor, self._state.savings, world)
+        chain.hand_over()
 
     def __repr__(self) -> str:
         """The model, the strategy, the processes, and how far training has come."""
@@ -278,20 +221,30 @@ class Pipeline:
         return self.optimizers.groups
 
     @property
+    def step_number(self) -> int:
+        """Training steps up to now, those before a loaded checkpoint included."""
+        return self._state.step_number
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        self._state.step_number = number
+
+    @property
+    def without_labels(self) -> int:
+        """Steps of this pipeline whose labels were all -100 and which were left out, of those whose numbers were looked
+        at.
+        """
+        return self._results.without_labels
+
+    @property
     def ranks_of_a_row(self) -> int:
         """How many processes compute a row: a set, or the positions of a pipeline."""
-        step = self._schedules.smallest
-        return self.world.size // len(set(step.strategy.share(self.world.size, step.topology, step.settings)))
+        return self._schedules.ranks_of_a_row
 
     @property
     def share_of_a_row(self) -> float:
         """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
-        strategy, step = self._schedules.smallest.strategy, self._schedules.smallest
-        if not isinstance(strategy, ActivationPipeline):
-            return 1.0
-        shape = strategy.shape(step.model, step.topology)
-        mine = shape.layout.stages_of(shape.positions.position(self.world.rank))
-        return sum(shape.costs.seconds(shape.layout, StageWork(kind, stage, 0)) for kind in "FB" for stage in mine)
+        return self._schedules.share_of_a_row
 
     # what a step does
 
@@ -299,16 +252,7 @@ class Pipeline:
         """The schedule for a global batch of ``rows`` rows, proved once and kept."""
         if rows < 1:
             raise UserError("batch", f"{rows} rows", "at least one row")
-        return self._schedule(self._deal.count(rows), training=training)
-
-    def _schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
-        schedule = self._schedules.of(count, training=training)
-        if id(schedule) not in self._adopted:
-            self._adopted.add(id(schedule))
-            if self.injector is not None and training:
-                self.injector.check(schedule, self.world.rank)
-            self.executor.adopt(schedule)
-        return schedule
+        return self._steps.schedule(self._rows.deal.count(rows), training=training)
 
     def reorder(self, rows: int, order: Order) -> None:
         """Train on batches of ``rows`` rows in another order of the same pipeline from the next step on; between the
@@ -318,14 +262,14 @@ class Pipeline:
             UserError: weights travel under the strategy.
             ScheduleError: the order is none of this pipeline.
         """
-        self._schedules.reorder(self._deal.count(rows), order)
+        self._schedules.reorder(self._rows.deal.count(rows), order)
 
     def shares(self, rows: int) -> tuple[Share, ...]:
         """This rank's micro-batches of a global batch of ``rows`` rows, and the rows that each of them holds.
 
         A micro-batch holds the same rows for every number of processes; only who computes it changes.
         """
-        return self._deal.shares(rows)
+        return self._rows.deal.shares(rows)
 
     def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
         """This rank's part of a global batch of ``rows`` rows, each of which ``row`` makes by its number. Shorter rows
@@ -334,10 +278,7 @@ class Pipeline:
         Args:
             sequence_length: the most tokens that a row has.
         """
-        parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.shares(rows)]
-        if self.world.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        return LocalBatch(rows, sequence_length, parts)
+        return self._rows.part_of(rows, sequence_length, row)
 
     def deal(self, lengths: Sequence[int]) -> Bins:
         """Deal documents of so many tokens to all processes, so that they compute for equally long.
@@ -345,15 +286,7 @@ class Pipeline:
         Raises:
             UserError: a document is longer than a bin can be, or no ``bin_tokens`` were given.
         """
-        if self.bin_tokens < 1:
-            raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
-        return deal(
-            lengths,
-            world_size=self.world.size,
-            cap=self.bin_tokens,
-            work=self.work,
-            ranks=self.sequence_ranks,
-        )
+        return self._rows.bins(lengths)
 
     def part_of_documents(
         self,
@@ -375,14 +308,7 @@ class Pipeline:
         Raises:
             UserError: see ``deal``; or a document has another length than was said.
         """
-        bins = bins or self.deal(lengths)
-        _ = self._schedules.of(bins.shape, training=training)
-        parts = rows_of(bins, self.world.rank, document)
-        if self.world.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
-        digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
-        count = sum(map(len, (*bins.shared, *bins.single)))
-        return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)
+        return self._rows.part_of_documents(bins or self.deal(lengths), document, training=training)
 
     def step(
         self, batch: Mapping[str, Tensor] | LocalBatch, *, rate: float = 1.0, recording: Recording | None = None
@@ -401,15 +327,13 @@ class Pipeline:
             RunError: an earlier step had a loss or gradient norm that was not finite. Neither it nor any step after it
                 has changed the weights (unless updates are early); ``load`` goes on from a good state.
         """
-        while len(self._recent) > 1:  # at most one step ahead of the results
-            self._check(self._recent.popleft())
-        local = self._deal.local(batch)
-        self._set_training(True)
-        result = self._play(local, training=True, rate=rate, recording=recording)
-        self._recent.append(result)
+        self._results.make_room()
+        local = self._rows.deal.local(batch)
+        self._state.require_whole()
+        result = self._steps.play(local, self.step_number, training=True, rate=rate, recording=recording)
+        self._results.add(result)
         self.optimizer.step()  # schedulers want to have seen it
-        self.step_number += 1
-        self._generation += 1
+        self._state.stepped()
         return result
 
     def evaluate(self, batch: Mapping[str, Tensor] | LocalBatch, *, measure: Measure | None = None) -> StepResult:
@@ -422,11 +346,11 @@ class Pipeline:
             expected = "1 with schedule.sequence_ranks, where answers are told apart by row"
             raise UserError("micro_batch", self.micro_batch, expected)
         self.drain()
-        local = self._deal.local(batch)
-        self._set_training(False)
-        result = self._play(local, training=False, rate=0.0, measure=measure)
+        local = self._rows.deal.local(batch)
+        self._state.require_whole()
+        result = self._steps.play(local, self.step_number, training=False, measure=measure)
         self.executor.drain()
-        self._check_batch(result)
+        self._results.check_batch(result)
         return result
 
     def drain(self) -> None:
@@ -435,13 +359,7 @@ class Pipeline:
         Raises:
             RunError: a step had a loss or gradient norm that was not finite.
         """
-        for result in self._recent:  # so that it is seen how long they take
-            result.wait()
-        self.executor.drain()
-        results = list(self._recent)
-        self._recent.clear()
-        for result in results:
-            self._check(result)
+        self._results.drain()
 
     def close(self) -> None:
         """Drain, end the lanes and leave the process groups. The pipeline cannot be used afterwards.
@@ -451,19 +369,12 @@ class Pipeline:
         try:
             self.drain()
         finally:
-            for saving in self._savings:
-                saving.join()
+            self._state.join_saves()
             self.executor.close()
-            self._compute.places.close()
+            self._places.close()
         self._closed()
         self.transport.close()
-        self._world_of_saves.drop_group(self.world)
-
-    def _set_training(self, mode: bool) -> None:
-        # It walks over all modules; but the model may have been switched by the caller's model.eval().
-        if mode != self._training or mode != self.chain.model.training:
-            self.chain.set_training(mode)
-            self._training = mode
+        self._state.leave()
 
     def set_timeout(self, limit: timedelta) -> None:
         """Limit the time of a step from now on; beyond it every rank says what it waits for, and its process ends.
@@ -471,123 +382,13 @@ class Pipeline:
         Args:
             limit: the least; a multiple of what steps are known to take if that is more (``self.limit``).
         """
-        self.limit.least_s, self._watched = limit.total_seconds(), True
-        self._apply_limit()
-
-    def _apply_limit(self) -> None:
-        if self._watched:
-            self.executor.watchdog.limit_s = self.limit.seconds
-        # The transport would end it without a word; it is there for what no watchdog sees. Two steps may be issued.
-        self.transport.set_timeout(timedelta(seconds=2 * self.limit.seconds + 30))
-
-    def _estimate(self, local: LocalBatch) -> None:
-        """Expect of the first step what its FLOPs and bytes say, where no plan has said it."""
-        device, shares, ranks = self.world.device, self._deal.count(local.rows), self.sequence_ranks
-        if (bins := local.bins) is None:
-            rows = min(local.rows, self.micro_batch * ceil(shares * ranks / self.world.size))
-            said = self.costs(local.rows, local.sequence_length)
-            flops = (chain_flops(self.chain, [local.sequence_length] * rows, at_most=True) or 0.0) / ranks
-        else:
-            said = self._costs(self._schedule(bins.shape), local.sequence_length)
-            busiest = bins.seconds / bins.mean_seconds / self.world.size
-            flops = (chain_flops(self.chain, bins.lengths, at_most=True) or 0.0) * busiest
-        self.limit.estimated_s = estimate_s(
-            flops,
-            max(*said.link_sent_bytes, *said.link_received_bytes, 0),
-            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            dtype=str(self.dtype).removeprefix("torch."),
-        )
-        self._apply_limit()
+        self._limits.watch(limit)
 
     def record_hangs(self, folder: Path) -> None:
         """Name the folder for what NCCL was given, which a rank that hangs writes under the step's name; on GPUs."""
         if self.world.device.type == "cuda":
             named = lambda step: folder / step.replace(" ", "-")  # noqa: E731
             self.executor.watchdog.last_words = lambda step: write_record(named(step), self.world.rank)
-
-    def _check_batch(self, result: StepResult) -> None:
-        if not result.alike:
-            raise UserError(
-                "batch",
-                "different ones on different ranks",
-                "the same global batch (and learning rates) on all ranks, each of which computes its own part of it; a "
-                "rank that knows only its own rows gives a LocalBatch of what Pipeline.shares says",
-            )
-
-    def _check(self, result: StepResult) -> None:
-        self._check_batch(result)
-        before = self.limit.seconds
-        if took_s := result.took_s:
-            self.limit.took(took_s)
-        if self.limit.seconds != before:
-            self._apply_limit()
-        if result.finite and result.tokens:
-            self.skipped = 0
-            return
-        if result.finite:
-            self.without_labels += 1
-            if self.without_labels == 1 and self.world.rank == 0:
-                logger.warning("a global batch has no label to learn: its step, like all such, is left out")
-            return
-        if self.skipped < self.skip_limit:
-            self.skipped += 1
-            return
-        if isfinite(result.loss) and isfinite(result.grad_norm):
-            raise RunError("an earlier step was not finite; nothing is updated until a good state is loaded")
-        early = self.settings.early_updates
-        outcome = "they have reached the weights: updates are early" if early else "the update was left out"
-        raise RunError(f"loss {result.loss} and gradient norm {result.grad_norm} are not finite; {outcome}")
-
-    def _play(
-        self,
-        local: LocalBatch,
-        *,
-        training: bool,
-        rate: float,
-        recording: Recording | None = None,
-        measure: Measure | None = None,
-    ) -> StepResult:
-        self._require_whole()
-        self.chain.check_frozen()
-        device = self.world.device.type
-        if torch.is_autocast_enabled(device):
-            raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
-        bins = local.bins
-        schedule = self._schedule(bins.shape if bins else self._deal.count(local.rows), training=training)
-        if training and not self.limit.known_s:
-            self._estimate(local)
-        chosen = self.optimizer.chosen()  # as they are now: the step itself runs later
-        micro_batches = self._deal.numbered(local, schedule.step.micro_batches[self.world.rank])
-        given = StepInput(
-            micro_batches,
-            scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
-            seed=self.seed if training else None,
-            step=self.step_number,
-            digest=zlib.crc32(struct.pack("d", rate) + repr(chosen).encode(), local.digest or 0) % 2**20,
-            measure=measure,
-            place=self.world.topology.local_of(self.world.rank) % self.sequence_ranks,
-            shared=schedule.step.shared,
-            counted=schedule.step.losses_of(self.world.rank) if schedule.step.losses else None,
-            kept={m: self._layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
-        )
-        if schedule.step.settings.offloaded_layers:
-            tokens = self.bin_tokens if bins else 0
-            self._compute.make_places(schedule.programs[self.world.rank], given, self.dtype, tokens)
-        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0, chosen=chosen)
-        return self.executor.play(schedule, given, rule, recording=recording)
-
-    def _layers_kept(self, schedule: Schedule, m: int, batch: MicroBatch) -> frozenset[int]:
-        """The layers of which ``keep_mib`` holds what a micro-batch would compute again."""
-        settings = schedule.step.settings
-        if not settings.keep_mib or schedule.step.ranks_of(m) > 1:
-            return frozenset()
-        config = self.chain.config.get_text_config()
-        if "graph" not in self._kept_per_token:
-            return frozenset()
-        each = max(1, self._kept_per_token["graph"] - self.chain.width * self.dtype.itemsize)
-        tokens = batch.input_ids.numel() * settings.micro_batches_per_visit
-        first = max(settings.offloaded_layers + 1, self.spec.first_backward)
-        return layers_that_keep(batch.lengths, windows(config), settings.keep_mib * 2**20 // (each * tokens), first)
 
     # state
 
@@ -612,28 +413,7 @@ class Pipeline:
 
         Returns when the copy is there: weights may change then. What came of it, ``Saving.wait`` says.
         """
-        begin = time.perf_counter()
-        self._require_whole()
-        self.drain()
-        if isinstance(where, str | Path):
-            store, name = Disk(Path(where).parent, self.world, injector=self.injector), Path(where).name
-        else:
-            store, name = where, step_name(self.step_number)
-        world = store.group or self._world_of_saves
-        self._savings[:] = [saving for saving in self._savings if not saving.done]
-        assert all(saving.world is not world for saving in self._savings), "one save at a time"
-        pieces = stage(list(state_pieces(self.storage, self.optimizers, saving=True)))
-        content = {
-            "parameters": {slot.name: list(slot.shape) for unit in self.storage.units for slot in unit.slots},
-            "step": self.step_number,
-            "run": dict(run or {}),
-            "optimizer": self.optimizers.name,
-            "history": store.history,
-            **({"quantize": self.storage.form} if self.storage.form != NONE else {}),
-        }
-        staged_s = time.perf_counter() - begin
-        self._savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s))
-        return self._savings[-1]
+        return self._state.start_saving(where, run or {}, self.injector)
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:
         """Go on from what ``save`` has written, on any number of processes and with any strategy; returns its ``run``.
@@ -646,28 +426,7 @@ class Pipeline:
             RunError: reading broke off in the middle. What is here is half of a state: steps, evaluations, saves and
                 exports raise until a load succeeds.
         """
-        self.executor.drain()
-        whole, self._whole = self._whole, False
-        try:
-            source = where if isinstance(where, Source) else Path(where)
-            manifest = load_state(source, self.storage, self.optimizers, self.world)
-        except UserError:
-            self._whole = whole  # it has changed nothing
-            raise
-        finally:
-            self._generation += 1
-            self.chain.forget()
-        self._whole = True
-        self._recent.clear()  # of the state that is replaced
-        self.skipped = 0
-        self.step_number = manifest["step"]
-        self.executor.forgive()
-        return manifest["run"]
-
-    def _require_whole(self) -> None:
-        """Raises RunError where a load broke off in the middle."""
-        if not self._whole:
-            raise RunError("a load broke off: this pipeline holds half of a state until one succeeds")
+        return self._state.load(where)
 
     def export(
         self,
@@ -681,7 +440,7 @@ class Pipeline:
         """Write a folder for ``AutoModelForCausalLM.from_pretrained``, or for a ``peft`` model its adapter, which
         ``merge`` puts into the weights of the whole model instead; on all ranks.
         """
-        self._require_whole()
+        self._state.require_whole()
         self.drain()
         return export_hugging_face(
             self.chain,
@@ -696,35 +455,11 @@ class Pipeline:
 
     def costs(self, rows: int, sequence_length: int) -> Costs:
         """Bytes over the links and memory of one step, from the schedule alone."""
-        return self._costs(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
+        return self._costs.of(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
 
     def costs_of_bins(self, bins: Bins) -> Costs:
         """The same of a step on documents of uneven lengths, for bins that are full."""
-        return self._costs(self._schedule(bins.shape), self.bin_tokens * bins.ranks)
-
-    def _costs(self, schedule: Schedule, tokens: int) -> Costs:
-        widths = Widths(
-            weight=self.dtype.itemsize,
-            gradient=self.reduce_dtype.itemsize,
-            master=self.storage.master_dtype.itemsize,
-            optimizer_states=self.optimizers.states_per_element,
-            unpacked=self.chain.unpacked_elements,
-        )
-        own = -(-tokens // self.sequence_ranks)
-        boundary = own * self.chain.width * self.dtype.itemsize
-        sizes: dict[Kind, int] = dict.fromkeys(BOUNDARIES, boundary)
-        if self.sequence_ranks > 1:
-            keys = key_elements(self.chain.config.get_text_config()) * tokens
-            sizes[Kind.KEYS] = keys * self.dtype.itemsize
-            sizes[Kind.KEY_GRADIENTS] = keys * self.storage.master_dtype.itemsize
-        sizes |= {Kind(kind): own * each for kind, each in self._kept_per_token.items() if kind != "attention"}
-        sizes[Kind.OFFLOADED_ATTENTION] = sizes.get(Kind.ATTENTION, 0)
-        said = costs(schedule, widths, activation_bytes=sizes, nodes=self.world.nodes)
-        return replace(
-            said,
-            host_bytes=said.host_bytes + self.storage.exact_bytes,
-            activation_bytes=said.activation_bytes + (self.settings.keep_mib or 0) * 2**20,
-        )
+        return self._costs.of(self._steps.schedule(bins.shape), self.bin_tokens * bins.ranks)
 
     def check_copies(self) -> None:
         """Compare what should be alike on several processes: the copies of every home, and what travels of it with its
@@ -734,35 +469,19 @@ class Pipeline:
             RunError: something is not alike; on all ranks.
         """
         self.drain()
-        self._parameters.check_copies()
+        self._state.parameters.check_copies()
 
     # weights
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of all parameters, in the order of their units."""
-        return self._parameters.names
+        return self._state.parameters.names
 
     def parameter(self, name: str) -> Tensor | None:
         """One whole parameter in the master dtype on rank 0, None elsewhere; call on all ranks. Drains first."""
-        self._parameters.check(name, gradient=False)
-        self.drain()
-        return self._parameters.collect(name, self._generation)
+        return self._state.parameter(name)
 
     def gradient(self, name: str) -> Tensor | None:
         """The clipped gradient that the last update used, like ``parameter``; the parameter must be trainable."""
-        self._parameters.check(name, gradient=True)
-        self.drain()
-        return self._parameters.collect(name, self._generation, gradient=True)
-
-
-def _check_settings(*, micro_batch: int, dtype: torch.dtype | str, clip_norm: float | None, seed: int) -> None:
-    if micro_batch < 1:
-        raise UserError("micro_batch", micro_batch, "at least 1")
-    # fp16 would need loss scaling: gradients of single tokens are below its range.
-    if dtype not in (AUTO, *DTYPES.values()):
-        raise UserError("dtype", dtype, "torch.float32, torch.bfloat16, torch.float64 or 'auto'")
-    if clip_norm is not None and not clip_norm > 0:
-        raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
-    if seed < 0:
-        raise UserError("seed", seed, "0 or more")
+        return self._state.parameter(name, gradient=True)

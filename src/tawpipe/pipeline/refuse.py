@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import torch
+
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.quantized import NONE
+from tawpipe.pipeline.check import CHOICES
+from tawpipe.runtime.dtype import AUTO, DTYPES
 from tawpipe.runtime.optimizer import OptimizerFactory
 from tawpipe.runtime.unit_optimizers import refuse_cut_matrices
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
+
+
+def refuse_values(
+    *, micro_batch: int, dtype: torch.dtype | str, clip_norm: float | None, seed: int, check: str
+) -> None:
+    """Raise UserError for a value that a pipeline cannot have."""
+    if check not in CHOICES:
+        raise UserError("check", check, ", ".join(CHOICES))
+    if micro_batch < 1:
+        raise UserError("micro_batch", micro_batch, "at least 1")
+    # fp16 would need loss scaling: gradients of single tokens are below its range.
+    if dtype not in (AUTO, *DTYPES.values()):
+        raise UserError("dtype", dtype, "torch.float32, torch.bfloat16, torch.float64 or 'auto'")
+    if clip_norm is not None and not clip_norm > 0:
+        raise UserError("clip_norm", clip_norm, "above 0, or None for no clipping")
+    if seed < 0:
+        raise UserError("seed", seed, "0 or more")
 
 
 def refuse_settings(
@@ -46,7 +67,7 @@ def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory
     if compile_layers and strategy.splits:
         expected = f"false under {strategy.name}, whose backward passes are taken apart"
         raise UserError("compile_layers", True, expected)
-    if strategy.weights_stay and (why := chain.why_not_staged):
+    if strategy.axis and (why := chain.why_not_staged):
         expected = f"a strategy whose weights travel for {chain.name}: {why}"
         raise UserError("schedule.strategy", strategy.name, expected)
     refuse_cut_matrices(optimizer, chain.units, step.homes, step.settings.strategy)

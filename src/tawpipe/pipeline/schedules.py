@@ -14,13 +14,13 @@ from tawpipe.model.shapes import num_heads
 from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec, share_bins
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import build, shares_of, step_of, strategy_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
+from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,17 @@ class Schedules:
         shares = self.shares(count)
         return step_of(self._model, self._world.topology, self.settings, shares, strategy=self._strategy)
 
+    @property
+    def ranks_of_a_row(self) -> int:
+        """How many processes compute a row: a set, or the positions of a pipeline."""
+        size, step = self._world.size, self.smallest
+        return size // len(set(step.strategy.share(size, step.topology, step.settings)))
+
+    @property
+    def share_of_a_row(self) -> float:
+        """The share of a row's work that is this process's, relative to the others': its stages' in a pipeline."""
+        return self.smallest.strategy.share_of_a_row(self.smallest, self._world.rank)
+
     def samples(self) -> list[Schedule]:
         """Schedules that use every group and operation that any will use: of training, and forward only."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
@@ -97,8 +108,6 @@ class Schedules:
     def reorder(self, count: int, order: Order) -> None:
         """Put a schedule of the same pipeline in another order in the place of that for so many micro-batches."""
         step = self.step(count)
-        if not isinstance(step.strategy, ActivationPipeline):
-            raise UserError("schedule.strategy", step.strategy.name, "one whose activations travel, to have an order")
         schedule = for_one_thread(step.strategy.build_in_order(step, order))
         if sum(map(len, schedule.programs)) <= VERIFIED_ACTIONS:
             verify(schedule, steps=2, one_thread=True)

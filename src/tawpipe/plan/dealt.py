@@ -24,7 +24,7 @@ from tawpipe.plan.search import GAIN, Candidate, fits, leanest, search
 from tawpipe.schedule.balance import Bins, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies import build, step_of
+from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.schedule.unbalanced import in_rows, in_turn
 from tawpipe.simulate import Timeline, play
 

@@ -1,8 +1,9 @@
 """A better order for a pipeline that is already training: looked for beside it, in a process of its own.
 
-The costs are those that were measured in the first steps. The solver (schedule/pipelines/solve.py) begins with the
-order that runs, or with a fixed way that is better by those costs. It has a low priority and an end, and knows nothing
-but numbers: what it finds comes back as text, which every rank reads alike. Where it fails, training goes on as it is.
+The costs are those that were measured in the first steps. The solver (schedule/pipelines/search/solve.py) begins with
+the order that runs, or with a fixed way that is better by those costs. It has a low priority and an end, and knows
+nothing but numbers: what it finds comes back as text, which every rank reads alike. Where it fails, training goes on as
+it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.solve import heuristics, solve
 from tawpipe.schedule.pipelines.times import parse_times, spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
 
@@ -184,6 +184,9 @@ class Improvement:
 
 def answer(question: Mapping[str, Any]) -> Improved:
     """What ``Improvement`` asks its worker."""
+    from tawpipe.schedule.pipelines.search.fitting import heuristics
+    from tawpipe.schedule.pipelines.search.solve import solve
+
     layout = Layout.parse(question["layout"], question["blocks"])
     costs, start = parse_times(question["costs"]), Order.parse(question["start"])
     fixed = heuristics(layout, costs, question["micro_batches"], split=question["split"])

@@ -22,9 +22,10 @@ from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import DEFAULT
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import find, strategies
+from tawpipe.schedule.strategies.table import find, strategies
 
 POSITIONS = "the model's positions"
 SHORTEST = 2
@@ -158,7 +159,7 @@ class Longest:
         """
         rows = []
         for strategy in strategies().values():
-            if strategy.candidate and not strategy.weights_stay:
+            if strategy.candidate and Kind.WEIGHT in strategy.travels:
                 rows.append(_longest_of(request, strategy, ends))
                 tell(f"{strategy.name}: {rows[-1].why_not or f'{rows[-1].tokens:,} tokens, then {rows[-1].binds}'}")
         return cls(request, tuple(sorted(rows, key=lambda one: (-one.tokens, -one.tokens_per_second))))

@@ -16,9 +16,8 @@ from tawpipe.errors import UserError
 from tawpipe.plan.predict import memory_quickly
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.generate import BUDGET, generate
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.periodic import searched
+from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
@@ -28,8 +27,6 @@ from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.simulate import LinkModel
 
 MICRO = 1e6
-QUICK = BUDGET // 10
-"""Of a search for stages, where it is to be seen whether they are worth one that takes longer."""
 QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
@@ -45,7 +42,7 @@ def laid_out(request: PlanRequest, strategy: Strategy, axis: str) -> Sequence[St
     Args:
         axis: the only one for what is made for costs, which takes time; any if empty.
     """
-    if isinstance(strategy, ActivationPipeline) and strategy.made and axis and not strategy.stages:
+    if isinstance(strategy, ActivationPipeline) and strategy.made and not strategy.stages:
         strategy = replace(strategy, stages=axis)
     return strategy.layouts(request.topology)
 
@@ -64,14 +61,14 @@ def made_for(request: PlanRequest, way: Strategy, *, hopeful: bool = True) -> St
     return way
 
 
-def effort(request: PlanRequest, way: ActivationPipeline) -> int:
+def effort(request: PlanRequest, way: Strategy) -> int:
     """Micro-batches, times blocks, of the orders that are made and played, about."""
-    positions = way.positions(request.topology)
-    each = -(-request.micro_batches // positions.replicas)
-    return min(each, 2 * searched(positions.size)) * len(request.model.blocks)
+    positions = way.divided_over(request.topology)
+    each = -(-request.micro_batches * positions // request.topology.world_size)
+    return min(each, 2 * searched(positions)) * len(request.model.blocks)
 
 
-def long(request: PlanRequest, way: ActivationPipeline) -> bool:
+def long(request: PlanRequest, way: Strategy) -> bool:
     """True if making and playing orders takes seconds."""
     return effort(request, way) > QUICK_EFFORT
 
@@ -103,6 +100,8 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     try:
         for _ in range(TRIES):
             if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
+                from tawpipe.schedule.pipelines.search.generate import generate
+
                 layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
                 stages = f"{positions.axis}:{layout}"
             made = replace(strategy, stages=stages, block_times=spell_times(costs))

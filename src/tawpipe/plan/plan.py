@@ -80,8 +80,8 @@ class Plan:
         made, seconds = self.chosen.prediction, self.chosen.seconds
         computing = 1 - made.idle_s / seconds
         words = f"{self.chosen.strategy} computes {computing:.0%} of the step"
-        if self.chosen.step.strategy.weights_stay:
-            words += f", its stages {self.chosen.step.strategy.layout}"
+        if layout := self.chosen.step.strategy.layout:
+            words += f", its stages {layout}"
         if chunk := self.chosen.step.settings.sequence_chunk:
             words += f", rows in {of_chunks(self.request, chunk)}"
         if (ranks := self.chosen.step.sequence_ranks) > 1:

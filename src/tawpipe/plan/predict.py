@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from tawpipe.plan.request import PlanRequest
 from tawpipe.runtime.transport import needed_groups
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import far_widths, held, held_apart
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, Timeline, play
 
 MOST_VISITS = 20_000
@@ -120,15 +120,10 @@ def link_bytes_of(timeline: Timeline) -> float:
 def bound_of(request: PlanRequest, step: StepSpec) -> float:
     """Seconds that computing, and the links, need at least; without building a schedule."""
     strategy, topology = step.strategy, request.topology
-    if isinstance(strategy, ActivationPipeline):  # of its links there is no formula
-        positions, seconds = strategy.positions(topology), request.block_seconds(step)
-        layout = strategy.layout_of(request.model, positions.size)
-        loads = [0.0] * positions.size
-        for stage, place in enumerate(layout.places):
-            loads[place] += sum(seconds[block] for block in layout.blocks_of(stage))
-        return max(loads) * -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
-    compute = max(map(len, step.micro_batches)) * request.compute_s(step)
-    if topology.num_nodes == 1:
+    seconds = request.block_seconds(step)
+    works = {(len(own), blocks) for own, blocks in zip(step.micro_batches, strategy.computes(step), strict=True)}
+    compute = max(number * sum(seconds[block] for block in blocks) for number, blocks in works)
+    if topology.num_nodes == 1 or Kind.WEIGHT not in strategy.travels:  # of what else travels there is no formula
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)
     traffic = [one.strategy.traffic(one, training=True) for one in ((short, longer) if left else (short,))]
@@ -188,7 +183,7 @@ def short_schedule(request: PlanRequest, step: StepSpec) -> Schedule:
     """A schedule that holds as much as the whole step's: two rounds hold as much as many, and of ranks that do alike
     one has a program.
     """
-    rounds = PLAYED_ROUNDS if step.strategy.weights_stay else 2  # of a pipeline what fits is played at once
+    rounds = PLAYED_ROUNDS if step.strategy.axis else 2  # several are under way where ranks divide the blocks
     short, _, _ = shortened(request, step, rounds)
     return _build(request, short) if one_for_all(request, short) else _built(short, short.strategy.fullest(short))
 

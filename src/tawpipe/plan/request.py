@@ -15,7 +15,7 @@ from tawpipe.schedule.footprint import Widths
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
-from tawpipe.schedule.strategies import shares_of, step_of
+from tawpipe.schedule.strategies.build import shares_of, step_of
 from tawpipe.simulate import CostModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
@@ -173,7 +173,7 @@ class PlanRequest:
             settings = replace(settings, **self.in_chunks(0))
         shares = shares_of(self.micro_batches, self.topology, settings, strategy)
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy)
-        why = self.why_not_staged if step.strategy.weights_stay else ""
+        why = self.why_not_staged if step.strategy.axis else ""
         if self.compiled and step.strategy.splits:
             why = why or "backward passes of compiled layers cannot be taken apart"
         if why:

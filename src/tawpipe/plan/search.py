@@ -35,10 +35,11 @@ from tawpipe.plan.predict import (
     shortened,
 )
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies import step_of, strategies
+from tawpipe.schedule.strategies.build import step_of
+from tawpipe.schedule.strategies.table import strategies
 
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
@@ -127,7 +128,7 @@ class Outlook:
             self.waiting(f"planning for {seconds:.0f} s, now {what}")
             self.patience_s = 2 * seconds
 
-    def why_not(self, request: PlanRequest, way: ActivationPipeline, *, hopeful: bool) -> str:
+    def why_not(self, request: PlanRequest, way: Strategy, *, hopeful: bool) -> str:
         """Why an order is not made for a way to lay out a pipeline, or nothing; what it takes is spent.
 
         Args:
@@ -281,17 +282,15 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
     refused = Candidate(strategy.name, None, None, False, "a pipeline needs several devices")
     ways: list[Candidate] = []
     for way in sorted(pipelines.laid_out(request, strategy, axis), key=lambda one: _least(request, one, axis)):
-        other = isinstance(way, ActivationPipeline) and axis not in ("", way.axis) and pipelines.long(request, way)
+        other = way.axis and axis not in ("", way.axis) and pipelines.long(request, way)
         if other and any(one.fits for one in ways):
             continue
         outlook.at(strategy.name)
         most = min((one.seconds for one in ways if one.fits), default=outlook.ahead * HOPELESS)
         try:
-            why = ""
-            if isinstance(way, ActivationPipeline):
-                why = _too_large(request, way.positions(request.topology).size)
-                if way.made and not why:
-                    why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
+            why = _too_large(request, way.divided_over(request.topology))
+            if way.made and not why:
+                why = outlook.why_not(request, way, hopeful=outlook.hopeful or way.searches_stages)
             if not why:
                 way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
             ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way, most))
@@ -306,13 +305,12 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[str, bool]:
     """(what the best pipeline so far is laid over, whether it is not far behind the best of all); of none so far what
     leaves all open.
     """
-    found = [one for one in candidates if one.step is not None and isinstance(one.step.strategy, ActivationPipeline)]
+    found = [one for one in candidates if one.step is not None and one.step.strategy.axis]
     ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
     best = min(found, key=lambda one: (not one.fits, one.seconds), default=None)
     if best is None or not best.fits:  # what is made for the memory that there is may fit, and laid out otherwise
         return "", best is None or best.seconds < ahead * HOPELESS
     assert best.step is not None
-    assert isinstance(best.step.strategy, ActivationPipeline)
     return best.step.strategy.axis, best.seconds < ahead * HOPELESS
 
 
@@ -320,7 +318,7 @@ def _least(request: PlanRequest, way: Strategy, axis: str) -> float:
     """Seconds that a way to lay a pipeline out needs at least, as far as that is known before anything is made; none
     for the one that suits another pipeline best.
     """
-    if not isinstance(way, ActivationPipeline) or way.made or way.axis == axis:
+    if not way.axis or way.made or way.axis == axis:
         return 0.0
     with suppress(UserError):
         return bound_of(request, request.step(replace(request.settings, strategy=way.name), way))
@@ -335,7 +333,7 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
     """
     refused = Candidate(strategy.name, None, None, False)
     base = replace(request.settings, strategy=strategy.name)
-    visits = [1] if strategy.weights_stay else _per_visit(request)
+    visits = _per_visit(request) if Kind.WEIGHT in strategy.travels else [1]
     try:
         options = [request.step(replace(base, micro_batches_per_visit=k), strategy) for k in visits]
         if why := unplayed(request, options[0]):
@@ -469,7 +467,7 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
 def plays(request: PlanRequest, step: StepSpec) -> int:
     """Micro-batches, times blocks, that a prediction plays; of all ranks of a pipeline together."""
     _, longer, _ = shortened(request, step, PLAYED_ROUNDS)
-    ranks = 1 if step.strategy.weights_stay else played(request, step)
+    ranks = played(request, step) if step.strategy.divided_over(step.topology) == 1 else 1
     return ranks * len(request.model.blocks) * max(map(len, longer.micro_batches))
 
 
@@ -531,9 +529,8 @@ def settle(request: PlanRequest, candidate: Candidate) -> Candidate:
 def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outlook) -> Iterator[dict[str, Any]]:
     """Settings that may be worth a try, where a step takes so long; a strategy refuses those that are not for it."""
     settings, units, layers = step.settings, len(request.model.units), request.model.num_layers
-    if step.strategy.weights_stay:
-        strategy = step.strategy
-        assert isinstance(strategy, ActivationPipeline)
+    strategy = step.strategy
+    if Kind.WEIGHT not in strategy.travels:
 
         def worth(recompute: str) -> bool:
             """True if computing alone takes less, so that a step may; and if what is made anew could then be best."""

@@ -21,7 +21,7 @@ from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 
 LIMIT = 1e-6
 """Largest relative difference in fp64: transformers computes the norms of Llama in fp32 whatever the dtype."""

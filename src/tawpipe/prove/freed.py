@@ -42,13 +42,14 @@ class Freed:
         """Buffer -> the lane that allocated it, and its stream."""
         self._recorded: dict[int, set[Any]] = {}
         """Address of a tensor's memory -> streams that it was recorded on."""
-        compute, executor = pipeline._compute, pipeline.executor
+        executor = pipeline.executor
+        compute: Any = executor.compute
         compute._held = _Held(self)
         submit = executor._submit
         executor._submit = lambda action, run: submit(action, partial(self._run, action, run))  # type: ignore[method-assign]
         if not self._cuda:  # it would not record anything
-            compute.chain = _Chain(compute.chain, self._now)  # type: ignore[assignment]
-            compute.stream = LaneStream(Lane.COMPUTE.value)  # type: ignore[attr-defined] # as on a GPU
+            compute.chain = _Chain(compute.chain, self._now)
+            compute.stream = LaneStream(Lane.COMPUTE.value)  # as on a GPU
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Freed]:

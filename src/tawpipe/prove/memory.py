@@ -29,7 +29,7 @@ from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.peak import peak_of_step
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 
 RECOMPUTE = ("full", "selective", "none", "none:1,selective:1,full")

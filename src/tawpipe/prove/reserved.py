@@ -32,7 +32,7 @@ from tawpipe.runtime.rows import Places
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import build
+from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import LinkModel
 
 ROOM = 64 << 20

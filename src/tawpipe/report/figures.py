@@ -219,7 +219,7 @@ def memory_figure(name: str, timeline: Timeline, rank: int, activation_bytes: Ma
     Activations are held from the begin of the action that makes them to the end of the one that frees them.
 
     Args:
-        activation_bytes: of one of every kind, see ``Schedule.peak_activations``; those on the host do not count.
+        activation_bytes: of one of every kind, see ``peak_activations``; those on the host do not count.
         fixed: bytes that are held all the time: homes, buffers, what a block computes with.
     """
     spans = list(timeline.spans(rank, step=timeline.steady_step))

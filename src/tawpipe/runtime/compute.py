@@ -499,7 +499,7 @@ class Compute:
     def _expect_unchanged(self, action: Action, before: list[Tensor]) -> None:
         if any(old != new for old, new in zip(before, self._sums_when_new(action) or (), strict=True)):
             expected = "its forward pass changes weights in place, which only the optimizer may do"
-            raise UserError("--model", self._name(action), expected)
+            raise UserError("model", self._name(action), expected)
         self._repeated.add(self._state(action))
 
     def _compare(self, action: Action, first: Tensor, second: Tensor) -> None:
@@ -508,7 +508,7 @@ class Compute:
         reach = limit * float(first.abs().nan_to_num().max())
         if not torch.allclose(first, second, rtol=limit, atol=reach, equal_nan=True):
             raise UserError(
-                "--model",
+                "model",
                 self._name(action),
                 "run twice on the same input it gives two results, so its gradients would belong to neither: it keeps "
                 "state from call to call, or draws random numbers elsewhere than from torch's default generators",

@@ -24,7 +24,7 @@ from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, home_weight
 from tawpipe.schedule.step import Schedule
 
-SETTING = "--inject"
+SETTING = "injector"
 PLACES = ("pull", "gather", "forward", "backward", "reduce", "push", "update", "save", "load")
 """Weights between nodes, and inside one; computing; gradients inside a node, and between them; the optimizer; a
 checkpoint being written, and being read.

@@ -233,22 +233,24 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         UserError: ``cuda`` where there is none, or more local processes than devices.
     """
     if wanted not in ("auto", "cpu", "cuda"):
-        raise UserError("--device", wanted, "auto, cpu or cuda")
+        raise UserError("device", wanted, "auto, cpu or cuda")
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if count == 0:
         if wanted == "cuda":
-            raise UserError("--device", wanted, "this machine has no CUDA device that torch can use; cpu or auto works")
+            raise UserError("device", wanted, "this machine has no CUDA device that torch can use; cpu or auto works")
         return torch.device("cpu")
     # A launcher that shows every process one device numbers it 0.
     index = 0 if count == 1 else local_rank
     if index >= count or (count == 1 and local_rank > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ):
-        raise UserError("--nproc", f"local rank {local_rank}", f"at most one process for each of the {count} devices")
+        raise UserError(
+            "local_rank", f"local rank {local_rank}", f"at most one process for each of the {count} devices"
+        )
     try:
         torch.cuda.set_device(index)
     except (RuntimeError, AssertionError) as error:  # above all a driver that is too old for this torch
         problem = f"torch {torch.__version__} cannot start CUDA here: {str(error).splitlines()[0]}"
         if wanted == "cuda":
-            raise UserError("--device", wanted, f"a driver and a torch that go together, or cpu ({problem})") from error
+            raise UserError("device", wanted, f"a driver and a torch that go together, or cpu ({problem})") from error
         logger.warning("%s. The CPU is used instead", problem)
         return torch.device("cpu")
     return torch.device("cuda", index)
@@ -286,7 +288,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     if launch is None:
         picked = pick_device(device, 0)
         if nodes not in (None, 1):
-            raise UserError("--nodes", nodes, "1, because this is a single process")
+            raise UserError("nodes", nodes, "1, because this is a single process")
         return World(Topology.grid(1, 1), 0, picked, None)
     picked = pick_device(device, launch.local_rank)
     if launch.world_size == 1:
@@ -301,7 +303,7 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     if nodes is None:
         topology = machines
     elif nodes < 1 or launch.world_size % nodes:
-        raise UserError("--nodes", nodes, f"a divisor of the {launch.world_size} processes")
+        raise UserError("nodes", nodes, f"a divisor of the {launch.world_size} processes")
     else:
         topology = Topology.grid(nodes, launch.world_size // nodes)
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7), group_desc="patient")

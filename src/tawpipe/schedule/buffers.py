@@ -9,6 +9,7 @@ Schedules name the same few buffers again and again, so each is made once: the f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
@@ -215,3 +216,23 @@ def offloaded(place: int, block: int) -> Buffer:
 def reloaded(place: int, block: int) -> Buffer:
     """Where it comes back: blocks take turns in two buffers a micro-batch."""
     return Buffer(Kind.RELOADED, (block % 2, place))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equally large buffers of one kind on one rank.
+
+    Args:
+        name: begins the text of its buffers, see ``buffers.pool_kind``.
+        kind: WEIGHT (compute dtype) or GRADIENT (reduce dtype).
+        elements: of one buffer.
+    """
+
+    name: str
+    kind: Kind
+    count: int
+    elements: int
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(pooled(self.name, number) for number in range(self.count))

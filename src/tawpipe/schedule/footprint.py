@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
+from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
@@ -252,10 +253,11 @@ def held(
     ]
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
-    moments = [(total, working(action)) for rank in ranks for action, total in schedule.activations(rank, on_device)]
+    programs = [activations_held(schedule, rank, on_device) for rank in ranks]
+    moments = [(total, working(action)) for program in programs for action, total in program]
     activations, computing = max(moments, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
-    left, in_files = [schedule.peak_activations(r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
+    left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
     return Held(
         home_bytes=max(home),
         buffer_bytes=max(buffers),
@@ -304,7 +306,7 @@ def costs(
     """Add up a schedule.
 
     Args:
-        activation_bytes: of one activation of every kind, see ``Schedule.peak_activations``.
+        activation_bytes: of one activation of every kind, see ``peak_activations``.
         working: bytes that an action takes besides while it runs.
         nodes: the real ones, where the schedule was built for others.
     """
@@ -329,11 +331,8 @@ def costs(
 
 
 def _in_words(schedule: Schedule) -> str:
-    settings, many = schedule.step.settings, count(len(schedule.micro_batches), "micro-batch", "micro-batches")
-    if schedule.step.strategy.weights_stay:
-        return f"{many} through the stages of a pipeline, {settings.stages}"
-    rounds = count(schedule.step.rounds, "round")
-    return f"{many} in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
+    many = count(len(schedule.micro_batches), "micro-batch", "micro-batches")
+    return f"{many} {schedule.step.strategy.in_words(schedule.step)}"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

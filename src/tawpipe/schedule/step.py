@@ -1,6 +1,6 @@
 """What a strategy is given, what it is, and what it makes: ``StepSpec``, ``Strategy``, ``Schedule``.
 
-    step = step_of(model, topology, settings, micro_batches)    # strategies.py: checked, homes placed
+    step = step_of(model, topology, settings, micro_batches)    # strategies/build.py: checked, homes placed
     schedule = step.strategy.build(step)                        # for all ranks, as data
 
 A schedule is a value: runtime, clock and pictures play it, the proof judges it. Whatever one strategy does unlike
@@ -10,21 +10,15 @@ another stands in its class; nobody else asks for its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import (
-    STAYING,
-    Buffer,
-    Kind,
-    home_gradient,
-    home_weight,
-    pooled,
-)
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
 from tawpipe.schedule.sharing import share_in_sets
@@ -39,6 +33,8 @@ NEUTRAL: dict[str, Any] = {
     "keep_mib": 0,
 }
 """What the settings that may be left open are for strategies that have no word on them."""
+SPECIAL = ("stages", "block_times")
+"""Settings that some strategies alone have a use for, see ``Strategy.uses``."""
 
 
 @dataclass(frozen=True)
@@ -122,32 +118,11 @@ class StepSpec:
         return self.micro_batches[rank][number * k : (number + 1) * k]
 
 
-@dataclass(frozen=True)
-class LinkTraffic:
-    """Elements that one node's link to the other nodes carries in one step.
-
-    Args:
-        weights_sent, weights_received: in the compute dtype.
-        gradients_sent, gradients_received: in the reduce dtype.
-    """
-
-    weights_sent: int = 0
-    weights_received: int = 0
-    gradients_sent: int = 0
-    gradients_received: int = 0
-
-    def bytes_sent(self, weight_bytes: float, gradient_bytes: float) -> int:
-        return round(self.weights_sent * weight_bytes + self.gradients_sent * gradient_bytes)
-
-    def bytes_received(self, weight_bytes: float, gradient_bytes: float) -> int:
-        return round(self.weights_received * weight_bytes + self.gradients_received * gradient_bytes)
-
-
 class Strategy(ABC):
     """A way to move weights and gradients: where units live, and the actions that a step needs.
 
-    A strategy is stateless; two of one name are the same. ``WeightStrategy`` (strategies.py) has all but the homes and
-    the route of strategies whose blocks every rank visits in the same order.
+    A strategy is stateless; two of one name are the same. ``WeightStrategy`` (weight_strategy.py) has all but the homes
+    and the route of strategies whose blocks every rank visits in the same order.
     """
 
     name: str
@@ -165,8 +140,22 @@ class Strategy(ABC):
     """
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
-    weights_stay: ClassVar[bool] = False
-    """True where activations travel instead: a micro-batch passes through several ranks."""
+    travels: ClassVar[frozenset[Kind]] = frozenset((Kind.WEIGHT, Kind.GRADIENT))
+    """What goes from rank to rank."""
+    axis: str = ""
+    """Over what the blocks of a micro-batch are divided, see ``divided_over``; empty where a rank computes them all."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Settings of ``SPECIAL`` that mean something under it."""
+    splits: ClassVar[bool] = False
+    """True if backward passes of layers may be in two parts."""
+    orders_host: ClassVar[bool] = False
+    """True if its order says which inputs wait in the host's memory, and where, and not ``offloaded_layers``."""
+    made: ClassVar[bool] = False
+    """True if its order, or more of it, is made for costs, which takes a plan its time."""
+    searches_stages: ClassVar[bool] = False
+    """True if what every rank computes is looked for as well."""
+    improves: ClassVar[bool] = False
+    """True if a solver may look for a better order by times that a run has measured."""
 
     def __repr__(self) -> str:
         return self.name
@@ -200,11 +189,6 @@ class Strategy(ABC):
             UserError: a setting cannot work.
         """
 
-    @property
-    def splits(self) -> bool:
-        """True if backward passes of layers may be in two parts."""
-        return False
-
     def configured(self, settings: ScheduleSettings) -> Strategy:
         """The strategy as settings lay it out; itself if they have no say in that."""
         return self
@@ -216,6 +200,31 @@ class Strategy(ABC):
             UserError: settings that these nodes cannot have.
         """
         return share_in_sets(count, topology, settings)
+
+    def divided_over(self, topology: Topology) -> int:
+        """Ranks that divide the blocks of a micro-batch among them; 1 where each computes all blocks."""
+        return 1
+
+    def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
+        """For every rank the blocks that it computes."""
+        return [range(len(step.model.blocks))] * step.topology.world_size
+
+    def share_of_a_row(self, step: StepSpec, rank: int) -> float:
+        """A rank's part of the work for a row that it computes, relative to the others' of its step."""
+        return 1.0
+
+    def build_in_order(self, step: StepSpec, order: Any) -> Schedule:
+        """A training step in a given order of works.
+
+        Raises:
+            UserError: the strategy has none.
+        """
+        raise UserError("schedule.strategy", self.name, "one whose activations travel, to have an order")
+
+    def in_words(self, step: StepSpec) -> str:
+        """How the micro-batches of a step go."""
+        rounds, settings = f"{step.rounds} round{'s' * (step.rounds != 1)}", step.settings
+        return f"in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
 
     def view(self, topology: Topology) -> Topology:
         """What the strategy takes for nodes; the real ones, unless it ignores them on purpose."""
@@ -271,26 +280,9 @@ class Strategy(ABC):
             if value != neutral:
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Equally large buffers of one kind on one rank.
-
-    Args:
-        name: begins the text of its buffers, see ``buffers.pool_kind``.
-        kind: WEIGHT (compute dtype) or GRADIENT (reduce dtype).
-        elements: of one buffer.
-    """
-
-    name: str
-    kind: Kind
-    count: int
-    elements: int
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        return tuple(pooled(self.name, number) for number in range(self.count))
+        for name in SPECIAL:
+            if (value := getattr(step.settings, name)) and name not in self.uses:
+                raise UserError(f"schedule.{name}", value, f"nothing under {self.name}, which has no stages")
 
 
 @dataclass(frozen=True)
@@ -362,44 +354,3 @@ class Schedule:
             if home.index(rank) is not None:
                 sizes[home_weight(unit)] = sizes[home_gradient(unit)] = home.stripe
         return sizes
-
-    def peak_activations(self, rank: int, sizes: Mapping[Kind, int] | None = None) -> int:
-        """The most that a program keeps at one time for backward passes.
-
-        Args:
-            sizes: of one activation of a kind; by default 1 for each input of a block and each gradient of one, so that
-                these are counted.
-        """
-        sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.RELOADED: 1} if sizes is None else sizes
-        if STAYING.issuperset(sizes):
-            return self._staying(rank, sizes)
-        return max((held for _, held in self.activations(rank, sizes)), default=0)
-
-    def _staying(self, rank: int, sizes: Mapping[Kind, int]) -> int:
-        """What activations take whose places are there for the whole run."""
-        staying = {buffer for action in self.programs[rank] for buffer in action.writes if buffer.kind in STAYING}
-        return sum(sizes.get(buffer.kind, 0) for buffer in staying)
-
-    def activations(self, rank: int, sizes: Mapping[Kind, int]) -> Iterator[tuple[Action, int]]:
-        """Every action of a program, and what is kept while it runs: what it writes and what it frees included.
-
-        What is received has its memory from when its lane is free, before its turn: it is posted at once. What is sent
-        is there until the computation is over that runs beside.
-        """
-        program = self.programs[rank]
-        passing = {kind: size for kind, size in sizes.items() if kind not in STAYING}
-        total, taken, free = self._staying(rank, sizes), [0] * len(program), dict[Lane, int]()
-        for index, action in enumerate(program):
-            posted = free.get(action.lane, 0) if action.op is Op.EXCHANGE else index
-            for buffer in action.writes:
-                if buffer.kind in passing and buffer not in action.reads:
-                    taken[posted] += passing[buffer.kind]
-            free[action.lane] = index + 1
-        leaving = 0
-        for action, more in zip(program, taken, strict=True):
-            total += more
-            yield action, total
-            for buffer in action.frees:
-                leaving += passing.get(buffer.kind, 0)
-            if action.op is not Op.EXCHANGE:
-                total, leaving = total - leaving, 0

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.spec import compressed_bytes
-from tawpipe.schedule.step import LinkTraffic, Schedule
+from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
 

@@ -14,13 +14,14 @@ from typing import ClassVar
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.blocks import backward, forward, offload, reload
-from tawpipe.schedule.buffers import Buffer
+from tawpipe.schedule.buffers import Buffer, Pool
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home, alike_sizes
 from tawpipe.schedule.residency import plan_residency
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.settings import spell_homes
 from tawpipe.schedule.spec import ModelSpec, share_micro_batches
-from tawpipe.schedule.step import LinkTraffic, Pool, Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
 from tawpipe.schedule.step_end import StepEnd
 from tawpipe.schedule.visits import forward_visits, training_visits
 from tawpipe.topology import Topology

@@ -15,11 +15,11 @@ from tawpipe.environment import LaunchEnvironment, restart_count, started_by_loc
 from tawpipe.errors import UserError
 from tawpipe.launch.gpus import Gpu
 from tawpipe.options import Open
+from tawpipe.options.library import as_option
 from tawpipe.runtime.faults import Fault, parse_faults
-from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.times import parse_times
 from tawpipe.schedule.settings import parse_homes
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.config import SHAPES, TAKES, OptimizerConfig, TrainConfig, train_options
 from tawpipe.train.trackers import check_trackers
 
@@ -64,8 +64,7 @@ def validate(config: TrainConfig, *, gpus: Sequence[Gpu] = (), environ: Mapping[
     if config.schedule.strategy not in (known := strategies()):
         raise UserError("--schedule.strategy", config.schedule.strategy, f"one of {', '.join(known)}")
     parse_homes(config.schedule.homes)
-    if isinstance(known[config.schedule.strategy], ActivationPipeline):
-        check_axis(config.schedule.stages)
+    known[config.schedule.strategy].configured(config.schedule)
     if config.schedule.block_times:
         parse_times(config.schedule.block_times)
     if (buckets := config.evaluation.by_position) and not config.evaluation.every:
@@ -137,7 +136,7 @@ def naming_documents(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if config.packing != "balanced" or error.setting != "--sequence-length":
+        if config.packing != "balanced" or as_option(error).setting != "--sequence-length":
             raise
         raise UserError("--max-document", error.value, error.expected) from error
 

@@ -24,7 +24,7 @@ from tawpipe.options import Options, bounded, open_number
 from tawpipe.options.command import Values
 from tawpipe.schedule.balance import USUAL_BIN
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.train.names import ELSEWHERE, LEADING
 
 

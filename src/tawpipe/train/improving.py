@@ -20,7 +20,7 @@ from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 
 TIMED = range(2, 5)
 """Steps of this run that are timed: the first ones warm up."""
@@ -118,7 +118,7 @@ class Improving:
 
 def _can_improve(pipeline: Pipeline, rows: int) -> bool:
     strategy = strategies()[pipeline.settings.strategy]
-    if not (isinstance(strategy, ActivationPipeline) and strategy.improves):
+    if not strategy.improves:
         return False
     step = pipeline.schedule(rows).step
     return len({len(own) for own in step.micro_batches}) == 1

@@ -15,7 +15,7 @@ from tawpipe.plan.probe import machine_unprobed, with_files
 from tawpipe.plan.remedy import remedies
 from tawpipe.plan.search import shortage
 from tawpipe.runtime.world import World
-from tawpipe.schedule.strategies import find
+from tawpipe.schedule.strategies.table import find
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.planned import MEMORY, ask, probed
 from tawpipe.train.words import gib

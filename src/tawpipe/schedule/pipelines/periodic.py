@@ -17,22 +17,8 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs, play
 
-SEARCHED, FILLED, LEAST = 64, 3, 16
-"""Micro-batches for which an order is looked for: up to so many, or so many for each position, which fill a pipeline.
-An order that goes on begins with the latter, but no fewer than the last.
-"""
 HARDLY = 1e-3
 """Share by which a micro-batch may take longer, for a shorter period."""
-
-
-def searched(positions: int) -> int:
-    """The most micro-batches of a pipeline for which an order is looked for; a longer one goes on periodically."""
-    return max(SEARCHED, FILLED * positions)
-
-
-def filling(positions: int) -> int:
-    """Micro-batches of the order with which a longer one begins."""
-    return max(LEAST, FILLED * positions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from tawpipe.schedule.blocks import backward, forward
 from tawpipe.schedule.buffers import (
     Buffer,
     Kind,
+    Pool,
     block_input,
     home_gradient,
     home_weight,
@@ -40,7 +41,7 @@ from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, play
 from tawpipe.schedule.placement import Home, padded_stripe
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import Pool, Schedule, StepSpec
+from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.step_end import StepEnd
 
 LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G, Lane.REDUCE)

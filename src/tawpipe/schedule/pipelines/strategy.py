@@ -1,41 +1,30 @@
-"""The strategies whose activations travel: published orders, and what searches find."""
+"""The strategies whose activations travel. Here are those of published orders; made.py has those whose orders, or
+stages, are looked for.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import arrange, continuing
-from tawpipe.schedule.pipelines.fitting import heuristics
-from tawpipe.schedule.pipelines.generate import BUDGET, generate
+from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_groups, one_f_one_b
-from tawpipe.schedule.pipelines.periodic import Periodic, filling, periodic, searched
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.topology import Topology
 
-SUMMARIES = {
-    "1f1b": "weights stay, activations travel: a stage on every device, a forward pass, then a backward pass",
-    "interleaved-1f1b": "1F1B with two stages on every device",
-    "zero-bubble": "two stages on every device in the shape of a V, gradients of weights where there is time for them",
-    "generated": "a pipeline whose stages, their places and their order are made for the costs of the model's layers",
-    "solved": "a pipeline whose order, offloading included, is made for the memory that there is, and solved for it",
-}
-PER_POSITION = 2
-"""Stages that a position of ``interleaved-1f1b`` and ``zero-bubble`` has, unless a layout says otherwise."""
-GENERATED_FOR = 4
-"""Micro-batches, for each position, that ``generated`` looks for a layout with: orders are made for any number."""
-QUICK = BUDGET // 10
-"""Of its search for a layout that no plan has made: every rank repeats it."""
+KEPT = 64
+"""Layouts, costs and orders that are kept, each."""
 _STAY = "weights stay where they are"
 _ROWS = "a micro-batch passes through a pipeline in whole rows"
 
@@ -51,17 +40,21 @@ def check_axis(stages: str) -> None:
 class ActivationPipeline(Strategy):
     """Weights stay on the ranks of a stage, activations travel.
 
+    A subclass says what its stages are (``usual_layout``) and what its positions do when (``order``).
+
     Args:
-        kind: one of ``SUMMARIES``.
         stages: see ``ScheduleSettings.stages``.
         block_times: see ``ScheduleSettings.block_times``.
+        given: an order for as many micro-batches as it has, as ``Order`` spells it.
     """
 
-    kind: str
     stages: str = ""
     block_times: str = ""
+    given: str = ""
 
-    weights_stay = True
+    travels = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT))
+    uses = SPECIAL
+    orders_host = True
     refusals = {
         **dict.fromkeys(("homes", "step_cache", "weights_compression", "gradients_compression"), _STAY),
         **dict.fromkeys(("sequence_chunk", "sequence_ranks"), _ROWS),
@@ -70,27 +63,24 @@ class ActivationPipeline(Strategy):
     }
 
     def __post_init__(self) -> None:
-        self.name, self.summary = self.kind, SUMMARIES[self.kind]
-        self.layout = AXES.get(self.axis, "")
+        check_axis(self.stages)
+        self.layout = AXES[self.axis]
 
-    @property
-    def splits(self) -> bool:
-        return self.kind not in ("1f1b", "interleaved-1f1b")
+    @abstractmethod
+    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
+        """The stages of a pipeline of so many positions, where the user gives none."""
 
-    @property
-    def made(self) -> bool:
-        """True if stages or orders are made for costs."""
-        return self.kind in ("zero-bubble", "generated", "solved")
+    @abstractmethod
+    def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+        """What the positions do with one micro-batch or more."""
 
-    @property
-    def searches_stages(self) -> bool:
-        """True if the stages themselves are looked for, and not given or even."""
-        return self.kind == "generated"
+    def usual_places(self, size: int, stages: int) -> tuple[int, ...] | None:
+        """The positions of so many stages; None where any will do."""
+        return None
 
-    @property
-    def improves(self) -> bool:
-        """True if a solver may look for a better order by times that a run has measured."""
-        return self.kind == "solved"
+    def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
+        """(micro-batches that are played at least, those of a round) of a pipeline of so many, see ``extended``."""
+        return rounds * positions.size, positions.size
 
     @property
     def axis(self) -> str:
@@ -111,9 +101,8 @@ class ActivationPipeline(Strategy):
         """Where the positions are.
 
         Raises:
-            UserError: no such axis, or a pipeline of one.
+            UserError: a pipeline of one.
         """
-        check_axis(self.stages)
         found = Positions(topology, self.axis)
         if found.size < 2:
             several = [axis for axis in AXES if Positions(topology, axis).size > 1]
@@ -127,7 +116,7 @@ class ActivationPipeline(Strategy):
 
     def layout_of(self, model: ModelSpec, size: int) -> Layout:
         """The stages of a pipeline of so many positions."""
-        return _layout(self.kind, self.stages.partition(":")[2], self.block_times, model, size)
+        return _layout(self, model, size)
 
     def shape(self, model: ModelSpec, topology: Topology) -> PipelineShape:
         """All that the ranks of a pipeline agree on."""
@@ -138,7 +127,25 @@ class ActivationPipeline(Strategy):
                 expected = f"{positions.size} numbers, one for every position"
                 raise UserError("schedule.block_times", f"{name}={'/'.join(map(str, found))}", expected)
         layout = self.layout_of(model, positions.size)
-        return PipelineShape(model, layout, positions, costs, lambda count: _order(self.kind, layout, costs, count))
+        return PipelineShape(model, layout, positions, costs, lambda count: _order(self, layout, costs, count))
+
+    def divided_over(self, topology: Topology) -> int:
+        return self.positions(topology).size
+
+    def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:
+        positions = self.positions(step.topology)
+        layout = self.layout_of(step.model, positions.size)
+        places = range(positions.size)
+        blocks = [tuple(b for stage in layout.stages_of(p) for b in layout.blocks_of(stage)) for p in places]
+        return [blocks[positions.position(rank)] for rank in range(step.topology.world_size)]
+
+    def share_of_a_row(self, step: StepSpec, rank: int) -> float:
+        shape = self.shape(step.model, step.topology)
+        stages = shape.layout.stages_of(shape.positions.position(rank))
+        return sum(shape.costs.seconds(shape.layout, Work(kind, stage, 0)) for kind in "FB" for stage in stages)
+
+    def in_words(self, step: StepSpec) -> str:
+        return f"through the stages of a pipeline, {step.settings.stages}"
 
     def share(self, count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
         return self.configured(settings).positions(topology).share(count)
@@ -187,18 +194,9 @@ class ActivationPipeline(Strategy):
         """
         positions = self.positions(step.topology)
         each = -(-len({m for own in step.micro_batches for m in own}) // positions.replicas)
-        round_, least = positions.size, rounds * positions.size
-        if self.made:
-            least = searched(positions.size) + 1
-            if each > least:
-                round_ = _continuing(
-                    self.kind, self.layout_of(step.model, positions.size), self.costs(step.model)
-                ).period
-        elif self.kind == "interleaved-1f1b":
-            if not makes_groups(each, positions.size):  # as its order says when it is made
-                return step, step, 0.0
-            round_ = each // max(1, each // positions.size)
-            least = rounds * round_
+        least, round_ = self.played_round(step, positions, each, rounds)
+        if each <= least + round_:
+            return step, step, 0.0
         few = least + (each - least) % round_
         if each <= few + round_:
             return step, step, 0.0
@@ -209,7 +207,7 @@ class ActivationPipeline(Strategy):
         return cut(few), cut(few + round_), (each - few) / round_
 
 
-@cache
+@lru_cache(KEPT)
 def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
     if not block_times:
         return times_from_sizes(model)
@@ -220,69 +218,60 @@ def _costs(block_times: str, model: ModelSpec) -> PipelineCosts:
     return found
 
 
-@cache
-def _layout(kind: str, given: str, block_times: str, model: ModelSpec, size: int) -> Layout:
-    blocks = len(model.blocks)
-    even = {
-        "1f1b": lambda: Layout.even(blocks, size),
-        "solved": lambda: Layout.even(blocks, size),
-        "interleaved-1f1b": lambda: Layout.even(blocks, size, PER_POSITION),
-        "zero-bubble": lambda: Layout.even(blocks, size, PER_POSITION, folded=True),
-    }
+@lru_cache(KEPT)
+def _layout(strategy: ActivationPipeline, model: ModelSpec, size: int) -> Layout:
+    given = strategy.stages.partition(":")[2]
     if not given:
-        if kind == "generated":
-            Layout.even(blocks, size)  # refuses fewer layers than positions
-            return generate(_costs(block_times, model), size, GENERATED_FOR * size, budget=QUICK)
-        return even[kind]()
-    layout = Layout.parse(given, blocks)
+        return strategy.usual_layout(model, size)
+    layout = Layout.parse(given, len(model.blocks))
     if layout.size != size:
         raise UserError("schedule.stages", given, f"{size} positions, as there are {size} to lay it over")
-    turns = -(-layout.stages // size)
-    usual = {
-        "1f1b": tuple(range(size)),
-        "interleaved-1f1b": tuple(range(size)) * turns,
-        "zero-bubble": (*range(size), *reversed(range(size))),
-    }
-    if layout.places != usual.get(kind, layout.places):
-        places = ",".join(map(str, usual[kind]))
-        raise UserError("schedule.stages", given, f"stages at {places} under {kind}; generated takes any")
+    usual = strategy.usual_places(size, layout.stages)
+    if usual is not None and layout.places != usual:
+        places = ",".join(map(str, usual))
+        raise UserError("schedule.stages", given, f"stages at {places} under {strategy.name}; generated takes any")
     return layout
 
 
-def _memory_of_a_v(layout: Layout, costs: PipelineCosts) -> float:
-    """What ``zero-bubble`` may keep: what there is room for, and no more than the published order, whose positions have
-    the activations of 2p stages and of one more while W runs, and what p of W wait for.
-    """
-    stages = range(layout.stages)
-    activations, waiting = (max(map(partial(what, layout), stages)) for what in (costs.kept, costs.kept_for_weights))
-    return min(costs.memory, (2 * layout.size + 1) * activations + layout.size * waiting)
+@lru_cache(KEPT)
+def _order(strategy: ActivationPipeline, layout: Layout, costs: PipelineCosts, count: int) -> Order:
+    if strategy.given and (order := Order.parse(strategy.given)).micro_batches == count:
+        return order
+    return strategy.order(layout, costs, count) if count else Order(((),) * layout.size)
 
 
-@cache
-def _order(kind: str, layout: Layout, costs: PipelineCosts, count: int) -> Order:
-    if not count:
-        return Order(((),) * layout.size)
-    if kind == "1f1b":
+class OneForwardOneBackward(ActivationPipeline):
+    """1F1B (PipeDream-flush)."""
+
+    name = "1f1b"
+    summary = "weights stay, activations travel: a stage on every device, a forward pass, then a backward pass"
+
+    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
+        return Layout.even(len(model.blocks), size)
+
+    def usual_places(self, size: int, stages: int) -> tuple[int, ...]:
+        return tuple(range(size))
+
+    def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
         return one_f_one_b(layout, count)
-    if kind == "interleaved-1f1b":
+
+
+class Interleaved(ActivationPipeline):
+    """Interleaved 1F1B (Megatron-LM)."""
+
+    name = "interleaved-1f1b"
+    summary = "1F1B with two stages on every device"
+
+    def usual_layout(self, model: ModelSpec, size: int) -> Layout:
+        return Layout.even(len(model.blocks), size, 2)
+
+    def usual_places(self, size: int, stages: int) -> tuple[int, ...]:
+        return tuple(range(size)) * -(-stages // size)
+
+    def order(self, layout: Layout, costs: PipelineCosts, count: int) -> Order:
         return interleaved(layout, count)
-    if count > searched(layout.size):
-        return _continuing(kind, layout, costs).of(count)
-    if kind == "solved":
-        found = heuristics(layout, costs, count)
-        return min(found.values(), key=lambda order: makespan(play(layout, order, costs)))
-    return arrange(layout, _limited(kind, layout, costs), count)
 
-
-@lru_cache(maxsize=64)
-def _continuing(kind: str, layout: Layout, costs: PipelineCosts) -> Periodic:
-    """The order that goes on for more micro-batches than orders are looked for."""
-    if kind != "solved":
-        return continuing(layout, _limited(kind, layout, costs))
-    few = filling(layout.size)
-    found = [periodic(layout, order, costs, few) for order in heuristics(layout, costs, few).values()]
-    return min(found, key=lambda one: one.length / one.period)
-
-
-def _limited(kind: str, layout: Layout, costs: PipelineCosts) -> PipelineCosts:
-    return replace(costs, memory=_memory_of_a_v(layout, costs)) if kind == "zero-bubble" else costs
+    def played_round(self, step: StepSpec, positions: Positions, each: int, rounds: int) -> tuple[int, int]:
+        """A group of the order; all micro-batches where these make none, as the order says when it is made."""
+        group = each // max(1, each // positions.size)
+        return (rounds * group, group) if makes_groups(each, positions.size) else (each, each)

@@ -86,6 +86,11 @@ class Order:
         return cls(lanes(compute), lanes(host), {Work.parse(one): Work.parse(other) for one, _, other in pairs})
 
     @property
+    def micro_batches(self) -> int:
+        """Of the pipeline."""
+        return 1 + max((work.micro_batch for works in self.compute for work in works), default=-1)
+
+    @property
     def lanes(self) -> list[tuple[int, tuple[Work, ...]]]:
         """(position, works in order) of everything that runs one by one."""
         return [*enumerate(self.compute), *enumerate(self.host)]

@@ -311,7 +311,7 @@ class Contents:
     def _move(self, running: Running) -> None:
         """What comes back from a place in the host's memory must be what went there, where places are an order's."""
         action, here = running.action, self._moved[running.rank]
-        if not self.schedule.step.strategy.weights_stay:
+        if not self.schedule.step.strategy.orders_host:
             return
         if action.op is Op.OFFLOAD:
             here[next(one for one in action.writes if one.kind is Kind.OFFLOADED)] = action.micro_batch

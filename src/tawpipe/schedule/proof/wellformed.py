@@ -36,7 +36,6 @@ from tawpipe.schedule.step import Schedule
 from tawpipe.topology import set_group
 
 GROUPS = ("node", "rail", "world")
-PIPELINES_ONLY = (Op.PREPARE, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def _no_turn(buffer: Buffer) -> bool:
@@ -84,6 +83,7 @@ class _Checker:
         self.buffers = schedule.buffer_elements(rank)
         self.step, self.own = schedule.step, schedule.step.micro_batches[rank]
         homes = [unit for unit, home in enumerate(schedule.homes) if home.index(rank) is not None]
+        self.contexts = {one for action in schedule.programs[rank] for one in action.reads if one.kind is Kind.CONTEXT}
         self.early = schedule.training and schedule.step.settings.early_updates
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
@@ -124,8 +124,10 @@ class _Checker:
             Op.OFFLOAD: self._host,
             Op.RELOAD: self._host,
         }
-        if action.op in PIPELINES_ONLY and not self.step.strategy.weights_stay:
-            yield "is for strategies whose weights stay"
+        if action.op is Op.PREPARE and not self.step.strategy.axis:
+            yield "is for ranks that another one sends a micro-batch to"
+        if action.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) and not self.step.strategy.splits:
+            yield "is for strategies that take backward passes apart"
         yield from checks[action.op](action)
 
     def program_faults(self, program: tuple[Action, ...]) -> Iterator[str]:
@@ -166,7 +168,7 @@ class _Checker:
         reads, writes = {self._boundary(b, m), context(m)}, {self._boundary(b + 1, m)}
         if b == 0:
             reads, writes = {context(m)} if backward else set(), writes | {context(m)}
-            if self.step.strategy.weights_stay and context(m) not in action.writes:  # no other block here needs it
+            if context(m) not in self.contexts:  # no other block here needs it
                 writes.discard(context(m))
         if self.schedule.training and (not backward or spec.kind == "head"):
             reads |= set(left_behind(self.step, b, m))
@@ -243,8 +245,8 @@ class _Checker:
 
     def _host(self, action: Action) -> Iterator[str]:
         b, m = action.block, action.micro_batch
-        if self.step.strategy.weights_stay:
-            yield from self._pipeline_host(action)
+        if self.step.strategy.orders_host:
+            yield from self._ordered_host(action)
             return
         if not self.schedule.training or not self.step.moves(b) or m not in self.own:
             yield "moves the input of a block that does not wait in the host's memory"
@@ -257,8 +259,8 @@ class _Checker:
             reads, writes, frees = map(_texts, expected)
             yield f"must read {reads}, write {writes} and free {frees}"
 
-    def _pipeline_host(self, action: Action) -> Iterator[str]:
-        """Of a pipeline, which order says; where an input waits is the order's as well."""
+    def _ordered_host(self, action: Action) -> Iterator[str]:
+        """What moves, and where it waits, is the order's to say."""
         reads, writes, frees = (tuple(filter(_no_turn, side)) for side in (action.reads, action.writes, action.frees))
         here, away = (reads, writes) if action.op is Op.OFFLOAD else (writes, reads)
         layer = 0 < action.block < len(self.model.blocks) - 1 and action.micro_batch in self.own

@@ -18,9 +18,10 @@ from enum import StrEnum
 from functools import cached_property
 
 from tawpipe.errors import UserError
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home, padded_stripe
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import LinkTraffic, StepSpec
+from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
 
 

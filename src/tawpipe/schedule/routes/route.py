@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import Buffer, home_gradient, pool_kind, pooled
+from tawpipe.schedule.buffers import Buffer, Pool, home_gradient, pool_kind, pooled
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import Residency
-from tawpipe.schedule.step import Pool, StepSpec
+from tawpipe.schedule.step import StepSpec
 from tawpipe.schedule.visits import Visit
 
 

@@ -1,25 +1,15 @@
-"""The table of strategies: every way to move weights that the runtime, the clock, the plan and the lab know.
+"""The strategies that move weights to where activations are: TawPipe in its placements, flat sharding, HSDP, WeiPipe.
 
-A new strategy is one class in one file. ``register`` puts it into the table, and it is run, timed, proved, drawn,
-planned and measured like the others (docs/add-a-strategy.md). A package can bring some by the entry point
-``tawpipe.strategies``; ``--import MODULE`` brings some to a command.
+Each is one class; what it shares with the others is ``WeightStrategy`` (docs/add-a-strategy.md).
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
-from pathlib import Path
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
-from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.strategy import SUMMARIES, ActivationPipeline
+from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import STREAMING
 from tawpipe.schedule.routes.collective import CollectiveRoute, Hop
@@ -27,10 +17,8 @@ from tawpipe.schedule.routes.ring import place_on_ring, ring_traffic
 from tawpipe.schedule.routes.route import Route, Tour
 from tawpipe.schedule.routes.staggered import ExchangeRoute
 from tawpipe.schedule.routes.weipipe import build_weipipe
-from tawpipe.schedule.sets import in_sets
-from tawpipe.schedule.settings import ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import LinkTraffic, Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.weight_strategy import WeightStrategy
 from tawpipe.topology import Topology
 
@@ -260,166 +248,3 @@ class WeiPipe(Spread):
         if ahead < 1 and step.topology.world_size > 1:
             reason = "a stage's weights arrive while others are sent"
             raise UserError("schedule.look_ahead", ahead, f"at least 1 under {self.name}: {reason}")
-
-
-STRATEGIES: dict[str, Strategy] = {}
-"""Name -> strategy, in the order in which they are listed everywhere."""
-
-
-def register(strategy: Strategy) -> Strategy:
-    """Put a strategy into the table, in place of one of the same name; returns it."""
-    STRATEGIES[strategy.name] = strategy
-    return strategy
-
-
-for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
-    register(_strategy)
-for _kind in SUMMARIES:
-    register(ActivationPipeline(_kind))
-
-
-IMPORTS = "TAWPIPE_IMPORT"
-"""Variable that names the modules of ``--import``, separated as in PATH, for the processes that a command starts."""
-
-
-def import_strategies(modules: Sequence[str]) -> None:
-    """Import modules, or .py files, that bring strategies; here, and in every process that this one starts.
-
-    Raises:
-        UserError: one that is not there, or that cannot be imported.
-    """
-    for module in modules:
-        path = Path(module)
-        name = path.stem if path.suffix == ".py" else module
-        folder = str(path.parent.absolute()) if path.suffix == ".py" else str(Path.cwd())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            expected = "a module, or a .py file, that can be imported"
-            raise UserError("--import", module, f"{expected} ({type(error).__name__}: {error})") from error
-    known = filter(None, os.environ.get(IMPORTS, "").split(os.pathsep))
-    named = [str(Path(module).absolute()) if module.endswith(".py") else module for module in modules]
-    os.environ[IMPORTS] = os.pathsep.join(dict.fromkeys((*known, *named)))
-
-
-@cache
-def _bring() -> None:
-    """Import what installed packages and the command that started this process bring, once."""
-    for point in entry_points(group="tawpipe.strategies"):
-        point.load()
-    import_strategies([module for module in os.environ.get(IMPORTS, "").split(os.pathsep) if module])
-
-
-def strategies() -> dict[str, Strategy]:
-    """The table, with what installed packages bring."""
-    _bring()
-    return dict(STRATEGIES)
-
-
-def find(name: str) -> Strategy:
-    """A strategy by its name.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    known = strategies()
-    if name not in known:
-        raise UserError("schedule.strategy", name, f"one of {', '.join(strategies())}")
-    return known[name]
-
-
-def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple[Strategy, ScheduleSettings]:
-    """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
-
-    Raises:
-        UserError: something else, or no such strategy.
-    """
-    if isinstance(schedule, Schedule):
-        return schedule.step.strategy, schedule.step.settings
-    name = schedule if isinstance(schedule, str) else schedule.name if isinstance(schedule, Strategy) else None
-    settings = ScheduleSettings(strategy=name) if name is not None else schedule
-    if not isinstance(settings, ScheduleSettings):
-        raise UserError("schedule", schedule, "ScheduleSettings, a Strategy, the name of one, or a Schedule")
-    strategy = schedule if isinstance(schedule, Strategy) else find(settings.strategy)
-    return strategy, settings
-
-
-def shares_of(
-    count: int, topology: Topology, settings: ScheduleSettings, strategy: Strategy | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches 0..count-1 for every rank.
-
-    Args:
-        strategy: one that is not in the table, in place of ``settings.strategy``.
-
-    Raises:
-        UserError: settings that these nodes cannot have.
-    """
-    return (strategy or find(settings.strategy)).share(count, topology, settings)
-
-
-def step_of(
-    model: ModelSpec,
-    topology: Topology,
-    settings: ScheduleSettings,
-    micro_batches: tuple[tuple[int, ...], ...],
-    *,
-    strategy: Strategy | None = None,
-    shared: int | None = None,
-) -> StepSpec:
-    """A step to be scheduled, with its settings checked.
-
-    Args:
-        topology: the real one; nodes must be equally large, see ``Topology.evened``.
-        strategy: one that is not in the table, in place of ``settings.strategy``.
-        shared: see ``StepSpec``.
-
-    Raises:
-        UserError: a setting that cannot work for this model on these nodes.
-    """
-    strategy = (strategy or find(settings.strategy)).configured(settings)
-    settings = replace(strategy.settle(settings), strategy=strategy.name)
-    check_values(settings)
-    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
-    layers, offloaded = model.num_layers, settings.offloaded_layers
-    if not 0 <= offloaded <= layers:
-        raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
-    strategy.check(step)
-    for name in ("stages", "block_times"):
-        if (value := getattr(settings, name)) and not strategy.weights_stay:
-            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
-    if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
-        expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
-        raise UserError("schedule.recompute", settings.recompute, expected)
-    if settings.keep_mib and (settings.sequence_chunk or any(map(step.saves, range(layers + 1)))):
-        expected = "0 where rows run in chunks, or recompute says what layers keep"
-        raise UserError("schedule.keep_mib", settings.keep_mib, expected)
-    if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
-        expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
-        raise UserError("schedule.recompute", settings.recompute, expected)
-    if not settings.sequence_chunk and any(step.saves(block) for block in range(1, offloaded + 1)):
-        expected = "layers that recompute everything: what the others keep instead of their input stays on the device"
-        raise UserError("schedule.offloaded_layers", offloaded, expected)
-    if step.step_cache and not settings.reuse:
-        raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
-    assert len(micro_batches) == topology.world_size and step.topology.is_even
-    _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
-    _ = step.homes  # and whether units can live there
-    return step
-
-
-def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
-    """The schedule of a step.
-
-    Args:
-        training: False for one forward pass with its loss.
-        ranks: those whose programs are made, all by default; see ``Strategy.build``.
-
-    Raises:
-        UserError: nothing in the model is trainable.
-    """
-    if training and not any(unit.trainable for unit in step.model.units):
-        raise UserError("--model", "no trainable parameter", "at least one parameter must require a gradient")
-    return in_sets(step.strategy.build(step, training=training, ranks=ranks))

@@ -18,8 +18,8 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from tawpipe.schedule.pipelines.room import Room
-from tawpipe.schedule.pipelines.ticks import StageTicks
+from tawpipe.schedule.pipelines.search.room import Room
+from tawpipe.schedule.pipelines.search.ticks import StageTicks
 from tawpipe.schedule.pipelines.work import Order, Work
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.ticks import StageTicks
+from tawpipe.schedule.pipelines.search.ticks import StageTicks
 
 
 def whole_stages(stages: StageTicks, split: bool) -> tuple[bool, ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.listing import listed, with_host
+from tawpipe.schedule.pipelines.limits import filling
 from tawpipe.schedule.pipelines.memory import ROUNDING, Table, fits, peak
+from tawpipe.schedule.pipelines.periodic import Periodic, periodic
+from tawpipe.schedule.pipelines.search.listing import listed, with_host
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 MARGINS = (0.0, 1.0, 2.0)
@@ -138,6 +141,20 @@ def heuristics(layout: Layout, costs: PipelineCosts, micro_batches: int, *, spli
         for some in (set(), *([] if math.isinf(costs.host) else [away])):
             offer("one-by-one", with_host(layout, compute, some, costs))
     return {name: order for name, (_, order) in best.items()}
+
+
+def fastest(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bool = True) -> Order:
+    """The shortest of ``heuristics``."""
+    orders = heuristics(layout, costs, micro_batches, split=split).values()
+    return min(orders, key=lambda order: makespan(play(layout, order, costs)))
+
+
+@lru_cache(maxsize=64)
+def continuing(layout: Layout, costs: PipelineCosts) -> Periodic:
+    """The one that goes on for any number of micro-batches: the shortest of ``heuristics`` with many."""
+    few = filling(layout.size)
+    orders = (periodic(layout, order, costs, few) for order in heuristics(layout, costs, few).values())
+    return min(orders, key=lambda order: order.length / order.period)
 
 
 def smallest(layout: Layout, costs: PipelineCosts) -> float:

@@ -8,11 +8,13 @@ from functools import lru_cache
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b, zero_bubble
-from tawpipe.schedule.pipelines.passes import Passes, Timed
-from tawpipe.schedule.pipelines.periodic import Periodic, filling, periodic, searched
-from tawpipe.schedule.pipelines.room import whole_stages
-from tawpipe.schedule.pipelines.ticks import StageTicks, Ticks
+from tawpipe.schedule.pipelines.limits import filling, searched
+from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
+from tawpipe.schedule.pipelines.periodic import Periodic, periodic
+from tawpipe.schedule.pipelines.search.passes import Passes, Timed
+from tawpipe.schedule.pipelines.search.room import whole_stages
+from tawpipe.schedule.pipelines.search.ticks import StageTicks, Ticks
+from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 ROUNDS = 6

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tawpipe.schedule.pipelines.bounds import apart, bound
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, guarded
-from tawpipe.schedule.pipelines.rounded import GRAINS, Rounded, unit_of, up
+from tawpipe.schedule.pipelines.search.bounds import apart, bound
+from tawpipe.schedule.pipelines.search.rounded import GRAINS, Rounded, unit_of, up
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 EARLY = 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from tawpipe.schedule.pipelines.ticks import Ticks
+from tawpipe.schedule.pipelines.search.ticks import Ticks
 
 
 class Plan(NamedTuple):

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.bounds import bound
-from tawpipe.schedule.pipelines.constraints import Model
-from tawpipe.schedule.pipelines.fitting import heuristics, smallest
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
-from tawpipe.schedule.pipelines.rounded import Rounded
+from tawpipe.schedule.pipelines.search.bounds import bound
+from tawpipe.schedule.pipelines.search.constraints import Model
+from tawpipe.schedule.pipelines.search.fitting import fastest, heuristics, smallest
+from tawpipe.schedule.pipelines.search.rounded import Rounded
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
 __all__ = ["Solved", "heuristics", "peak", "solve"]
@@ -93,8 +93,7 @@ def solve(
     begin = time.perf_counter()
     smallest(layout, costs)
     if start is None:
-        fixed = heuristics(layout, costs, micro_batches, split=split)
-        start = min(fixed.values(), key=lambda one: makespan(play(layout, one, costs)))
+        start = fastest(layout, costs, micro_batches, split=split)
     split = split or any(work.kind == "W" for works in start.compute for work in works)
     worst = max(peak(layout, start, costs))
     if not fits(costs, worst):

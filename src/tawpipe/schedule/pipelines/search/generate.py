@@ -15,17 +15,15 @@ from functools import lru_cache
 from itertools import pairwise
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.moves import Moves, Plan
-from tawpipe.schedule.pipelines.passes import Passes, Timed
-from tawpipe.schedule.pipelines.periodic import filling, searched
-from tawpipe.schedule.pipelines.room import whole_stages
-from tawpipe.schedule.pipelines.ticks import Ticks
+from tawpipe.schedule.pipelines.limits import BUDGET, filling, searched
+from tawpipe.schedule.pipelines.search.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
+from tawpipe.schedule.pipelines.search.moves import Moves, Plan
+from tawpipe.schedule.pipelines.search.passes import Passes, Timed
+from tawpipe.schedule.pipelines.search.room import whole_stages
+from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
-BUDGET = 2_000_000
-"""Works that are put into lists altogether: seconds on one core."""
 MOST = 1_000_000
 """The same for what is looked at in any case."""
 STAGES = 6

@@ -1,0 +1,71 @@
+"""The rows that one rank computes of every batch: its part of rows that are alike, and of documents that are dealt."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from tawpipe.errors import UserError
+from tawpipe.model.batch import MicroBatch
+from tawpipe.pipeline.batches import Deal, LocalBatch
+from tawpipe.pipeline.bins import rows_of
+from tawpipe.pipeline.schedules import Schedules
+from tawpipe.runtime.world import World
+from tawpipe.schedule.balance import Bins, Work, deal
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """One rank's rows.
+
+    Args:
+        deal: who computes which rows.
+        bin_tokens: the most tokens of documents that a rank computes at once; 0 where documents are not dealt.
+        work: the time of documents.
+    """
+
+    deal: Deal
+    schedules: Schedules
+    world: World
+    bin_tokens: int
+    work: Work
+
+    def shape(self, local: LocalBatch) -> int | tuple[int, int]:
+        """What a schedule for a batch is asked for by: the number of micro-batches, or the shape of bins."""
+        return local.bins.shape if local.bins else self.deal.count(local.rows)
+
+    def tokens(self, local: LocalBatch) -> int:
+        """Tokens of a micro-batch at most."""
+        return local.sequence_length * (1 if local.bins else min(self.deal.micro_batch, local.rows))
+
+    def busiest(self, local: LocalBatch) -> tuple[Sequence[int], float]:
+        """Lengths of rows, and how many times the work of these the rank that has most of it does."""
+        if (bins := local.bins) is not None:
+            return bins.lengths, bins.seconds / bins.mean_seconds / self.world.size
+        ranks = self.deal.ranks
+        rounds = ceil(self.deal.count(local.rows) * ranks / self.world.size)
+        return [local.sequence_length] * min(local.rows, self.deal.micro_batch * rounds), 1 / ranks
+
+    def part_of(self, rows: int, sequence_length: int, row: Callable[[int], MicroBatch]) -> LocalBatch:
+        """See ``Pipeline.part_of``."""
+        parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.deal.shares(rows)]
+        return LocalBatch(rows, sequence_length, self._pinned(parts))
+
+    def bins(self, lengths: Sequence[int]) -> Bins:
+        """See ``Pipeline.deal``."""
+        if self.bin_tokens < 1:
+            raise UserError("bin_tokens", self.bin_tokens, "the most tokens that a process computes at once")
+        return deal(lengths, world_size=self.world.size, cap=self.bin_tokens, work=self.work, ranks=self.deal.ranks)
+
+    def part_of_documents(self, bins: Bins, document: Callable[[int], MicroBatch], *, training: bool) -> LocalBatch:
+        """See ``Pipeline.part_of_documents``."""
+        _ = self.schedules.of(bins.shape, training=training)
+        parts = self._pinned(rows_of(bins, self.world.rank, document))
+        digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
+        count = sum(map(len, (*bins.shared, *bins.single)))
+        return LocalBatch(count, self.bin_tokens * bins.ranks, parts, digest, bins)
+
+    def _pinned(self, parts: list[MicroBatch]) -> list[MicroBatch]:
+        return [part.pin_memory() for part in parts] if self.deal.pinned else parts

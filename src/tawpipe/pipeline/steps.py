@@ -1,0 +1,102 @@
+"""Steps issued to the executor: which schedule, and what goes with the micro-batches."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from math import ceil, log2
+
+import torch
+
+from tawpipe.errors import UserError
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.costs import StepCosts
+from tawpipe.pipeline.limits import Limits
+from tawpipe.pipeline.local_rows import LocalRows
+from tawpipe.pipeline.wiring import Wiring
+from tawpipe.runtime.compute import StepInput
+from tawpipe.runtime.executor import StepResult, UpdateRule
+from tawpipe.runtime.measures import Measure
+from tawpipe.runtime.recording import Recording
+from tawpipe.schedule.step import Schedule
+
+
+class Steps:
+    """Issues a pipeline's steps.
+
+    Args:
+        rule: what all steps have in common.
+        seed: of random numbers.
+    """
+
+    def __init__(
+        self, wiring: Wiring, rows: LocalRows, costs: StepCosts, limits: Limits, *, rule: UpdateRule, seed: int
+    ) -> None:
+        self._wiring, self._rows, self._costs, self._limits = wiring, rows, costs, limits
+        self._rule, self._seed = rule, seed
+        self._adopted: set[int] = set()
+        """Schedules, which are all kept, whose buffers are there."""
+        self._training: bool | None = None
+
+    def schedule(self, count: int | tuple[int, int], *, training: bool = True) -> Schedule:
+        """The schedule for so many micro-batches, or for the shape of bins, with its buffers there."""
+        schedule = self._wiring.schedules.of(count, training=training)
+        if id(schedule) not in self._adopted:
+            self._adopted.add(id(schedule))
+            executor = self._wiring.executor
+            if executor.injector is not None and training:
+                executor.injector.check(schedule, self._wiring.world.rank)
+            executor.adopt(schedule)
+        return schedule
+
+    def play(
+        self,
+        local: LocalBatch,
+        number: int,
+        *,
+        training: bool,
+        rate: float = 0.0,
+        recording: Recording | None = None,
+        measure: Measure | None = None,
+    ) -> StepResult:
+        """Issue one step; it still runs when this returns.
+
+        Args:
+            number: of the step.
+            rate: multiplies the learning rates.
+        """
+        wiring, rank, topology = self._wiring, self._wiring.world.rank, self._wiring.world.topology
+        self._set_training(training)
+        wiring.chain.check_frozen()
+        if torch.is_autocast_enabled(device := wiring.world.device.type):
+            raise UserError("torch.autocast", f"enabled for {device}", "Pipeline(dtype=...): blocks compute in that")
+        schedule = self.schedule(self._rows.shape(local), training=training)
+        if training and not self._limits.step.known_s:
+            self._limits.estimate(local, self._costs.of(schedule, self._rows.tokens(local)))
+        chosen = wiring.optimizers.groups.chosen()  # as they are now: the step itself runs later
+        micro_batches = self._rows.deal.numbered(local, schedule.step.micro_batches[rank])
+        layers_kept = self._costs.layers_kept
+        given = StepInput(
+            micro_batches,
+            scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
+            seed=self._seed if training else None,
+            step=number,
+            digest=zlib.crc32(struct.pack("d", rate) + repr(chosen).encode(), local.digest or 0) % 2**20,
+            measure=measure,
+            place=topology.local_of(rank) % wiring.sequence_ranks,
+            shared=schedule.step.shared,
+            counted=schedule.step.losses_of(rank) if schedule.step.losses else None,
+            kept={m: layers_kept(schedule, m, batch) for m, batch in micro_batches.items()} if training else {},
+        )
+        if schedule.step.settings.offloaded_layers:
+            tokens = self._rows.bin_tokens if local.bins else 0
+            wiring.compute.make_places(schedule.programs[rank], given, wiring.dtype, tokens)
+        rule = replace(self._rule, rate=rate, chosen=chosen)
+        return wiring.executor.play(schedule, given, rule, recording=recording)
+
+    def _set_training(self, mode: bool) -> None:
+        # It walks over all modules; but the model may have been switched by the caller's model.eval().
+        if mode != self._training or mode != self._wiring.chain.model.training:
+            self._wiring.chain.set_training(mode)
+            self._training = mode

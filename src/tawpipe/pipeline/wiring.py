@@ -1,0 +1,111 @@
+"""The objects of one rank that the parts of its pipeline share, from the homes of the weights to the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from tawpipe.model.chain import Chain
+from tawpipe.model.loss import loss_chunk
+from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
+from tawpipe.pipeline.schedules import Schedules
+from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.executor import Executor
+from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.optimizer import OptimizerFactory
+from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
+from tawpipe.runtime.world import World
+
+
+def first_values(chain: Chain, weights: Callable[[Chain], WeightSource] | None, seed: int) -> WeightSource:
+    """What gives the initial values: the user's, or the model's own, or for a model on meta a fresh initialisation."""
+    if weights is not None:
+        return weights(chain)
+    on_meta = all(parameter.is_meta for parameter in chain.model.parameters())
+    return InitSource(chain, seed) if on_meta else ModuleSource(chain)
+
+
+def filled_homes(chain: Chain, source: WeightSource, schedules: Schedules, world: World, dtype: torch.dtype) -> Storage:
+    """The homes of this rank with their initial values; the model's parameters are empty from here on."""
+    storage = Storage(
+        chain.units,
+        schedules.smallest.homes,
+        world.rank,
+        device=world.device,
+        compute_dtype=dtype,
+        master_dtype=torch.promote_types(dtype, torch.float32),
+    )
+    storage.fill(source, world.group, world.size)
+    chain.prepare(world.device, dtype)
+    chain.load_buffers(source.buffers())
+    return storage
+
+
+class Wiring:
+    """What is made once and stays for the life of a pipeline, around homes that are filled.
+
+    Args:
+        optimizer: makes an optimizer for a list of parameters.
+        strict, timeout: of the transport.
+        delay, injector: of the executor.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        storage: Storage,
+        schedules: Schedules,
+        world: World,
+        optimizer: OptimizerFactory,
+        *,
+        compile_layers: bool,
+        strict: bool,
+        timeout: timedelta,
+        delay: Callable[[str], Callable[[], float]] | None,
+        injector: Injector | None,
+    ) -> None:
+        self.chain, self.storage, self.schedules, self.world = chain, storage, schedules, world
+        self.settings, self.dtype = settings, dtype = schedules.settings, storage.compute_dtype
+        self.sequence_ranks = settings.sequence_ranks or 1
+        # Before anything is compiled: what runs under a probe first is never compiled afterwards.
+        self.kept_per_token = schedules.kept_per_token(chain, dtype)
+        """Bytes that a layer keeps for every token, by kind."""
+        if compile_layers:
+            chain.compile_layers()
+        self.optimizers = UnitOptimizers(storage, optimizer)
+        self.transport = Transport(
+            schedules.smallest.topology,
+            world.rank,
+            schedules.samples(),
+            device=world.device,
+            strict=strict,
+            timeout=timeout,
+            far_bytes_per_s=world.far_bytes_per_s,
+        )
+        vocabulary = chain.config.get_text_config().vocab_size
+        self.compute = Compute(
+            chain,
+            chain.spec,
+            chunk_tokens=loss_chunk(settings.loss_chunk_tokens, vocabulary, dtype, world.device.type),
+            sequence_chunk=settings.sequence_chunk or 0,
+            sequence_ranks=self.sequence_ranks,
+            compiled=compile_layers,
+            split_backward=schedules.smallest.strategy.splits,
+            offload_dir=settings.offload_dir,
+        )
+        self.executor = Executor(
+            world.rank,
+            compute=self.compute,
+            storage=storage,
+            transport=self.transport,
+            optimizers=self.optimizers,
+            reduce_dtype=dtype if settings.reduce_dtype == "same" else storage.master_dtype,
+            delay=delay,
+            injector=injector,
+            where=f"rank {world.rank} (node {world.nodes.node_of(world.rank)})",
+        )
+        self.compute.stream = self.executor.compute_stream

@@ -1,0 +1,91 @@
+"""Steps of a strategy: its settings checked against model and nodes, and the schedule that it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.sets import in_sets
+from tawpipe.schedule.settings import ScheduleSettings, check_values
+from tawpipe.schedule.spec import ModelSpec
+from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.strategies.table import find
+from tawpipe.topology import Topology
+
+
+def shares_of(
+    count: int, topology: Topology, settings: ScheduleSettings, strategy: Strategy | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches 0..count-1 for every rank.
+
+    Args:
+        strategy: one that is not in the table, in place of ``settings.strategy``.
+
+    Raises:
+        UserError: settings that these nodes cannot have.
+    """
+    return (strategy or find(settings.strategy)).share(count, topology, settings)
+
+
+def step_of(
+    model: ModelSpec,
+    topology: Topology,
+    settings: ScheduleSettings,
+    micro_batches: tuple[tuple[int, ...], ...],
+    *,
+    strategy: Strategy | None = None,
+    shared: int | None = None,
+) -> StepSpec:
+    """A step to be scheduled, with its settings checked.
+
+    Args:
+        topology: the real one; nodes must be equally large, see ``Topology.evened``.
+        strategy: one that is not in the table, in place of ``settings.strategy``.
+        shared: see ``StepSpec``.
+
+    Raises:
+        UserError: a setting that cannot work for this model on these nodes.
+    """
+    strategy = (strategy or find(settings.strategy)).configured(settings)
+    settings = replace(strategy.settle(settings), strategy=strategy.name)
+    check_values(settings)
+    step = StepSpec(strategy, model, strategy.view(topology), settings, micro_batches, shared)
+    layers, offloaded = model.num_layers, settings.offloaded_layers
+    if not 0 <= offloaded <= layers:
+        raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
+    strategy.check(step)
+    if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
+        expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
+        raise UserError("schedule.recompute", settings.recompute, expected)
+    if settings.keep_mib and (settings.sequence_chunk or any(map(step.saves, range(layers + 1)))):
+        expected = "0 where rows run in chunks, or recompute says what layers keep"
+        raise UserError("schedule.keep_mib", settings.keep_mib, expected)
+    if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
+        expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
+        raise UserError("schedule.recompute", settings.recompute, expected)
+    if not settings.sequence_chunk and any(step.saves(block) for block in range(1, offloaded + 1)):
+        expected = "layers that recompute everything: what the others keep instead of their input stays on the device"
+        raise UserError("schedule.offloaded_layers", offloaded, expected)
+    if step.step_cache and not settings.reuse:
+        raise UserError("schedule.step_cache", settings.step_cache, "0 without reuse: nothing is used again")
+    assert len(micro_batches) == topology.world_size and step.topology.is_even
+    _ = strategy.share(0, step.topology, settings)  # the view of the strategy may know smaller nodes
+    _ = step.homes  # and whether units can live there
+    return step
+
+
+def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
+    """The schedule of a step.
+
+    Args:
+        training: False for one forward pass with its loss.
+        ranks: those whose programs are made, all by default; see ``Strategy.build``.
+
+    Raises:
+        UserError: nothing in the model is trainable.
+    """
+    if training and not any(unit.trainable for unit in step.model.units):
+        raise UserError("model", "no trainable parameter", "at least one parameter must require a gradient")
+    return in_sets(step.strategy.build(step, training=training, ranks=ranks))

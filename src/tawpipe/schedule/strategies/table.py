@@ -1,0 +1,106 @@
+"""The table of strategies, and what brings more of them into it.
+
+A new strategy is one class in one file. ``register`` puts it into the table, and it is run, timed, proved, drawn,
+planned and measured like the others (docs/add-a-strategy.md). A package can bring some by the entry point
+``tawpipe.strategies``; ``--import MODULE`` brings some to a command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from tawpipe.errors import UserError
+from tawpipe.schedule.pipelines.made import Generated, Solved, ZeroBubble
+from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.step import Schedule, Strategy
+from tawpipe.schedule.strategies.weights import Flat, Hybrid, Spread, Step, Striped, WeiPipe, Whole
+
+STRATEGIES: dict[str, Strategy] = {}
+"""Name -> strategy, in the order in which they are listed everywhere."""
+
+
+def register(strategy: Strategy) -> Strategy:
+    """Put a strategy into the table, in place of one of the same name; returns it."""
+    STRATEGIES[strategy.name] = strategy
+    return strategy
+
+
+for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
+    register(_strategy)
+for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), Solved()):
+    register(_strategy)
+
+
+IMPORTS = "TAWPIPE_IMPORT"
+"""Variable that names the modules of ``--import``, separated as in PATH, for the processes that a command starts."""
+
+
+def import_strategies(modules: Sequence[str]) -> None:
+    """Import modules, or .py files, that bring strategies; here, and in every process that this one starts.
+
+    Raises:
+        UserError: one that is not there, or that cannot be imported.
+    """
+    for module in modules:
+        path = Path(module)
+        name = path.stem if path.suffix == ".py" else module
+        folder = str(path.parent.absolute()) if path.suffix == ".py" else str(Path.cwd())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            expected = "a module, or a .py file, that can be imported"
+            raise UserError("modules", module, f"{expected} ({type(error).__name__}: {error})") from error
+    known = filter(None, os.environ.get(IMPORTS, "").split(os.pathsep))
+    named = [str(Path(module).absolute()) if module.endswith(".py") else module for module in modules]
+    os.environ[IMPORTS] = os.pathsep.join(dict.fromkeys((*known, *named)))
+
+
+@cache
+def _bring() -> None:
+    """Import what installed packages and the command that started this process bring, once."""
+    for point in entry_points(group="tawpipe.strategies"):
+        point.load()
+    import_strategies([module for module in os.environ.get(IMPORTS, "").split(os.pathsep) if module])
+
+
+def strategies() -> dict[str, Strategy]:
+    """The table, with what installed packages bring."""
+    _bring()
+    return dict(STRATEGIES)
+
+
+def find(name: str) -> Strategy:
+    """A strategy by its name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    known = strategies()
+    if name not in known:
+        raise UserError("schedule.strategy", name, f"one of {', '.join(strategies())}")
+    return known[name]
+
+
+def strategy_of(schedule: ScheduleSettings | Strategy | Schedule | str) -> tuple[Strategy, ScheduleSettings]:
+    """What a library user means by ``schedule``: a strategy, which need not be in the table, and settings for it.
+
+    Raises:
+        UserError: something else, or no such strategy.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule.step.strategy, schedule.step.settings
+    name = schedule if isinstance(schedule, str) else schedule.name if isinstance(schedule, Strategy) else None
+    settings = ScheduleSettings(strategy=name) if name is not None else schedule
+    if not isinstance(settings, ScheduleSettings):
+        raise UserError("schedule", schedule, "ScheduleSettings, a Strategy, the name of one, or a Schedule")
+    strategy = schedule if isinstance(schedule, Strategy) else find(settings.strategy)
+    return strategy, settings
