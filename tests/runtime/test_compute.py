@@ -13,7 +13,8 @@ from torch import Tensor
 from schedules import llama
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.blocks import offload, reload
 from tawpipe.schedule.buffers import Buffer, block_input, context, home_weight, loss, reloaded

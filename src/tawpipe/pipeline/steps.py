@@ -15,10 +15,11 @@ from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import StepResult, UpdateRule
 from tawpipe.runtime.measures import Measure
+from tawpipe.runtime.moves import make_places
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.step import Schedule
 
 
@@ -85,7 +86,7 @@ class Steps:
         )
         if schedule.step.settings.offloaded_layers:
             tokens = self._rows.bin_tokens if local.bins else 0
-            wiring.compute.make_places(schedule.programs[rank], given, wiring.dtype, tokens)
+            make_places(wiring.compute, schedule.programs[rank], given, wiring.dtype, tokens)
         return wiring.executor.play(schedule, given, replace(rule, chosen=chosen), recording=recording)
 
     def _set_training(self, mode: bool) -> None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.optimizer import sum_of_squares
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
