@@ -23,7 +23,7 @@ from tawpipe.pipeline.batches import Deal
 from tawpipe.runtime import moves, rows
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart
-from tawpipe.schedule.strategies import strategies
+from tawpipe.schedule.strategies.table import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
 IN_CHUNKS = {"sequence_chunk": 4, "offloaded_layers": 3, "recompute": "selective"}
