@@ -16,7 +16,7 @@ from tawpipe.prove import reserved, waits
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS
 from tawpipe.prove.run import prove
-from tawpipe.runtime.compute import Compute
+from tawpipe.runtime import layer
 from toy_allocator import Driver
 
 
@@ -37,14 +37,14 @@ def whole_rows(monkeypatch):
 
 
 def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
-    forward = Compute._layer_forward
+    forward = layer.forward
 
-    def looking(self: Compute, *given: Any) -> Tensor:
-        output = forward(self, *given)
+    def looking(*given: Any) -> Tensor:
+        output = forward(*given)
         assert output.sum().item() == output.sum().item()
         return output
 
-    monkeypatch.setattr(Compute, "_layer_forward", looking)
+    monkeypatch.setattr(layer, "forward", looking)
     with fake_cuda():
         row = prove(alone(DEVICE), tmp_path / "found.json", only=["waits"]).checks["waits"]
     assert row["status"] == FAILS

@@ -20,7 +20,7 @@ from streams import LENGTH, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
-from tawpipe.runtime import compute, rows
+from tawpipe.runtime import moves, rows
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart
 from tawpipe.schedule.strategies.table import strategies
@@ -204,9 +204,9 @@ def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
     case = {"strategy": "1f1b", "stages": "world", "rank": rank, "evaluate": True}
     few, many = most(rows=6, **case), most(rows=14, **case)
     lanes = 4 if 0 < rank < 3 else 2
-    assert few.active - few.allocated <= lanes * compute.TRAVELLING * BOUNDARY + LOSSES
+    assert few.active - few.allocated <= lanes * moves.TRAVELLING * BOUNDARY + LOSSES
     assert many.active - few.active <= BOUNDARY
-    monkeypatch.setattr(compute, "TRAVELLING", 1000)
+    monkeypatch.setattr(moves, "TRAVELLING", 1000)
     assert most(rows=14, **case).active > many.active + 2 * BOUNDARY, "without the wait it would"
 
 

@@ -326,7 +326,7 @@ def require_same_kind(store: Any, rank: int, device: torch.device) -> None:
         store.set(DEVICE_KIND, device.type)
     elif (kind := store.get(DEVICE_KIND).decode()) != device.type:
         expected = f"a {kind}, as on rank 0: a driver and a torch that go together on every machine, or --device cpu"
-        raise UserError("--device", f"a {device.type} on rank {rank}", expected)
+        raise UserError("device", f"a {device.type} on rank {rank}", expected)
 
 
 def joined_by_us() -> bool:
