@@ -19,7 +19,7 @@ from pathlib import Path
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.made import Generated, Solved, ZeroBubble
+from tawpipe.schedule.pipelines.made import Generated, SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.residency import STREAMING
@@ -275,7 +275,7 @@ def register(strategy: Strategy) -> Strategy:
 
 for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
     register(_strategy)
-for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), Solved()):
+for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), SolvedPipeline()):
     register(_strategy)
 
 
