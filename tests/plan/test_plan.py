@@ -182,7 +182,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
 def test_more_micro_batches_in_a_pipeline_are_added():
     short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
-        layout = replace(find(kind), stages="nodes")
+        layout = find(kind).configured(ScheduleSettings(stages="nodes"))
         made = [predict(asked, asked.step(DEFAULT, layout)).step_seconds for asked in (short, longer)]
         assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
 

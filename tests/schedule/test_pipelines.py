@@ -22,11 +22,13 @@ from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, needs
 from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
+from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies import build, find
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
@@ -39,7 +41,9 @@ FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
     topology = Topology.grid(nodes, local)
     times = f"0/0/0,{layers}x1/2/1,0/0/0"
-    step = step_for(llama(layers), topology, count, use=replace(find(kind), stages=stages, block_times=times))
+    step = step_for(
+        llama(layers), topology, count, use=find(kind).configured(ScheduleSettings(stages=stages, block_times=times))
+    )
     return build(step, **more)
 
 
@@ -73,7 +77,7 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
     """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
     topology, model = Topology.grid(nodes, local), llama(8, tied=True)
     for count in (1, 2, 3, 5, 6, 12):
-        step = step_for(model, topology, count, use=replace(find(kind), stages=axis))
+        step = step_for(model, topology, count, use=find(kind).configured(ScheduleSettings(stages=axis)))
         verify(for_one_thread(build(step, training=False)), steps=1, one_thread=True)
         try:
             schedule = build(step)
@@ -238,7 +242,9 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
 
 def test_every_direction_between_two_positions_has_a_lane_of_its_own():
     for kind in ("1f1b", "zero-bubble"):
-        shape = find(kind).shape(llama(12), Topology.grid(6, 1))
+        strategy = find(kind)
+        assert isinstance(strategy, ActivationPipeline)
+        shape = strategy.shape(llama(12), Topology.grid(6, 1))
         for position in range(6):
             own = [lane for pair, lane in shape.lanes.items() if position in pair]
             assert len(own) == len(set(own))

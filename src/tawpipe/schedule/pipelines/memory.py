@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, StageCosts, Work, needs
@@ -27,7 +28,7 @@ def peak(layout: Layout, order: Order, costs: PipelineCosts) -> tuple[float, ...
     return worst(costs.stages(layout), order)
 
 
-def worst(table: StageCosts, order: Order) -> tuple[float, ...]:
+def worst(table: StageCosts, order: Order) -> tuple[Any, ...]:
     """The same, in the numbers of the costs given."""
     return tuple(_worst(place, order, table) for place in range(table.layout.size))
 

@@ -149,7 +149,7 @@ class PipelineCosts:
     near_hop: float = 0.0
     nodes: tuple[int, ...] = ()
 
-    def travel(self, source: int, target: int) -> float:
+    def travel(self, source: int, target: int) -> Any:
         """Time of a boundary from one position to another; none if they are the same."""
         if source == target:
             return 0
