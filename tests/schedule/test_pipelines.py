@@ -19,7 +19,7 @@ from tawpipe.schedule.actions import Op
 from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import Solved, ZeroBubble
+from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
@@ -82,6 +82,16 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
             assert kind == "interleaved-1f1b" and "groups of one size" in str(error)
             continue
         verify(for_one_thread(schedule), steps=2, one_thread=True)
+
+
+def test_backward_passes_in_parts_are_for_strategies_that_say_so():
+    class Whole(ZeroBubble):
+        splits = False
+
+    schedule = pipeline("zero-bubble", 2, 1, 4)
+    other = Whole(schedule.step.settings.stages, schedule.step.settings.block_times)
+    with pytest.raises(ScheduleError, match="take backward passes apart"):
+        verify(replace(schedule, step=replace(schedule.step, strategy=other)), steps=1)
 
 
 def test_pipelines_of_published_orders_run_without_the_search_for_others():
@@ -173,7 +183,7 @@ def test_what_is_kept_in_the_place_of_inputs_is_not_offloaded():
     """Schedules move inputs alone, and these are gone."""
     blocks = (BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0))
     costs = PipelineCosts(blocks, 20, memory=9.0, host=7.0)
-    use = Solved(block_times=spell_times(costs))
+    use = SolvedPipeline(block_times=spell_times(costs))
     step = step_for(llama(8), Topology.grid(2, 1), 6, use=use)
     assert any(action.op.name == "OFFLOAD" for action in build(step).programs[0])
     with pytest.raises(UserError, match=r"schedule.recompute: got 'none'; full under solved where inputs wait"):

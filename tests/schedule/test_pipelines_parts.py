@@ -104,12 +104,11 @@ def test_ticks_are_never_less_than_the_time_and_at_most_the_stretch_more(times, 
     ticks = Rounded.of(layout, costs, 100.0)
     for kind in "FBIW" + "OR" * host:
         for stage in range(2):
-            work = Work(kind, stage, 0)
-            true, whole = costs.seconds(layout, work), ticks.seconds(layout, work)
+            true, whole = (one.stages(layout).seconds[kind, stage] for one in (costs, ticks))
             assert isinstance(whole, int)
             assert true * (1 - 1e-6) <= whole * ticks.unit + 1e-5 * ticks.unit
             assert whole * ticks.unit <= true * ticks.stretch * (1 + 1e-6)
-    whole, first, rest = (ticks.seconds(layout, Work(kind, 0, 0)) for kind in "BIW")
+    whole, first, rest = (ticks.stages(layout).seconds[kind, 0] for kind in "BIW")
     assert whole == first + rest
 
 
