@@ -145,22 +145,22 @@ def parse(argv: Sequence[str]) -> PlanWords:
         SystemExit: help, or a word that is missing.
     """
     parser, options = _parser(), train_options()
-    own = vars(parser.parse_args(argv))
-    words = {leaf.key: own.pop(leaf.key) for leaf in _leaves() if leaf.key in own}
-    files = own.pop("config")
+    arguments = vars(parser.parse_args(argv))
+    words = {leaf.key: arguments.pop(leaf.key) for leaf in _leaves() if leaf.key in arguments}
+    files = arguments.pop("config")
     said = options.values(files, words)
     config = options.build(said)
     if isinstance(
         config.learning_rate, Open
     ):  # of no effect on a plan, which some optimizers could not be made without
         config = replace(config, learning_rate=float(config.learning_rate))
-    made = PlanWords(config, said, words, files, **own)
+    asked = PlanWords(config, said, words, files, **arguments)
     needed = {"--model": True}
-    needed |= dict.fromkeys(("--sequence-length", "--global-batch"), not (made.longest or made.of_corpus))
-    missing = [name for name, needs in needed.items() if needs and made.given(name[2:].replace("-", "_")) is None]
+    needed |= dict.fromkeys(("--sequence-length", "--global-batch"), not (asked.longest or asked.of_corpus))
+    missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
-    return made
+    return asked
 
 
 def _leaves() -> list[Leaf]:

@@ -26,7 +26,7 @@ from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
-from tawpipe.runtime.memory import taken_outside_torch
+from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
@@ -158,38 +158,41 @@ def request_of(
         UserError: a machine or a setting that cannot work for this model.
     """
     _ = share_in_sets(0, machine.topology.evened(), asked.settings)
+    device = here or torch.device("cpu")
     with chain.borrowed():
-        return _request_of(chain, machine, asked, here or torch.device("cpu"), tell)
+        request = _request_of(chain, machine, asked, device, tell)
+    give_back(device)  # what the chain has held for as long as it was measured
+    return request
 
 
 def _request_of(
-    made: Chain, machine: Machine, asked: Asked, here: torch.device, tell: Callable[[str], None]
+    chain: Chain, machine: Machine, asked: Asked, here: torch.device, tell: Callable[[str], None]
 ) -> PlanRequest:
     """``request_of`` with a chain that is of no other use afterwards."""
     dtype, settings, optimizer = asked.dtype, asked.settings, asked.optimizer
     row, documents = asked.row, asked.documents
     why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
-    made.quantise(asked.quantize, dtype)
-    if made.alone:
-        documents, why_whole = (row,), why_whole or f"each holds one document, because {made.alone}"
+    chain.quantise(asked.quantize, dtype)
+    if chain.alone:
+        documents, why_whole = (row,), why_whole or f"each holds one document, because {chain.alone}"
     if asked.sequence_length is None:
-        row = min(row, longest_allowed(made.config))
+        row = min(row, longest_allowed(chain.config))
         documents = (row,)
     peak = machine.device.flops or peak_flops(machine.device.name, str(dtype).removeprefix("torch."))
     master, reduce = master_dtype(dtype), reduce_dtype(dtype, settings)
     limit = machine.device.memory_bytes * USABLE if asked.memory_bytes is None else asked.memory_bytes
     kind, tokens = "cpu" if machine.device.name == "CPU" else "cuda", row * asked.micro_batch
-    chunk = loss_chunk(settings.loss_chunk_tokens, made.config.get_text_config().vocab_size, dtype, kind)
+    chunk = loss_chunk(settings.loss_chunk_tokens, chain.config.get_text_config().vocab_size, dtype, kind)
     system_bytes, communicator_bytes = system_of(machine, here)
-    ranks, states = settings.sequence_ranks or 1, states_of(optimizer, made.units)
+    ranks, states = settings.sequence_ranks or 1, states_of(optimizer, chain.units)
 
-    def by(found: Profile) -> PlanRequest:
+    def by(profile: Profile) -> PlanRequest:
         if reduce != master and tokens > chunk:  # the head's chunks are added up in a buffer of their own
-            head = sum(made.units[unit].numel for unit in made.spec.trainable_units(len(made.blocks) - 1))
-            found = replace(found, memory=found.memory.with_more("head", head * master.itemsize))
+            head = sum(chain.units[unit].numel for unit in chain.spec.trainable_units(len(chain.blocks) - 1))
+            profile = replace(profile, memory=profile.memory.with_more("head", head * master.itemsize))
         return PlanRequest(
-            model=made.spec,
-            profile=found,
+            model=chain.spec,
+            profile=profile,
             machine=replace(
                 machine,
                 host_bytes=int(machine.host_bytes * USABLE),
@@ -198,19 +201,19 @@ def _request_of(
             global_batch=asked.global_batch,
             micro_batch=asked.micro_batch,
             sequence_length=row,
-            size=size_of(documents * asked.micro_batch, found.windows),
-            widths=widths_of(made, dtype, settings, states, exact=_exact(made, dtype, master)),
+            size=size_of(documents * asked.micro_batch, profile.windows),
+            widths=widths_of(chain, dtype, settings, states, exact=_exact(chain, dtype, master)),
             memory_bytes=int(limit),
-            flops=(chain_flops(made, documents) or 0.0) * asked.global_batch,
+            flops=(chain_flops(chain, documents) or 0.0) * asked.global_batch,
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
-            drops=_drops(made.config) or bool(adapter_facts(made.given).get("dropout")),
+            drops=_drops(chain.config) or bool(adapter_facts(chain.given).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
-            why_not_staged=made.why_not_staged or (DEALT if asked.dealt else ""),
+            why_not_staged=chain.why_not_staged or (DEALT if asked.dealt else ""),
             compiled=asked.compiled,
-            key_value_bytes=2 * key_width(made.config.get_text_config()) * dtype.itemsize,
+            key_value_bytes=2 * key_width(chain.config.get_text_config()) * dtype.itemsize,
         )
 
     def chunks(whole: Profile) -> Sequence[int] | None:
@@ -233,17 +236,17 @@ def _request_of(
         "tell": tell,
     }
     if asked.timed:
-        found = _profile(made, machine, asked.profile, row, tokens, peak, measuring)
+        profile = _profile(chain, machine, asked.profile, row, tokens, peak, measuring)
     else:
-        found = measure(made, tokens=tokens, timed=False, **measuring)
-    if why := why_whole or found.why_whole:
+        profile = measure(chain, tokens=tokens, timed=False, **measuring)
+    if why := why_whole or profile.why_whole:
         if settings.sequence_chunk:
             raise UserError("schedule.sequence_chunk", settings.sequence_chunk, f"0, for whole rows: {why}")
         if ranks > 1:
             raise UserError("schedule.sequence_ranks", ranks, f"1, for whole rows: {why}")
-        found = replace(found, in_chunks=(), cuts=False, why_whole=why)
+        profile = replace(profile, in_chunks=(), cuts=False, why_whole=why)
         tell(f"rows stay whole: {why}")
-    return by(found)
+    return by(profile)
 
 
 def _drops(config: Any) -> bool:

@@ -115,26 +115,26 @@ class Planning:
         same_nodes = earlier is not None and earlier.topology == str(self.world.nodes)
         if source not in ("none", "auto"):
             plan = SavedPlan.of(self.world.text_of_rank_0(lambda: _read(Path(source))))
-            found = Followed(settings, plan, f"plan: {source}")
+            decision = Followed(settings, plan, f"plan: {source}")
         elif earlier is not None and same_nodes and earlier.plan and source == "auto":
             plan = SavedPlan.of(earlier.plan)
             assert plan is not None
             if given and plan.settings(settings) != settings:
-                found = Followed(settings, line=SETTINGS_HOLD)
+                decision = Followed(settings, line=SETTINGS_HOLD)
             elif problem := self._mismatch(plan):
                 self.tell(f"the plan of the checkpoint is for something else: {problem}")
-                found = self.make()
+                decision = self.make()
             else:
-                found = Followed(settings, plan, "plan: that of the checkpoint")
+                decision = Followed(settings, plan, "plan: that of the checkpoint")
         elif source == "none" or given or same_nodes:
-            found = Followed(settings, line=SETTINGS_HOLD if given and source == "auto" else "")
+            decision = Followed(settings, line=SETTINGS_HOLD if given and source == "auto" else "")
         else:
-            found = self.make()
-        return self._followed(found, given) if found.plan is not None else found
+            decision = self.make()
+        return self._followed(decision, given) if decision.plan is not None else decision
 
-    def _followed(self, found: Followed, given: list[str]) -> Followed:
+    def _followed(self, decision: Followed, given: list[str]) -> Followed:
         """The decision with the settings that its plan says."""
-        plan, settings = found.plan, self.asked.settings
+        plan, settings = decision.plan, self.asked.settings
         assert plan is not None
         if mismatch := self._mismatch(plan):
             raise mismatch
@@ -145,7 +145,7 @@ class Planning:
                 expected = f"{getattr(chosen, name)}, as --plan says; or no plan"
                 raise UserError(option, getattr(settings, name), expected)
         check_schedule(chosen)
-        return replace(found, schedule=chosen, line=f"{found.line}: {plan.content['reason']}")
+        return replace(decision, schedule=chosen, line=f"{decision.line}: {plan.content['reason']}")
 
     def _mismatch(self, plan: SavedPlan) -> UserError | None:
         """The reason why a plan is not for this run; None if it is."""
@@ -187,12 +187,12 @@ class Planning:
             if request is None:
                 return NO_PLAN + problem
             try:
-                made = Plan.of(request, search(request, waiting=self.tell))
+                plan = Plan.of(request, search(request, waiting=self.tell))
             except Exception as error:
                 logger.debug("searching", exc_info=True)
                 return f"{NO_PLAN}{type(error).__name__}: {error}"
-            self.show(made)
-            return made.text() if made.chosen else NO_PLAN + made.reason
+            self.show(plan)
+            return plan.text() if plan.chosen else NO_PLAN + plan.reason
 
         text, settings = self.world.text_of_rank_0(choose), self.asked.settings
         if text.startswith(NO_PLAN):
