@@ -45,13 +45,15 @@ def test_costs_take_on_the_measured_times():
         (1, "R", 1): 4.0,
     }
     found = measured(LAYOUT, replace(COSTS, pace=(1.0, 2.0, 1.0)), seconds, hop=0.125)
+    stages = found.stages(LAYOUT)
     for (_, kind, stage), value in seconds.items():
         if kind in "FBIW":
-            assert found.seconds(LAYOUT, Work(kind, stage, 0)) == pytest.approx(value)
-    assert found.seconds(LAYOUT, Work("I", 2, 0)) == pytest.approx(7.5 * 2.25 / 3.75), "shared as before"
+            assert stages.seconds[kind, stage] == pytest.approx(value)
+    assert stages.seconds["I", 2] == pytest.approx(7.5 * 2.25 / 3.75), "shared as before"
     assert (found.host, found.hop, found.pace, found.memory) == (3.5, 0.125, (), 2.0)
     scale = 2.0  # the median of 2, 5/4, 1/2, 2
-    assert measured(LAYOUT, COSTS, {(0, "F", 0): 2.0}).seconds(LAYOUT, Work("F", 2, 0)) == pytest.approx(1.25 * scale)
+    scaled = measured(LAYOUT, COSTS, {(0, "F", 0): 2.0})
+    assert scaled.stages(LAYOUT).seconds["F", 2] == pytest.approx(1.25 * scale)
     assert [one.kept for one in found.blocks] == [one.kept for one in COSTS.blocks]
 
 

@@ -153,8 +153,8 @@ class _Listed:
         number = work.micro_batch
         holds[number] = holds.get(number, 0.0) + more
         wants[number] = wants.get(number, 0.0) - more
-        free = self.room * (1 + ROUNDING) - sum(holds.values())
-        return free >= 0 and all_end(free, ((wants.get(number, 0.0), holds[number]) for number in sorted(holds)))
+        free, numbers = self.room * (1 + ROUNDING) - sum(holds.values()), sorted(holds)
+        return free >= 0 and all_end(free, [wants.get(one, 0.0) for one in numbers], [holds[one] for one in numbers])
 
 
 def listed(

@@ -79,8 +79,9 @@ class Passes:
     def named(self, work: int) -> Work:
         """A number's work."""
         step, m = divmod(work, self.micro_batches)
-        turn, at = divmod(step, self.stages.layout.stages)
-        stage = at if turn == 0 else self.stages.layout.stages - 1 - at
+        stages = len(self.split)
+        turn, at = divmod(step, stages)
+        stage = at if turn == 0 else stages - 1 - at
         return Work("F" if turn == 0 else "W" if turn == 2 else "I" if self.split[stage] else "B", stage, m)
 
     def order(self, timed: Timed) -> Order:

@@ -7,7 +7,7 @@ back, B the former. W is always ready, so what waits for it can be had at any ti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from tawpipe.errors import UserError
@@ -36,20 +36,21 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     return tuple(apart)
 
 
-def all_end(free: float, under_way: Iterable[tuple[float, float]], enough: float = math.inf) -> bool:
+def all_end(free: float, wanted: Sequence[float], held: Sequence[float], enough: float = math.inf) -> bool:
     """True if all that is under way can end, one after the other (the banker's algorithm).
 
     Args:
         free: memory.
-        under_way: (what it needs besides, what it gives back at its end), in order.
+        wanted: what each needs besides what it holds, in order.
+        held: what each gives back at its end.
         enough: all can end with so much free.
     """
-    for more, held in under_way:
+    for more, there in zip(wanted, held, strict=True):
         if free >= enough:
             return True
         if more > free:
             return False
-        free += held
+        free += there
     return True
 
 
@@ -81,6 +82,8 @@ class Room:
             sums = list(accumulate((kept[stage] for stage in own), initial=0))
             ends = [total + parts[stage] for total, stage in zip(sums[1:], own, strict=True)]
             self.most.append(list(accumulate(ends, max, initial=0)))
+        self.wanted = [[most[-1]] * micro_batches for most in self.most]
+        """By position and micro-batch, what it needs to end besides what it has."""
 
     def first(self, place: int, ready: list[int], works: Sequence[int]) -> int:
         """The most urgent work that may start, which then has; -1 if none may.
@@ -103,10 +106,13 @@ class Room:
         free = self.limit - self.held[place] - takes
         if free < 0 or work // self.count >= self.stages:
             return free >= 0
-        free += self.waiting[place]
-        most, left, number = self.most[place], self.left[place], work % self.count
-        mine = ((m, there + takes if m == number else there) for m, there in enumerate(self.mine[place]) if left[m])
-        return all_end(free, ((most[left[m]] - there, there) for m, there in mine), most[-1])
+        mine, wanted, number = self.mine[place], self.wanted[place], work % self.count
+        mine[number] += takes
+        wanted[number] -= takes
+        found = all_end(free + self.waiting[place], wanted, mine, self.most[place][-1])
+        mine[number] -= takes
+        wanted[number] += takes
+        return found
 
     def start(self, place: int, work: int) -> None:
         """Take and give back what a work does; nothing else runs there before it ends."""
@@ -115,6 +121,7 @@ class Room:
         if turn == 0:
             self.held[place] += self.kept[at]
             self.mine[place][m] += self.kept[at]
+            self.wanted[place][m] -= self.kept[at]
             return
         stage = self.stages - 1 - at
         if turn == 1:
@@ -122,6 +129,7 @@ class Room:
             self.waiting[place] += self.parts[stage]
             self.mine[place][m] -= self.kept[stage]
             self.left[place][m] -= 1
+            self.wanted[place][m] = self.most[place][self.left[place][m]] - self.mine[place][m]
         else:
             self.held[place] -= self.parts[stage]
             self.waiting[place] -= self.parts[stage]
