@@ -33,7 +33,7 @@ from typing import Any
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.search.constraints import Model
-from tawpipe.schedule.pipelines.search.solve import JITTER, Shaken, heuristics, peak, solve
+from tawpipe.schedule.pipelines.search.solve import JITTER, heuristics, peak, shaken, solve
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 
 LAYERS = 2
@@ -72,10 +72,9 @@ class Cell:
 
 def jitter(layout: Layout, order: Order, costs: PipelineCosts, draws: int) -> float:
     """How much longer a step takes, in the median."""
-    names = ("blocks", "hop", "pace", "memory", "host")
     # Others than those by which the solver chooses.
-    drawn = [Shaken(**{name: getattr(costs, name) for name in names}, seed=1000 + seed) for seed in range(draws)]
-    played = statistics.median(makespan(play(layout, order, one)) for one in drawn)
+    drawn = (play(layout, order, costs, shaken(1000 + seed)) for seed in range(draws))
+    played = statistics.median(map(makespan, drawn))
     return played / makespan(play(layout, order, costs)) - 1
 
 

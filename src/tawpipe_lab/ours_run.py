@@ -16,10 +16,10 @@ from torch import Tensor
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import Executor, UpdateRule
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.unit_optimizers import UnitOptimizers

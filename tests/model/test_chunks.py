@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from borders import LENGTH, llama, packed, piped, piped_numbers, right_or_refused, rows_of, slope_error
+from cuda_kernels import read_by_address
 from model_families import family_config, keep_fp64, real_model
 from tawpipe.errors import RunError, UserError
 from tawpipe.model import chunked, flash
@@ -21,7 +22,9 @@ DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch):
+    """And what the kernel of a backward pass is given lies in memory as CUDA's expects it."""
     keep_fp64(monkeypatch)
+    read_by_address(monkeypatch)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, LENGTH - 1, LENGTH, 2 * LENGTH])

@@ -364,7 +364,9 @@ def test_the_driver_and_every_communicator_are_counted():
     asked = plan_request(GPUS, system_bytes=1000, communicator_bytes=10)
     flat, spread = (memory_quickly(asked, step_of(asked, name)).parts["system"] for name in ("flat", "tawpipe-spread"))
     assert flat > 1000 and spread > flat and flat % 10 == 0, "one hop of collectives needs fewer groups than two"
-    one = plan_request(uniform(1, 1, between=LinkModel(1.0), inside=LinkModel(1.0)), system_bytes=1000)
+    one = plan_request(
+        uniform(1, 1, between=LinkModel(1.0), inside=LinkModel(1.0)), system_bytes=1000, communicator_bytes=10
+    )
     assert memory_quickly(one, step_of(one, "flat")).parts["system"] == 1000
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from family_configs import tiny_config
 from model_requests import request_for
 from plan_requests import LAYERS, plan_request, profile, step_of
-from schedules import llama, spell_recompute
+from schedules import laid_out, llama, spell_recompute
 from tawpipe.cli import main
 from tawpipe.commands.plan import run as plan_command
 from tawpipe.errors import UserError
@@ -42,7 +42,7 @@ from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.strategies.table import find, strategies
+from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel, Seconds
 from tawpipe.train.config import load_config
 
@@ -184,7 +184,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
 def test_more_micro_batches_in_a_pipeline_are_added():
     short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
-        layout = replace(find(kind), stages="nodes")
+        layout = laid_out(kind, stages="nodes")
         made = [predict(asked, asked.step(DEFAULT, layout)).step_seconds for asked in (short, longer)]
         assert 2.0 < made[1] / made[0] < 40 / 12 * 1.02
 

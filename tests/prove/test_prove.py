@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import states
+from fake_cuda import DEVICE, fake_cuda
 from tawpipe.cli import main
 from tawpipe.model import flash
 from tawpipe.plan.predict import Needs
@@ -26,6 +28,7 @@ from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.rows import Places, Staging
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ScheduleSettings
 
 CPU = torch.device("cpu")
 
@@ -311,12 +314,52 @@ def test_offloading_may_change_no_loss(monkeypatch):
     here = alone(torch.device("cpu"))
     settings: list[int] = []
 
-    def seconds(world: World, config: Any, dtype: Any, given: Any, tokens: int) -> Any:
+    def steps(world: World, config: Any, dtype: Any, given: Any, tokens: int) -> Any:
         settings.append(given.offloaded_layers)
-        return [9.0, 9.0, 1.0 + len(settings) % 2, 2.0, 3.0], losses[len(settings) - 1]
+        loss = losses[len(settings) - 1]
+        return [speed.Timed(seconds, 0.0, 0.0, loss) for seconds in (1.0 + len(settings) % 2, 2.0, 3.0)], []
 
-    monkeypatch.setattr(speed, "_seconds", seconds)
-    losses = [[1.0], [1.0], [1.0], [1.5]]
+    monkeypatch.setattr(speed, "_steps", steps)
+    losses = [1.0, 1.0, 1.0, 1.5]
     equal, other = speed.offload(here), speed.offload(here)
     assert equal.holds and not other.holds and settings[0] == 0 < settings[1] and "differ" in other.note
-    assert equal.numbers["seconds"] == [2.0, 2.0]  # of the steps after the first two
+    assert equal.numbers["seconds"] == [2.0, 2.0]
+
+
+def test_steps_are_timed_in_parts():
+    config = llama(hidden=16, layers=2, heads=2, vocabulary=50)
+    steps, clocks = speed._steps(alone(CPU), config, torch.float32, ScheduleSettings(), 32)
+    assert len(steps) == speed.STEPS - 2 and clocks == [0, 0], "a CPU says no clock"
+    for one in steps:
+        assert 0 < one.issuing_s <= one.seconds and 0 < one.computing_s <= one.seconds
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(1.1, True), (1.3, False), (0.7, False)])
+def test_a_step_that_takes_another_time_than_predicted_fails_on_a_gpu(seconds, holds, monkeypatch):
+    monkeypatch.setattr(speed, "probe", lambda world: SimpleNamespace(machine=None))
+    monkeypatch.setattr(speed, "request_of", lambda *_, **__: SimpleNamespace(step=lambda settings: None))
+    monkeypatch.setattr(speed, "predict", lambda *_: SimpleNamespace(step_seconds=1.0))
+    monkeypatch.setattr(speed, "_steps", lambda *_: ([speed.Timed(seconds, 0.5, 0.1, 2.0)] * 3, [1980, 1750]))
+    monkeypatch.setattr(speed, "dtype_here", lambda world: torch.bfloat16)
+    with fake_cuda():
+        found = speed.step(alone(DEVICE))
+    assert found.holds == holds
+    assert found.numbers["waiting_seconds"] == seconds - 0.5 and "0.500 s of it computing" in found.note
+
+
+@pytest.mark.parametrize(("beside", "holds"), [(1.1, True), (1.2, False)])
+def test_a_layer_that_transfers_slow_down_fails_on_a_gpu(beside, holds, monkeypatch):
+    """The times are given; before the first of them the device computes until it is warm."""
+    hot = list[str]()
+    timed = {"_timed": 1.0, "_beside_a_receive": 1.0, "_beside_gathers": beside}
+    for name, value in timed.items():
+        monkeypatch.setattr(waits, name, lambda *_, value=value, name=name: hot.append(name) or value)
+    monkeypatch.setattr(waits, "warm_up", lambda *_: hot.append("warm"))
+    monkeypatch.setattr(waits, "make_group", lambda *_, **__: None)
+    monkeypatch.setattr(waits, "sized", lambda _: llama(hidden=16, layers=2, heads=2, vocabulary=50))
+    monkeypatch.setattr(waits, "dtype_here", lambda world: torch.float32)
+    monkeypatch.setitem(waits.TOKENS, "cuda", 8)
+    with fake_cuda():
+        found = waits.beside(alone(DEVICE))
+    assert found.holds == holds and hot == ["warm", *timed]
+    assert f"device: {{beside: {beside}}}" in found.note

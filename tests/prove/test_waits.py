@@ -1,4 +1,4 @@
-"""The check that no step waits for the device, on a device that is none (``fake_cuda``)."""
+"""The checks that no step waits for a device, and of the memory that it gives, on one that is none (``fake_cuda``)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
 from tawpipe.pipeline.batches import Deal
-from tawpipe.prove import waits
-from tawpipe.prove.models import alone
+from tawpipe.plan import profile
+from tawpipe.prove import reserved, waits
+from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS
 from tawpipe.prove.run import prove
-from tawpipe.runtime.compute import Compute
+from tawpipe.runtime import layer
+from toy_allocator import Driver
 
 
 def test_no_step_waits_for_the_device() -> None:
@@ -34,14 +37,14 @@ def whole_rows(monkeypatch):
 
 
 def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
-    forward = Compute._layer_forward
+    forward = layer.forward
 
-    def looking(self: Compute, *given: Any) -> Tensor:
-        output = forward(self, *given)
+    def looking(*given: Any) -> Tensor:
+        output = forward(*given)
         assert output.sum().item() == output.sum().item()
         return output
 
-    monkeypatch.setattr(Compute, "_layer_forward", looking)
+    monkeypatch.setattr(layer, "forward", looking)
     with fake_cuda():
         row = prove(alone(DEVICE), tmp_path / "found.json", only=["waits"]).checks["waits"]
     assert row["status"] == FAILS
@@ -54,3 +57,25 @@ def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
     with fake_cuda():
         found = waits.waits(alone(DEVICE))
     assert not found.holds and "of int64 from memory that is not pinned" in found.note
+
+
+@pytest.mark.parametrize("given_back", [True, False])
+def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatch) -> None:
+    """Training's stream cannot use it. The counts of memory are the toy allocator's."""
+    ways, system = reserved.ways, 700 << 20
+    monkeypatch.setattr(reserved, "ways", lambda *sizes: {"whole rows": ways(*sizes)["whole rows"]})
+    monkeypatch.setattr(reserved, "sized", lambda _: llama(hidden=32, layers=2, heads=2, vocabulary=100))
+    monkeypatch.setattr(reserved, "dtype_here", lambda _: torch.bfloat16)
+    monkeypatch.setitem(reserved.TOKENS, "cuda", 256)
+    monkeypatch.setattr(reserved, "ROOM", 200_000)  # of 1.4 MB
+    if not given_back:
+        monkeypatch.setattr(profile, "give_back", lambda _: None)
+    with fake_cuda() as ledger, monkeypatch.context() as counts:
+        for name, function in Driver(ledger, system).functions().items():
+            counts.setattr(torch.cuda, name, function)
+        found = reserved.reserved(alone(DEVICE))
+    (row,) = found.numbers["ways"].values()
+    assert found.holds == given_back, found.note
+    taken = row["taken"]
+    assert taken["allocated"] == taken["active"] < taken["reserved"] and row["predicted"]["system"] == system
+    assert given_back or "GiB reserved" in found.note

@@ -13,7 +13,13 @@ from torch import Tensor
 from schedules import llama
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.blocks import Blocks
+from tawpipe.runtime.compute import Compute
+from tawpipe.runtime.cut_layer import rows_of
+from tawpipe.runtime.embedding import forward as embed
+from tawpipe.runtime.repeated import compare, sums_when_new
+from tawpipe.runtime.rows import OnDevice
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.blocks import offload, reload
 from tawpipe.schedule.buffers import Buffer, block_input, context, home_weight, loss, reloaded
@@ -138,3 +144,43 @@ def test_every_token_is_counted_by_one_rank() -> None:
     of_set = [StepInput(rows, scale=1.0, seed=0, step=0, place=place, shared=2).tokens for place in range(2)]
     assert of_set == [6, 2]  # the second rank counts what it computes alone
     assert StepInput(rows, scale=1.0, seed=0, step=0, counted={1}).tokens == 1
+
+
+def blocks_of(**settings: Any) -> Blocks:
+    chain: Any = SmallChain()
+    return Blocks(chain, llama(2), chunk_tokens=2, **settings)
+
+
+def test_the_embedding_leaves_a_batch_and_an_input_that_go_when_they_are_freed() -> None:
+    blocks, action = blocks_of(), forward(0)
+    blocks.bind(action, WEIGHTS)
+    embed(blocks, action, GIVEN, None)
+    held = blocks.held
+    assert torch.equal(held.inputs[block_input(4, 1)], torch.tensor([[[2.0], [4.0], [6.0]]]))  # type: ignore[arg-type]
+    assert set(held.batches) == {context(4)}
+    held.free(Action(Op.FORWARD, Lane.COMPUTE, frees=(block_input(4, 1), context(4)), block=1, micro_batch=4))
+    assert not any(held.tables.values())
+
+
+def test_ranks_of_a_set_share_the_tokens_of_a_row() -> None:
+    blocks = blocks_of(sequence_ranks=2)
+    given = [StepInput(GIVEN.micro_batches, scale=1.0, seed=None, step=0, place=place) for place in range(2)]
+    assert sum(blocks.shape(part, 4)[1] for part in given) == 3 == blocks_of().shape(GIVEN, 4)[1]
+
+
+def test_a_block_is_new_until_it_has_run_twice_and_gives_the_same_then() -> None:
+    blocks, action = blocks_of(), forward(1)
+    blocks.bind(action, WEIGHTS)
+    assert sums_when_new(blocks, action)
+    compare(blocks, action, torch.ones(2), torch.ones(2))
+    with pytest.raises(UserError, match=r"model: got 'layer 0 of Small'; run twice .* gives two results"):
+        compare(blocks, action, torch.ones(2), torch.zeros(2))
+    blocks.repeated.add(blocks.state(action))
+    assert sums_when_new(blocks, action) is None
+
+
+def test_a_tensor_is_read_as_rows_and_rows_stay_what_they_are() -> None:
+    tensor = torch.arange(6.0).view(1, 3, 2)
+    rows = rows_of(tensor)
+    assert isinstance(rows, OnDevice) and rows_of(rows) is rows
+    assert torch.equal(torch.cat(list(rows.read([slice(0, 2), slice(2, 3)])), 1), tensor)

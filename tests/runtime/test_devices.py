@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.world import LEAST_CONNECTIONS, pick_device, warn_of_few_connections
+from tawpipe.runtime.world import LEAST_CONNECTIONS, pick_device, require_same_kind, warn_of_few_connections
 
 
 def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypatch, caplog):
@@ -24,6 +24,16 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
         pick_device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     assert pick_device("auto", 0) == torch.device("cuda", 0)
+
+
+def test_a_machine_that_falls_back_to_the_cpu_alone_is_named():
+    """Its peers would wait for it on their GPUs, in a group that it does not join."""
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    require_same_kind(store, 0, gpu)
+    require_same_kind(store, 1, gpu)
+    with pytest.raises(UserError, match=r"a cpu on rank 2.*a cuda, as on rank 0: a driver"):
+        require_same_kind(store, 2, cpu)
 
 
 @pytest.mark.parametrize(

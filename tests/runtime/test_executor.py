@@ -14,8 +14,8 @@ from schedules import llama, make
 from tawpipe.errors import RunError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import ParameterSlot, Unit
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import Executor, StepResult, UpdateRule
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.unit_optimizers import UnitOptimizers

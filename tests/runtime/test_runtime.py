@@ -13,9 +13,10 @@ import tawpipe
 from cases import batches, llama
 from model_families import Holder, family_config, packed_batch, real_model
 from tawpipe.errors import UserError
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.lanes import CpuLane, Failure
 from tawpipe.runtime.optimizer import adamw, check_elementwise
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import Piece
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.runtime.world import World
@@ -63,7 +64,7 @@ def test_calls_of_layers_take_no_random_numbers_of_the_caller():
     before = torch.get_rng_state()
     compute.prepare(Action(Op.PREPARE, Lane.COMPUTE, writes=(context(0),), micro_batch=0), given)
     assert torch.equal(torch.get_rng_state(), before)
-    assert compute._held[context(0)].calls
+    assert compute.held.batches[context(0)].calls
 
 
 def test_strict_mode_names_messages_out_of_order(pool):

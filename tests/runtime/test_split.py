@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from every_family import ALONE, PACKED, families, micro_batches, random_model
 from model_families import Holder, assert_close, family_config, keep_fp64, packed_batch, real_model
 from tawpipe.errors import UserError
-from tawpipe.runtime.compute import Compute, StepInput
+from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.recompute import kept_for_weights_per_token, kept_per_token
 from tawpipe.runtime.split import DeferredProducts
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, input_gradient, linear, loss, pooled
 
@@ -106,9 +107,8 @@ def gradients_of(
         else:
             compute.backward(action, buffers, given)
         if (done := linear(action.micro_batch, action.block)) in action.writes:
-            most = max(most, compute._held[done].bytes)
-    held = [one for one in compute._held if one.kind not in (Kind.CONTEXT, Kind.LOSS, Kind.INPUT)]
-    assert not held
+            most = max(most, compute.held.deferred[done].bytes)
+    assert not any(compute.held.tables[kind] for kind in (Kind.GRAPH, Kind.INPUT_GRADIENT, Kind.LINEAR))
     return {name: one.clone() for name, one in holder.named_gradients().items()}, most, missing
 
 

@@ -20,9 +20,10 @@ from streams import LENGTH, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
-from tawpipe.runtime import compute, rows
+from tawpipe.runtime import moves, rows
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart
+from tawpipe.schedule.strategies.table import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
 IN_CHUNKS = {"sequence_chunk": 4, "offloaded_layers": 3, "recompute": "selective"}
@@ -75,6 +76,10 @@ def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
     apart = held_apart(schedule, case.get("rank", 0), dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), BOUNDARY))
     assert found.allocated <= found.active <= found.reserved
     assert found.active - found.allocated <= apart + LOSSES, "the plan's part `apart`"
+
+
+def test_every_strategy_is_looked_at():
+    assert {case["strategy"] for case in CASES} == {name for name, one in strategies().items() if one.candidate}
 
 
 # what the ledger is there for
@@ -199,9 +204,9 @@ def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
     case = {"strategy": "1f1b", "stages": "world", "rank": rank, "evaluate": True}
     few, many = most(rows=6, **case), most(rows=14, **case)
     lanes = 4 if 0 < rank < 3 else 2
-    assert few.active - few.allocated <= lanes * compute.TRAVELLING * BOUNDARY + LOSSES
+    assert few.active - few.allocated <= lanes * moves.TRAVELLING * BOUNDARY + LOSSES
     assert many.active - few.active <= BOUNDARY
-    monkeypatch.setattr(compute, "TRAVELLING", 1000)
+    monkeypatch.setattr(moves, "TRAVELLING", 1000)
     assert most(rows=14, **case).active > many.active + 2 * BOUNDARY, "without the wait it would"
 
 

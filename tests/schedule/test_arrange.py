@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import peak as worst_peak
+from tawpipe.schedule.pipelines.memory import peak, worst
 from tawpipe.schedule.pipelines.orders import interleaved, nearest_groups, one_f_one_b
-from tawpipe.schedule.pipelines.search.arrange import arrange, began, joined, justified, peak
+from tawpipe.schedule.pipelines.search.arrange import arrange, began, joined, justified
 from tawpipe.schedule.pipelines.search.passes import Passes
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.search.ticks import Ticks
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> tuple[Layout, PipelineCosts, int, bool]:
 
 def least_memory(layout: Layout, costs: PipelineCosts) -> float:
     """What the fullest position keeps of one micro-batch."""
-    return max(sum(costs.kept(layout, stage) for stage in layout.stages_of(p)) for p in range(layout.size))
+    return max(costs.stages(layout).micro_batch)
 
 
 @given(problems())
@@ -69,7 +69,7 @@ def test_any_order_does_all_work_once_within_the_memory(problem):
             assert kinds == "BF" or (split and kinds == "FIW")
     times = play(layout, order, costs)
     assert len(times) == sum(done.values())
-    assert max(worst_peak(layout, order, costs)) <= costs.memory * (1 + 1e-9)
+    assert max(peak(layout, order, costs)) <= costs.memory * (1 + 1e-9)
     assert arrange(layout, costs, count, split=split) == order
 
 
@@ -96,7 +96,7 @@ def test_passes_agree_with_the_clock(problem, group, flying):
     best = justified(passes, began(passes, flying, group), flying)
     order = joined(passes, best)
     assert makespan(play(layout, order, costs)) <= best.makespan / ticks.scale * (1 + 1e-9) + 1e-9
-    assert peak(stages, order) / ticks.memory_scale == pytest.approx(max(worst_peak(layout, order, costs)))
+    assert max(worst(stages, order)) / ticks.memory_scale == pytest.approx(max(peak(layout, order, costs)))
 
 
 def equal_blocks(layers: int, *, hop: float = 0.0, memory: float = float("inf")) -> PipelineCosts:

@@ -14,7 +14,7 @@ from schedules import llama, step_for
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import filling, searched
-from tawpipe.schedule.pipelines.made import Solved
+from tawpipe.schedule.pipelines.made import SolvedPipeline
 from tawpipe.schedule.pipelines.memory import peak as worst_peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.periodic import periodic
@@ -105,7 +105,7 @@ def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
 
 
 def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
-    use = Solved(block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
+    use = SolvedPipeline(block_times=spell_times(replace(COSTS, memory=5.0, host=10.0)))
     step = step_for(llama(8), Topology.grid(2, 1), searched(2) + 2, use=use)
     made = for_one_thread(build(step))
     assert any(action.op is Op.OFFLOAD for action in made.programs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -12,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import llama, step_for
+from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.activations import peak_activations
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import Solved, ZeroBubble
+from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
@@ -28,7 +29,6 @@ from tawpipe.schedule.pipelines.work import play as play_stages
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.strategies.build import build
-from tawpipe.schedule.strategies.table import find
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
@@ -40,7 +40,7 @@ FIXED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 def pipeline(kind: str, nodes: int, local: int, count: int, *, layers: int = 8, stages: str = "world", **more):
     topology = Topology.grid(nodes, local)
     times = f"0/0/0,{layers}x1/2/1,0/0/0"
-    step = step_for(llama(layers), topology, count, use=replace(find(kind), stages=stages, block_times=times))
+    step = step_for(llama(layers), topology, count, use=laid_out(kind, stages=stages, block_times=times))
     return build(step, **more)
 
 
@@ -74,7 +74,7 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
     """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
     topology, model = Topology.grid(nodes, local), llama(8, tied=True)
     for count in (1, 2, 3, 5, 6, 12):
-        step = step_for(model, topology, count, use=replace(find(kind), stages=axis))
+        step = step_for(model, topology, count, use=laid_out(kind, stages=axis))
         verify(for_one_thread(build(step, training=False)), steps=1, one_thread=True)
         try:
             schedule = build(step)
@@ -82,6 +82,16 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
             assert kind == "interleaved-1f1b" and "groups of one size" in str(error)
             continue
         verify(for_one_thread(schedule), steps=2, one_thread=True)
+
+
+def test_backward_passes_in_parts_are_for_strategies_that_say_so():
+    class Whole(ZeroBubble):
+        splits = False
+
+    schedule = pipeline("zero-bubble", 2, 1, 4)
+    other = Whole(schedule.step.settings.stages, schedule.step.settings.block_times)
+    with pytest.raises(ScheduleError, match="take backward passes apart"):
+        verify(replace(schedule, step=replace(schedule.step, strategy=other)), steps=1)
 
 
 def test_pipelines_of_published_orders_run_without_the_search_for_others():
@@ -96,7 +106,8 @@ for name in ("1f1b", "interleaved-1f1b"):
     build(step_for(llama(4), Topology.grid(2, 1), 4, strategy=name))
 print([name for name in sys.modules if name.startswith("tawpipe.schedule.pipelines.search")])
 """
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", run], env=paths, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -158,7 +169,7 @@ def test_what_waits_in_the_host_s_memory_is_proved():
     order = Order((tuple(first), tuple(last)), (moved, ()), after)
     costs_ = PipelineCosts((BlockTimes(0, 0, 0), BlockTimes(1, 2, 1), BlockTimes(1, 2, 1), BlockTimes(0, 1, 0)), host=1)
     shape = PipelineShape(model, layout, Positions(topology, "world"), costs_, lambda _: order)
-    step = step_for(model, topology, 3, use=find("1f1b"))
+    step = step_for(model, topology, 3, use=laid_out("1f1b"))
     schedule = for_one_thread(build_pipeline(shape, step, training=True))
     verify(schedule, steps=2, one_thread=True)
     assert peak_activations(schedule, 0, {Kind.INPUT: 1}) == 3  # of two micro-batches, and what is sent
@@ -172,7 +183,7 @@ def test_what_is_kept_in_the_place_of_inputs_is_not_offloaded():
     """Schedules move inputs alone, and these are gone."""
     blocks = (BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTimes(0, 300, 0))
     costs = PipelineCosts(blocks, 20, memory=9.0, host=7.0)
-    use = Solved(block_times=spell_times(costs))
+    use = SolvedPipeline(block_times=spell_times(costs))
     step = step_for(llama(8), Topology.grid(2, 1), 6, use=use)
     assert any(action.op.name == "OFFLOAD" for action in build(step).programs[0])
     with pytest.raises(UserError, match=r"schedule.recompute: got 'none'; full under solved where inputs wait"):
@@ -228,7 +239,7 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
 
 def test_every_direction_between_two_positions_has_a_lane_of_its_own():
     for kind in ("1f1b", "zero-bubble"):
-        shape = find(kind).shape(llama(12), Topology.grid(6, 1))
+        shape = laid_out(kind).shape(llama(12), Topology.grid(6, 1))
         for position in range(6):
             own = [lane for pair, lane in shape.lanes.items() if position in pair]
             assert len(own) == len(set(own))

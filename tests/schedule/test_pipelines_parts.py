@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import one_f_one_b
@@ -16,7 +17,9 @@ from tawpipe.schedule.pipelines.search.constraints import Model
 from tawpipe.schedule.pipelines.search.fitting import one_by_one
 from tawpipe.schedule.pipelines.search.listing import listed, with_host
 from tawpipe.schedule.pipelines.search.rounded import FINEST, Rounded, unit_of, up
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline, check_axis
 from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
+from tawpipe.schedule.strategies.table import strategies
 
 END = BlockTimes(0.0, 0.0, 0.0, 0.0)
 
@@ -101,12 +104,11 @@ def test_ticks_are_never_less_than_the_time_and_at_most_the_stretch_more(times, 
     ticks = Rounded.of(layout, costs, 100.0)
     for kind in "FBIW" + "OR" * host:
         for stage in range(2):
-            work = Work(kind, stage, 0)
-            true, whole = costs.seconds(layout, work), ticks.seconds(layout, work)
+            true, whole = (one.stages(layout).seconds[kind, stage] for one in (costs, ticks))
             assert isinstance(whole, int)
             assert true * (1 - 1e-6) <= whole * ticks.unit + 1e-5 * ticks.unit
             assert whole * ticks.unit <= true * ticks.stretch * (1 + 1e-6)
-    whole, first, rest = (ticks.seconds(layout, Work(kind, 0, 0)) for kind in "BIW")
+    whole, first, rest = (ticks.stages(layout).seconds[kind, 0] for kind in "BIW")
     assert whole == first + rest
 
 
@@ -153,3 +155,15 @@ def test_a_window_leaves_what_is_before_it_alone() -> None:
     after = play(layout, solved(Model(layout, costs, 4, False, start, (6, 14))), costs)
     assert {work: times for work, times in before.items() if times[0] < 6}.items() <= after.items()
     assert set(after) == set(before) and makespan(after) < makespan(before)
+
+
+def test_positions_are_laid_over_an_axis_that_is_there() -> None:
+    for stages in ("", "nodes", "world:0,5,9@0,1,0"):
+        check_axis(stages)
+    with pytest.raises(UserError, match=r"schedule\.stages: got 'rows'; world, nodes, locals"):
+        check_axis("rows")
+
+
+def test_the_pipelines_of_the_table_are_one_kind_of_strategy() -> None:
+    pipelines = {name for name, strategy in strategies().items() if isinstance(strategy, ActivationPipeline)}
+    assert {"1f1b", "zero-bubble"} <= pipelines and not pipelines & {"tawpipe-spread", "flat", "hsdp", "weipipe"}

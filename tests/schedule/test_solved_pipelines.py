@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import Table, fits, peak
+from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.bounds import bound
 from tawpipe.schedule.pipelines.search.fitting import heuristics, one_by_one
 from tawpipe.schedule.pipelines.search.solve import solve
@@ -55,29 +56,19 @@ def check(layout: Layout, order: Order, costs: PipelineCosts, micro_batches: int
     worst = peak(layout, order, costs)
     assert all(fits(costs, most) for most in worst)
     for delays in range(3):
-        times = play(layout, order, Delayed.of(costs, seed + delays) if delays else costs)
+        times = play(layout, order, costs, *([delayed(seed + delays)] if delays else []))
         assert set(times) == set(done)
         assert all(a <= b * (1 + 1e-9) for a, b in zip(held(layout, times, costs), worst, strict=True))
 
 
-class Delayed(PipelineCosts):
-    """Costs where every work takes up to three times as long, at random."""
-
-    seed = 0
-
-    @classmethod
-    def of(cls, costs: PipelineCosts, seed: int) -> Delayed:
-        found = cls(costs.blocks, costs.hop, costs.pace, costs.memory, costs.host)
-        object.__setattr__(found, "seed", seed)
-        return found
-
-    def seconds(self, layout: Layout, work: Work) -> float:
-        return super().seconds(layout, work) * random.Random(f"{self.seed} {work}").uniform(1, 3)
+def delayed(seed: int) -> Callable[[Work], float]:
+    """Every work takes up to three times as long, at random."""
+    return lambda work: random.Random(f"{seed} {work}").uniform(1, 3)
 
 
 def held(layout: Layout, times: dict[Work, tuple[float, float]], costs: PipelineCosts) -> list[float]:
     """The most memory of every position in one timing."""
-    most, table = [0.0] * layout.size, Table(layout, costs)
+    most, table = [0.0] * layout.size, costs.stages(layout)
     for place in range(layout.size):
         own = [work for work in times if layout.places[work.stage] == place]
         events = [(times[work][0], 1, table.taken[work.kind, work.stage]) for work in own]

@@ -27,6 +27,8 @@ from tawpipe.model.weights import InitSource
 from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.probe import probe
+from tawpipe.runtime import moves
+from tawpipe.runtime.activations import Activations
 from tawpipe.runtime.optimizer import adamw
 from tawpipe.runtime.transport import TransportError
 from tawpipe.runtime.world import World
@@ -230,25 +232,26 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
             super().__setitem__(key, value)
             most = max(most, sum(buffer.kind is Kind.INPUT for buffer in list(self)))
 
-    compute._held = Watched()
-    made = compute._place
+    compute.held = Activations(Watched)
+    made = moves.place
 
-    def found(target: Buffer, *of: Any, **how: Any) -> Tensor:
-        assert any(target == known for known, *_ in compute._places), "a place is made in the middle of a step"
-        return made(target, *of, **how)
+    def found(blocks: Any, target: Buffer, *of: Any, **how: Any) -> Tensor:
+        assert any(target == known for known, *_ in compute.rooms), "a place is made in the middle of a step"
+        return made(blocks, target, *of, **how)
 
     begin = pipeline.executor.play
 
     def play(*of: Any, **how: Any) -> Any:
-        compute._place = found
+        moves.place = found
         return begin(*of, **how)
 
     pipeline.executor.play = play  # type: ignore[method-assign]
     pipeline.step(batches(4 * world.size)[0])
     pipeline.drain()
+    moves.place = made
     schedule = pipeline.schedule(4 * world.size)
     said = peak_activations(schedule, world.rank, {Kind.INPUT: 1})
-    places = len(compute._places), peak_activations(schedule, world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
+    places = len(compute.rooms), peak_activations(schedule, world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
     pipeline.close()
     return most, said, *places
 

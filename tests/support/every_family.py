@@ -296,8 +296,8 @@ Written by `python tests/support/every_family.py --write docs/models.md` with {v
 def _by_reason(chosen: dict[str, Outcome]) -> list[str]:
     """A line for each thing that is said of families, with their names; those of which nothing is said come first."""
     families: dict[str, list[str]] = {"": []}
-    for family, outcome in chosen.items():
-        said = "; ".join(filter(None, [_short(outcome.reason), *outcome.remarks]))
+    for family, tried in chosen.items():
+        said = "; ".join(filter(None, [_short(tried.reason), *tried.remarks]))
         families.setdefault(said, []).append(f"`{family}`")
     plain = families.pop("")
     lines = [f"{', '.join(plain)}.", ""] if plain else []

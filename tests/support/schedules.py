@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from hypothesis import strategies as st
 
+from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, spell_homes
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
@@ -154,3 +156,10 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
         **draw(scopes_and_caches(name)),
     )
     return build(step, training=draw(st.booleans()) if training is None else training)
+
+
+def laid_out(kind: str, **how: Any) -> ActivationPipeline:
+    """A strategy of the table whose activations travel, laid out as given."""
+    strategy = find(kind)
+    assert isinstance(strategy, ActivationPipeline)
+    return replace(strategy, **how)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tawpipe.cli import main
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.plan.measure import Asked
 from tawpipe.runtime.world import World
@@ -78,3 +82,23 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
 def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch, chain):
     wrong = ScheduleSettings(strategy="tawpipe-spread", homes="0,1")
     assert check(monkeypatch, chain, memory_bytes=1, schedule=wrong) is None
+
+
+def test_what_groups_have_left_is_looked_at_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside what the run was predicted to need; of one process there are no groups."""
+
+    def too_little(world: World, group_bytes: Mapping[Any, int], needs: memory.Needs | None) -> None:
+        assert group_bytes == {} and needs is not None and needs.device > 0
+        raise UserError("memory", "what NCCL has taken", "less of it")
+
+    monkeypatch.setattr("tawpipe.train.run.check_left", too_little)
+    monkeypatch.setattr(Pipeline, "step", None)
+    monkeypatch.delenv("RANK", raising=False)
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence of a small text. " * 80)
+    words = ["--data", str(text), "--vocab-size", "300", "--sequence-length", "32", "--global-batch", "4"]
+    words += ["--plan", "none", "--nproc", "1", "--device", "cpu", "--evaluation.every", "0"]
+    assert main(["train", *words, "--output", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "cache")]) == 2
+    assert "memory: got 'what NCCL has taken'" in capsys.readouterr().err

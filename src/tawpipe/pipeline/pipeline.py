@@ -198,8 +198,7 @@ class Pipeline:
         self.limit = self._limits.step
         """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
         self._results = Results(wiring, self._limits, skip_limit)
-        rule = UpdateRule(clip_norm, memory=0.0 if skip_limit else 1.0)
-        self._steps = Steps(wiring, self._rows, self._costs, self._limits, rule=rule, seed=seed)
+        self._steps = Steps(wiring, self._rows, self._costs, self._limits)
         self._state = State(wiring, self._results)
         self._closed = leave_at_exit(self, self.executor, self._state.savings, world)
         chain.hand_over()
@@ -331,7 +330,8 @@ class Pipeline:
         self._results.make_room()
         local = self._rows.deal.local(batch)
         self._state.require_whole()
-        result = self._steps.play(local, self.step_number, training=True, rate=rate, recording=recording)
+        rule = UpdateRule(self.clip_norm, rate, memory=0.0 if self.skip_limit else 1.0)
+        result = self._steps.play(local, self.step_number, rule, seed=self.seed, recording=recording)
         self._results.add(result)
         self.optimizer.step()  # schedulers want to have seen it
         self._state.stepped()
@@ -349,7 +349,7 @@ class Pipeline:
         self.drain()
         local = self._rows.deal.local(batch)
         self._state.require_whole()
-        result = self._steps.play(local, self.step_number, training=False, measure=measure)
+        result = self._steps.play(local, self.step_number, UpdateRule(rate=0.0), seed=None, measure=measure)
         self.executor.drain()
         self._results.check_batch(result)
         return result

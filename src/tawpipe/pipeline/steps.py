@@ -15,26 +15,19 @@ from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.wiring import Wiring
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.executor import StepResult, UpdateRule
 from tawpipe.runtime.measures import Measure
+from tawpipe.runtime.moves import make_places
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.step import Schedule
 
 
 class Steps:
-    """Issues a pipeline's steps.
+    """Issues a pipeline's steps."""
 
-    Args:
-        rule: what all steps have in common.
-        seed: of random numbers.
-    """
-
-    def __init__(
-        self, wiring: Wiring, rows: LocalRows, costs: StepCosts, limits: Limits, *, rule: UpdateRule, seed: int
-    ) -> None:
+    def __init__(self, wiring: Wiring, rows: LocalRows, costs: StepCosts, limits: Limits) -> None:
         self._wiring, self._rows, self._costs, self._limits = wiring, rows, costs, limits
-        self._rule, self._seed = rule, seed
         self._adopted: set[int] = set()
         """Schedules, which are all kept, whose buffers are there."""
         self._training: bool | None = None
@@ -54,9 +47,9 @@ class Steps:
         self,
         local: LocalBatch,
         number: int,
+        rule: UpdateRule,
         *,
-        training: bool,
-        rate: float = 0.0,
+        seed: int | None,
         recording: Recording | None = None,
         measure: Measure | None = None,
     ) -> StepResult:
@@ -64,8 +57,10 @@ class Steps:
 
         Args:
             number: of the step.
-            rate: multiplies the learning rates.
+            rule: what all parameter groups have in common.
+            seed: of random numbers; None for an evaluation.
         """
+        training = seed is not None
         wiring, rank, topology = self._wiring, self._wiring.world.rank, self._wiring.world.topology
         self._set_training(training)
         wiring.chain.check_frozen()
@@ -80,9 +75,9 @@ class Steps:
         given = StepInput(
             micro_batches,
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
-            seed=self._seed if training else None,
+            seed=seed,
             step=number,
-            digest=zlib.crc32(struct.pack("d", rate) + repr(chosen).encode(), local.digest or 0) % 2**20,
+            digest=zlib.crc32(struct.pack("d", rule.rate) + repr(chosen).encode(), local.digest or 0) % 2**20,
             measure=measure,
             place=topology.local_of(rank) % wiring.sequence_ranks,
             shared=schedule.step.shared,
@@ -91,9 +86,8 @@ class Steps:
         )
         if schedule.step.settings.offloaded_layers:
             tokens = self._rows.bin_tokens if local.bins else 0
-            wiring.compute.make_places(schedule.programs[rank], given, wiring.dtype, tokens)
-        rule = replace(self._rule, rate=rate, chosen=chosen)
-        return wiring.executor.play(schedule, given, rule, recording=recording)
+            make_places(wiring.compute, schedule.programs[rank], given, wiring.dtype, tokens)
+        return wiring.executor.play(schedule, given, replace(rule, chosen=chosen), recording=recording)
 
     def _set_training(self, mode: bool) -> None:
         # It walks over all modules; but the model may have been switched by the caller's model.eval().

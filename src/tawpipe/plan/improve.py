@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.times import parse_times, spell_times
-from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, Work, makespan, play
+from tawpipe.schedule.pipelines.work import BlockTimes, Order, PipelineCosts, makespan, play
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,12 @@ def measured(
         hop: of a boundary, if measured.
     """
     known = {(kind, stage): value for (_, kind, stage), value in seconds.items() if value > 0}
-    scales = [value / costs.seconds(layout, Work(*key, 0)) for key, value in known.items() if key[0] in "FBIW"]
+    table = costs.stages(layout)
+    scales = [value / table.seconds[key] for key, value in known.items() if key[0] in "FBIW"]
     usual = statistics.median(scales or [1.0])
     blocks: list[BlockTimes] = []
     for stage in range(layout.stages):
-        before = {kind: costs.seconds(layout, Work(kind, stage, 0)) for kind in "FBIW"}
+        before = {kind: table.seconds[kind, stage] for kind in "FBIW"}
         times = {kind: known.get((kind, stage), usual * before[kind]) for kind in "FIW"}
         if ("B", stage) in known and not {("I", stage), ("W", stage)} <= known.keys():
             times |= {kind: known["B", stage] * before[kind] / before["B"] for kind in "IW"}
@@ -87,7 +88,7 @@ def measured(
             total = sum(getattr(one, part) for one in own)
             own = [replace(one, **{part: times[kind] * getattr(one, part) / total if total else 0.0}) for one in own]
         blocks += own
-    links = [value / costs.kept(layout, stage) for (kind, stage), value in known.items() if kind in "OR"]
+    links = [value / table.kept[stage] for (kind, stage), value in known.items() if kind in "OR"]
     return replace(
         costs,
         blocks=tuple(blocks),

@@ -99,7 +99,7 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     layout: Layout | None = None
     try:
         for _ in range(TRIES):
-            if strategy.searches_stages and (layout is None or not _holds(costs, layout)):
+            if strategy.searches_stages and (layout is None or max(costs.stages(layout).micro_batch) > costs.memory):
                 from tawpipe.schedule.pipelines.search.generate import generate
 
                 layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
@@ -121,12 +121,6 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
         )
         raise UserError("memory of a device", f"{request.memory_bytes / 2**30:.4g} GiB", expected) from error
     return made
-
-
-def _holds(costs: PipelineCosts, layout: Layout) -> bool:
-    """True if there is memory for one micro-batch."""
-    kept = (sum(costs.kept(layout, stage) for stage in layout.stages_of(place)) for place in range(layout.size))
-    return max(kept) <= costs.memory
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:

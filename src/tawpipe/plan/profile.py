@@ -271,6 +271,18 @@ def clock_mhz(device: torch.device) -> int:
         return 0
 
 
+def heat(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> None:
+    """Compute for a while, before anything is timed on a GPU.
+
+    Args:
+        run: returns when the device has done it.
+        now: seconds.
+    """
+    begin = now()
+    while now() - begin < HEAT_S:
+        run()
+
+
 class Clock:
     """Times blocks on a bench."""
 
@@ -370,9 +382,8 @@ class Clock:
 
     def _heat(self, run: Callable[[], object]) -> None:
         """Compute for a while, if this is the first to be timed."""
-        begin = self._now()
-        while not self._is_hot and self._now() - begin < HEAT_S:
-            self._together(run, 1)
+        if not self._is_hot:
+            heat(lambda: self._together(run, 1), self._now)
         self._is_hot = True
         self._together(run, 1)  # what is new to the device comes now
 

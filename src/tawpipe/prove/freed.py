@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.prove.stand_in import LaneStream, LooksLikeCuda
+from tawpipe.runtime.activations import Activations
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import Buffer
 
@@ -44,7 +45,7 @@ class Freed:
         """Address of a tensor's memory -> streams that it was recorded on."""
         executor = pipeline.executor
         compute: Any = executor.compute
-        compute._held = _Held(self)
+        compute.held = Activations(lambda: _Held(self))
         submit = executor._submit
         executor._submit = lambda action, run: submit(action, partial(self._run, action, run))  # type: ignore[method-assign]
         if not self._cuda:  # it would not record anything
@@ -98,8 +99,11 @@ class Freed:
                 f"{lane} may use its memory again before {action.lane} has read it"
             )
         storage = value.untyped_storage()
-        if not self._cuda or streams or torch._C._storage_Use_Count(storage._cdata) > SOLE:
-            return  # others have it, too, or torch itself waits for those that were recorded
+        if torch._C._storage_Use_Count(storage._cdata) > SOLE:
+            return  # others have it, too
+        self._recorded.pop(_place(value), None)  # what comes next to this address is another tensor
+        if not self._cuda or streams:
+            return  # torch itself waits for those that were recorded
         with torch.cuda.stream(stream), torch.no_grad():
             value.fill_(float("nan"))
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
 from tawpipe.model.attention_kernel import kernel_of_model
+from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.bench import Bench, Case
 from tawpipe.plan.measure import Asked, device_name, request_of
 from tawpipe.plan.predict import predict
 from tawpipe.plan.probe import probe
+from tawpipe.plan.profile import clock_mhz, heat
 from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
+from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 
@@ -30,6 +36,23 @@ LAYER = 1
 """That is run by itself."""
 QUICKER = "would be faster"
 """What the name of a kernel says where a better one is missing."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step, drained.
+
+    Args:
+        seconds: from its call until all of it was over.
+        computing_s: of them, in which this process's device computed; the rest it waited, for transfers or the host.
+        issuing_s: of them, in which the host issued the step.
+        loss: of its tokens.
+    """
+
+    seconds: float
+    computing_s: float
+    issuing_s: float
+    loss: float
 
 
 def kernel(world: World) -> Outcome:
@@ -54,6 +77,17 @@ def forward_and_backward(bench: Bench, case: Case) -> None:
     torch.autograd.backward(output, case.hidden)
 
 
+def warm_up(run: Callable[[], None], device: torch.device) -> None:
+    """Let a GPU compute until its clock is what it is in training."""
+
+    def finished() -> None:
+        run()
+        torch.cuda.current_stream(device).synchronize()
+
+    if device.type == "cuda":
+        heat(finished)
+
+
 def step(world: World) -> Outcome:
     """Seconds of a step of ``tawpipe-spread``, predicted from a profile and the links, and measured; MFU."""
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
@@ -64,8 +98,10 @@ def step(world: World) -> Outcome:
         batch = Asked(tokens, PER_DEVICE * world.size, dtype=dtype, profile="measure", settings=settings)
         asked = request_of(chain, machine, batch, here=world.device)
         predicted = predict(asked, asked.step(settings)).step_seconds
-    seconds, _ = _seconds(world, config, dtype, settings, tokens)
-    measured = statistics.median(seconds[2:])
+    steps, clocks = _steps(world, config, dtype, settings, tokens)
+    measured = statistics.median(one.seconds for one in steps)
+    computing = statistics.median(one.computing_s for one in steps)
+    issuing = statistics.median(one.issuing_s for one in steps)
     flops = (chain_flops(chain, [tokens]) or 0.0) * PER_DEVICE * world.size
     peak = peak_flops(device_name(world.device), str(dtype).removeprefix("torch."))
     used = mfu(flops, measured, peak=peak, num_devices=world.size)
@@ -75,11 +111,16 @@ def step(world: World) -> Outcome:
         "seconds": measured,
         "predicted_seconds": predicted,
         "error": error,
+        "computing_seconds": computing,
+        "waiting_seconds": measured - computing,
+        "issuing_seconds": issuing,
+        "clock_mhz": clocks,
         "tokens_per_second_per_device": PER_DEVICE * tokens / measured,
         "mfu": used,
         "dtype": str(dtype),
     }
     note = f"{measured:.3f} s, predicted {predicted:.3f} s ({error:+.1%})" + (f", MFU {used:.0%}" if used else "")
+    note += f"; {computing:.3f} s of it computing, issued in {issuing:.3f} s"
     # Processes that share a processor slow each other down, which no plan knows of.
     return Outcome(abs(error) < LIMIT if world.device.type == "cuda" else None, note, numbers)
 
@@ -90,32 +131,40 @@ def offload(world: World) -> Outcome:
     taken, losses = [], []
     for layers in (0, config.num_hidden_layers):
         settings = ScheduleSettings(micro_batches_per_visit=PER_DEVICE, offloaded_layers=layers)
-        seconds, lost = _seconds(world, config, dtype, settings, tokens)
-        taken.append(statistics.median(seconds[2:]))
-        losses.append(lost)
+        steps, _ = _steps(world, config, dtype, settings, tokens)
+        taken.append(statistics.median(one.seconds for one in steps))
+        losses.append([one.loss for one in steps])
     ratio = taken[1] / taken[0]
     note = f"{ratio:.2f} of the time, losses {'equal' if losses[0] == losses[1] else 'differ'}"
     return Outcome(losses[0] == losses[1], note, {"seconds": taken, "losses": losses})
 
 
-def _seconds(
+def _steps(
     world: World, config: LlamaConfig, dtype: torch.dtype, settings: ScheduleSettings, tokens: int
-) -> tuple[list[float], list[float]]:
-    """Seconds and losses of a few steps, each of them drained."""
+) -> tuple[list[Timed], list[int]]:
+    """A few steps, without the first two of them; and the clock of the device before and after, in MHz."""
     with torch.device("meta"):
         model: Any = made(config)
+        other = Chain(made(config))
+    if world.device.type == "cuda":
+        bench = Bench(other, world.device, dtype, tokens)
+        with bench.case(LAYER, [tokens]) as case:
+            warm_up(partial(forward_and_backward, bench, case), world.device)
+        give_back(world.device)
     pipeline = Pipeline(model, schedule=settings, dtype=dtype, check="never", world=world)
-    taken, losses = [], []
+    steps, clocks = list[Timed](), [clock_mhz(world.device)]
     try:
         for number in range(STEPS):
             batch = rows(config, PER_DEVICE * world.size, tokens, seed=number)
             pipeline.drain()
             world.gather_numbers(0.0)
-            began = time.perf_counter()
+            computed, began = pipeline.executor.compute_s, time.perf_counter()
             result = pipeline.step(batch)
+            issued = time.perf_counter() - began
             pipeline.drain()
-            taken.append(time.perf_counter() - began)
-            losses.append(result.loss)
+            seconds = time.perf_counter() - began
+            steps.append(Timed(seconds, pipeline.executor.compute_s - computed, issued, result.loss))
+        clocks.append(clock_mhz(world.device))
     finally:
         pipeline.close()
-    return taken, losses
+    return steps[2:], clocks

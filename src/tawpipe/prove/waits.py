@@ -23,7 +23,7 @@ from tawpipe.plan.profile import clock_mhz
 from tawpipe.prove.models import dtype_here, made, rows, sized, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
-from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward
+from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward, warm_up
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.transport import FAR_BLOCKS, NEAR_BLOCKS, make_group
 from tawpipe.runtime.world import World
@@ -151,6 +151,7 @@ def beside(world: World) -> Outcome:
     try:
         with bench.case(LAYER, [tokens]) as case:
             run = partial(forward_and_backward, bench, case)
+            warm_up(run, world.device)
             seconds["alone"] = _timed(run, world)
             seconds["beside a receive"] = _beside_a_receive(run, world, mate, groups)
             seconds["beside gathers"] = _beside_gathers(run, world, groups["gather"])

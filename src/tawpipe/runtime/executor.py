@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.compute import StepInput
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.optimizer import sum_of_squares
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.step_input import StepInput
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.transport import Transport
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
@@ -66,6 +66,10 @@ class Optimizers(Protocol):
     ) -> None: ...
 
 
+VALUES = ("loss", "norm", "tokens", "finite", "alike")
+"""What NORM leaves of a step, in this order."""
+
+
 class StepResult:
     """Loss, gradient norm and token count of a step; reading one waits for the step's NORM and nothing else."""
 
@@ -89,9 +93,9 @@ class StepResult:
         if self._took_s is None:
             self._took_s = time.monotonic() - self._begin if waited else 0.0
 
-    def _read(self, index: int) -> float:
+    def _read(self, name: str) -> float:
         self.wait()
-        return float(self._values[index])
+        return float(self._values[VALUES.index(name)])
 
     @property
     def took_s(self) -> float:
@@ -104,31 +108,31 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean over all tokens of the step, on all ranks, that count; not a number if none does."""
-        return self._read(0)
+        return self._read("loss")
 
     @property
     def grad_norm(self) -> float:
         """Global norm of the gradient of that mean, before clipping."""
-        return self._read(1)
+        return self._read("norm")
 
     @property
     def tokens(self) -> int:
         """Tokens that count, on all ranks."""
-        return int(self._read(2))
+        return int(self._read("tokens"))
 
     @property
     def alike(self) -> bool:
         """False if the ranks were given different global batches or rates. The weights were not touched, unless updates
         are early.
         """
-        return bool(self._read(4))
+        return bool(self._read("alike"))
 
     @property
     def finite(self) -> bool:
         """False if loss or norm, of this step or of one before it, was not finite. The weights were not touched, unless
         updates are early. True for a step without ``tokens``, which is left out and has no loss.
         """
-        return bool(self._read(3))
+        return bool(self._read("finite"))
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,8 @@ class _Step:
     """The values that the actions of one step share.
 
     Args:
-        result: [5] on the CPU; NORM leaves loss, gradient norm, tokens, whether all was finite, and whether the ranks
-            were given the same.
+        result: on the CPU; NORM leaves ``VALUES`` there: loss, gradient norm, tokens, whether all was finite, and
+            whether the ranks were given the same.
     """
 
     given: StepInput
@@ -201,7 +205,7 @@ class Executor:
             for lane in Lane
         }
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
-            del [torch.zeros(5, dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
+            del [torch.zeros(len(VALUES), dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
         self._hazards: Hazards[Event] = Hazards()
         doing = lambda: {lane: one.doing() for lane, one in self._lanes.items()}  # noqa: E731
         self.watchdog = Watchdog(doing, where or f"rank {rank}")
@@ -247,7 +251,8 @@ class Executor:
         if self._failure.error is not None:
             raise RunError("an earlier step of this pipeline failed; make a new one, and load its last state")
         begin = time.monotonic()
-        values = torch.zeros(5, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
+        on_cuda = self.device.type == "cuda"
+        values = torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=on_cuda)
         step = _Step(given, rule, values)
         ended: Event | None = None
         last: dict[Lane, Event] = {}
@@ -365,19 +370,20 @@ class Executor:
         units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
         gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        squares, losses, tokens, digests, squared_digests = sums.unbind()
         if gradients:
-            sums[0] = sum_of_squares(gradients)
-        losses = self.compute.losses(action)
-        if losses:
-            sums[1] = torch.stack(losses).sum()
-        sums[2] = step.given.tokens
-        sums[3], sums[4] = step.given.digest, step.given.digest**2
+            squares.copy_(sum_of_squares(gradients))
+        if summed := self.compute.losses(action):
+            losses.copy_(torch.stack(summed).sum())
+        tokens.fill_(step.given.tokens)
+        digests.fill_(step.given.digest)
+        squared_digests.fill_(step.given.digest**2)
         self.transport.all_reduce(action, sums)
         # Equal numbers, and no others, have as many times the sum of their squares as there are of them.
-        alike = (sums[4] * self.transport.topology.world_size == sums[3].square()).to(torch.float64)
-        tokens = sums[2].clamp(min=1)
-        mean = 1 / (step.given.scale * tokens)
-        norm, loss = sums[0].sqrt() * (1 if scaled else mean), sums[1] / tokens
+        alike = (squared_digests * self.transport.topology.world_size == digests.square()).to(torch.float64)
+        counted = tokens.clamp(min=1)
+        mean = 1 / (step.given.scale * counted)
+        norm, loss = squares.sqrt() * (1 if scaled else mean), losses / counted
         clip = math.inf if step.rule.clip_norm is None else step.rule.clip_norm
         if not scaled:  # as torch.nn.utils.clip_grad_norm_ does it
             self._factor.copy_(mean * (clip / (norm + 1e-6)).clamp(max=1.0))
@@ -385,9 +391,9 @@ class Executor:
         if NORM in action.reads:  # once not finite, no later step may change the weights, unless that is forgotten
             finite = self._finite.pow_(step.rule.memory).mul_(finite)
             if not scaled:
-                self._updates.copy_(finite * (sums[2] > 0))
-        loss = sums[1] / sums[2]
-        step.result.copy_(torch.stack([loss, norm, sums[2], finite, alike]), non_blocking=True)
+                self._updates.copy_(finite * (tokens > 0))
+        values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
+        step.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
 
     @torch.no_grad()
     def _update(self, action: Action, step: _Step) -> None:

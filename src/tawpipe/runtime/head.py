@@ -1,4 +1,4 @@
-"""The head's loss, chunk by chunk of positions: the logits of a whole row never exist."""
+"""The head with its loss, chunk by chunk of positions: the logits of a whole row never exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,38 @@ from torch import Tensor
 
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
+from tawpipe.runtime.activations import DeviceBatch
+from tawpipe.runtime.blocks import Blocks
 from tawpipe.runtime.measures import Head
+from tawpipe.runtime.repeated import check_head
+from tawpipe.runtime.step_input import StepInput
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import loss
+
+
+def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
+    """The loss of an evaluation."""
+    hidden, m = blocks.input(action), action.micro_batch
+    check_head(blocks, action, given, hidden)
+    whole, dealt = blocks.dealt(given, m)
+    on_host = whole.tokens_at(dealt.own) if dealt else whole
+    head = given.measure.head(blocks.chain, on_host, m) if given.measure else None
+    with torch.no_grad(), blocks.random.seeded(blocks.seed(action, given)):
+        blocks.held.losses[loss(m)] = loss_in_chunks(
+            blocks.chain, hidden, held.own, None, given.scale, blocks.chunk_tokens, head
+        )
+
+
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
+    """The loss of a training step; the gradient of the input, if it is ``wanted``."""
+    hidden = blocks.input(action)
+    gradient = torch.empty_like(hidden) if wanted else None
+    check_head(blocks, action, given, hidden)
+    with torch.enable_grad(), blocks.random.seeded(blocks.seed(action, given)):
+        blocks.held.losses[loss(action.micro_batch)] = loss_in_chunks(
+            blocks.chain, hidden, held.own, gradient, given.scale, blocks.chunk_tokens
+        )
+    return gradient
 
 
 def loss_in_chunks(

@@ -54,9 +54,13 @@ class TransportError(RuntimeError):
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
-    """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on."""
+    """The (lane, group) pairs that some rank of some schedule uses, in an order that all ranks agree on. None of one
+    rank, which is its own sum.
+    """
     pairs = set()
     for schedule in schedules:
+        if schedule.topology.world_size == 1:
+            continue
         for program in schedule.programs:
             for action in program:
                 if action.group:

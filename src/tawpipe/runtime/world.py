@@ -36,6 +36,8 @@ _joined: list[Any] = []
 """The group of all processes, if it was made here."""
 LEAST_CONNECTIONS = 12
 """Streams of lanes and of NCCL that run beside each other."""
+DEVICE_KIND = "tawpipe/device"
+"""Key under which rank 0 says what its device is."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun: its agent has opened the store at MASTER_ADDR and MASTER_PORT, and keeps it over restarts."""
 
@@ -311,6 +313,22 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     return World(topology, launch.rank, picked, dist.group.WORLD, patient, machines)
 
 
+def require_same_kind(store: Any, rank: int, device: torch.device) -> None:
+    """Compare the kind of this process's device with rank 0's, before a group waits for one that never joins it.
+
+    Args:
+        store: a ``torch.distributed.Store`` of all ranks.
+
+    Raises:
+        UserError: it is another one, as where one machine's driver is too old.
+    """
+    if rank == 0:
+        store.set(DEVICE_KIND, device.type)
+    elif (kind := store.get(DEVICE_KIND).decode()) != device.type:
+        expected = f"a {kind}, as on rank 0: a driver and a torch that go together on every machine, or --device cpu"
+        raise UserError("device", f"a {device.type} on rank {rank}", expected)
+
+
 def joined_by_us() -> bool:
     """True if the processes' present group was made here and not by the script."""
     return dist.is_initialized() and dist.group.WORLD in _joined
@@ -324,13 +342,21 @@ def _join(launch: LaunchEnvironment, device: torch.device, timeout: timedelta) -
     port, listening = os.environ.get("MASTER_PORT", ""), None
     if not started_by_local_launcher():
         if os.environ.get(AGENT_STORE) != "True" or not port.isdecimal():
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+            meetings = dist.rendezvous("env://", timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
+            meeting, rank, world_size = next(meetings)
+            meeting.set_timeout(timeout)
+            require_same_kind(meeting, rank, device)
+            store = dist.PrefixStore("default_pg", meeting)  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(
+                backend, timeout=timeout, device_id=device_id, store=store, rank=rank, world_size=world_size
+            )
             return
         agents = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             os.environ["MASTER_ADDR"], int(port), launch.world_size, False, timeout
         )
         name = agree_on_name(agents, launch.rank, launch.world_size, timeout)
         store = dist.PrefixStore(name, agents)  # pyright: ignore[reportPrivateImportUsage]
+        require_same_kind(store, launch.rank, device)
         dist.init_process_group(
             backend, timeout=timeout, device_id=device_id, store=store, rank=launch.rank, world_size=launch.world_size
         )

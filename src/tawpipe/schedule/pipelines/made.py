@@ -6,7 +6,6 @@ What makes them (search/) is imported when something is made: a run of any other
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import QUICK, searched
@@ -64,9 +63,8 @@ class ZeroBubble(Made):
         """What there is room for, and no more than the published order, whose positions have the activations of 2p
         stages and of one more while W runs, and what p of W wait for.
         """
-        kept, waiting = (
-            max(map(partial(what, layout), range(layout.stages))) for what in (costs.kept, costs.kept_for_weights)
-        )
+        table = costs.stages(layout)
+        kept, waiting = max(table.kept), max(table.kept_for_weights)
         return replace(costs, memory=min(costs.memory, (2 * layout.size + 1) * kept + layout.size * waiting))
 
 
@@ -85,7 +83,7 @@ class Generated(Made):
         return generate(self.costs(model), size, 4 * size, budget=QUICK)
 
 
-class Solved(Made):
+class SolvedPipeline(Made):
     """1F1B or zero bubble within a limit of memory, offloading included; a solver may improve it."""
 
     name = "solved"

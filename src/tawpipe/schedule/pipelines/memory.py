@@ -9,45 +9,13 @@ what waits for the other lane alone, and not on any time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs
-
-ROUNDING = 1e-9
-"""Sums of floats may exceed a limit by this share of it."""
-
-
-class Table:
-    """Times and memory of works, looked up. One for a layout and its costs.
-
-    Args:
-        seconds: by (kind, stage).
-        taken: memory from the start of a work on.
-        given: memory that is free again after its end.
-    """
-
-    def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
-        self.seconds: dict[tuple[str, int], float] = {}
-        self.taken: dict[tuple[str, int], float] = {}
-        self.given: dict[tuple[str, int], float] = {}
-        self.limit = costs.memory * (1 + ROUNDING)
-        for stage in range(layout.stages):
-            kept, parts = costs.kept(layout, stage), costs.kept_for_weights(layout, stage)
-            for kind in "FBIWOR":
-                self.seconds[kind, stage] = costs.seconds(layout, Work(kind, stage, 0))
-                self.taken[kind, stage] = kept if kind in "FR" else parts if kind == "I" else 0.0
-                self.given[kind, stage] = kept if kind in "BIO" else parts if kind == "W" else 0.0
-
-    def levels(self, works: Sequence[Work]) -> list[float]:
-        """What a lane alone has taken less what it has given back, by state."""
-        found = [0.0]
-        for work in works:
-            running = found[-1] + self.taken[work.kind, work.stage]
-            found += [running, running - self.given[work.kind, work.stage]]
-        return found
+from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, StageCosts, Work, needs
 
 
 def fits(costs: PipelineCosts, memory: float) -> bool:
@@ -57,12 +25,19 @@ def fits(costs: PipelineCosts, memory: float) -> bool:
 
 def peak(layout: Layout, order: Order, costs: PipelineCosts) -> tuple[float, ...]:
     """The most memory of every position over all timings that the order allows."""
-    table = Table(layout, costs)
-    return tuple(_peak(layout, place, order, table) for place in range(layout.size))
+    return worst(costs.stages(layout), order)
 
 
-def _peak(layout: Layout, place: int, order: Order, table: Table) -> float:
-    compute, host = order.compute[place], order.host[place] if order.host else ()
+def worst(table: StageCosts, order: Order) -> tuple[Any, ...]:
+    """The same, in the numbers of the costs given."""
+    return tuple(_worst(place, order, table) for place in range(table.layout.size))
+
+
+def _worst(place: int, order: Order, table: StageCosts) -> float:
+    layout, compute = table.layout, order.compute[place]
+    if not order.host:
+        return max(table.levels(compute))
+    host = order.host[place]
     own, other = table.levels(compute), table.levels(host)
     least = _waits(layout, order, compute, host)
     reached = _waits(layout, order, host, compute)
@@ -97,7 +72,7 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
         times: (start, end) of every work, in which memory is within the limit at every time.
     """
     after: dict[Work, Work] = {}
-    hosts, table = order.host or ((),) * layout.size, Table(layout, costs)
+    hosts, table = order.host or ((),) * layout.size, costs.stages(layout)
     for compute, host in zip(order.compute, hosts, strict=True):
         own, other = table.levels(compute), table.levels(host)
         for works, mine, others, theirs in ((compute, own, host, other), (host, other, compute, own)):

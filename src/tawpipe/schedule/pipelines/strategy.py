@@ -16,7 +16,7 @@ from tawpipe.schedule.pipelines.orders import forward_only, interleaved, makes_g
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline
 from tawpipe.schedule.pipelines.times import BY_POSITION, parse_times, times_from_sizes
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work
+from tawpipe.schedule.pipelines.work import Order, PipelineCosts
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
@@ -142,7 +142,8 @@ class ActivationPipeline(Strategy):
     def share_of_a_row(self, step: StepSpec, rank: int) -> float:
         shape = self.shape(step.model, step.topology)
         stages = shape.layout.stages_of(shape.positions.position(rank))
-        return sum(shape.costs.seconds(shape.layout, Work(kind, stage, 0)) for kind in "FB" for stage in stages)
+        seconds = shape.costs.stages(shape.layout).seconds
+        return sum(seconds[kind, stage] for kind in "FB" for stage in stages)
 
     def in_words(self, step: StepSpec) -> str:
         return f"through the stages of a pipeline, {step.settings.stages}"

@@ -7,14 +7,17 @@ the house (simulate/clock.py), which knows links, lanes and actions, and proved 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from tawpipe.schedule.pipelines.layout import Layout
 
 KINDS = "FBIWOR"
+ROUNDING = 1e-9
+"""Sums of floats may exceed a limit of memory by this share of it."""
 
 
 class Work(NamedTuple):
@@ -115,6 +118,14 @@ class BlockTimes:
     resident: float = 0.0
 
 
+TIMES: dict[str, Callable[[BlockTimes], float]] = {
+    "F": attrgetter("forward"),
+    "B": lambda block: block.backward_input + block.backward_weight,
+    "I": attrgetter("backward_input"),
+    "W": attrgetter("backward_weight"),
+}
+
+
 @dataclass(frozen=True)
 class PipelineCosts:
     """Everything that a search for a schedule is given.
@@ -138,43 +149,72 @@ class PipelineCosts:
     near_hop: float = 0.0
     nodes: tuple[int, ...] = ()
 
-    def travel(self, source: int, target: int) -> float:
+    def travel(self, source: int, target: int) -> Any:
         """Time of a boundary from one position to another; none if they are the same."""
         if source == target:
-            return 0.0
+            return 0
         return self.near_hop if self.nodes and self.nodes[source] == self.nodes[target] else self.hop
 
+    def paced(self, time: float, position: int) -> float:
+        """A time of blocks on a position."""
+        return (self.pace[position] if self.pace else 1.0) * time
+
+    def stages(self, layout: Layout) -> StageCosts:
+        """By stage of a layout."""
+        return StageCosts(layout, self)
+
+
+class StageCosts:
+    """The costs of a layout's stages, in the numbers of those of its blocks.
+
+    Args:
+        seconds: time by (kind, stage).
+        kept, kept_for_weights: by stage, memory of a micro-batch from F to B or I, and from I to W.
+    """
+
+    def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
+        self.layout, self.costs = layout, costs
+        self.kept, self.kept_for_weights = self._sums(attrgetter("kept")), self._sums(attrgetter("kept_for_weights"))
+        self.seconds: dict[tuple[str, int], Any] = {}
+        for kind, time in TIMES.items():
+            for stage, total in enumerate(self._sums(time)):
+                self.seconds[kind, stage] = costs.paced(total, layout.places[stage])
+        for stage, kept in enumerate(self.kept):
+            self.seconds["O", stage] = self.seconds["R", stage] = costs.host * kept
+
+    def _sums(self, of: Callable[[BlockTimes], float]) -> list[Any]:
+        layout, blocks = self.layout, self.costs.blocks
+        return [sum(of(blocks[block]) for block in layout.blocks_of(stage)) for stage in range(layout.stages)]
+
     @cached_property
-    def _known(self) -> dict[tuple[Layout, str, int], float]:
-        return {}
+    def taken(self) -> dict[tuple[str, int], Any]:
+        """Memory from the start of a work on, by (kind, stage)."""
+        kinds = {"F": self.kept, "R": self.kept, "I": self.kept_for_weights}
+        return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
-    def seconds(self, layout: Layout, work: Work) -> float:
-        """Time of a work."""
-        key = layout, work.kind, work.stage
-        if key not in self._known:
-            self._known[key] = self._seconds(*key)
-        return self._known[key]
+    @cached_property
+    def given(self) -> dict[tuple[str, int], Any]:
+        """Memory that is free again after the end of a work, by (kind, stage)."""
+        kinds = {"B": self.kept, "I": self.kept, "O": self.kept, "W": self.kept_for_weights}
+        return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
-    def _seconds(self, layout: Layout, kind: str, stage: int) -> float:
-        own = [self.blocks[block] for block in layout.blocks_of(stage)]
-        if kind in "OR":
-            return self.host * sum(block.kept for block in own)
-        pace = self.pace[layout.places[stage]] if self.pace else 1.0
-        parts = {
-            "F": lambda one: one.forward,
-            "B": lambda one: one.backward_input + one.backward_weight,
-            "I": lambda one: one.backward_input,
-            "W": lambda one: one.backward_weight,
-        }
-        return pace * sum(map(parts[kind], own))
+    @property
+    def limit(self) -> float:
+        """Memory of a position, and what sums of floats may exceed it by."""
+        return self.costs.memory * (1 + ROUNDING)
 
-    def kept(self, layout: Layout, stage: int) -> float:
-        """Memory of a stage and micro-batch from F to B or I."""
-        return sum(self.blocks[block].kept for block in layout.blocks_of(stage))
+    @property
+    def micro_batch(self) -> list[Any]:
+        """By position, what one micro-batch keeps."""
+        return [sum(self.kept[stage] for stage in self.layout.stages_of(p)) for p in range(self.layout.size)]
 
-    def kept_for_weights(self, layout: Layout, stage: int) -> float:
-        """Memory of a stage and micro-batch from I to W."""
-        return sum(self.blocks[block].kept_for_weights for block in layout.blocks_of(stage))
+    def levels(self, works: Iterable[Work]) -> list[Any]:
+        """What a lane alone has taken less what it has given back, by state: see memory.py."""
+        found = [0]
+        for work in works:
+            running = found[-1] + self.taken[work.kind, work.stage]
+            found += [running, running - self.given[work.kind, work.stage]]
+        return found
 
 
 def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
@@ -194,13 +234,18 @@ def needs(work: Work, stages: int) -> Iterator[tuple[Work, ...]]:
         yield (Work("O", stage, m),)
 
 
-def play(layout: Layout, order: Order, costs: PipelineCosts) -> dict[Work, tuple[float, float]]:
+def play(
+    layout: Layout, order: Order, costs: PipelineCosts, slower: Callable[[Work], float] = lambda _: 1
+) -> dict[Work, tuple[float, float]]:
     """(start, end) of every work.
+
+    Args:
+        slower: how many times as long a work takes.
 
     Raises:
         ValueError: the order waits for itself.
     """
-    lanes = order.lanes
+    lanes, seconds = order.lanes, costs.stages(layout).seconds
     known = {work for _, works in lanes for work in works}
     found: dict[Work, tuple[float, float]] = {}
     at, free = [0] * len(lanes), [0.0] * len(lanes)
@@ -217,7 +262,7 @@ def play(layout: Layout, order: Order, costs: PipelineCosts) -> dict[Work, tuple
                     break
                 for one in waits:
                     ready = max(ready, found[one][1] + costs.travel(layout.places[one.stage], place))
-                free[lane] = ready + costs.seconds(layout, work)
+                free[lane] = ready + seconds[work.kind, work.stage] * slower(work)
                 found[work] = ready, free[lane]
                 at[lane] += 1
                 moved = True

@@ -149,6 +149,7 @@ class _Checker:
             yield f"has buffers that nothing uses: {', '.join(unused)}"
 
     def _compute(self, action: Action) -> Iterator[str]:
+        # What there is to compute.
         if action.lane is not Lane.COMPUTE:
             yield "computes on a lane of transfers"
         if not 0 <= action.block < len(self.model.blocks) or action.micro_batch not in self.own:
@@ -165,6 +166,8 @@ class _Checker:
         saved = self.step.saves(b) if self.schedule.training and spec.needs_backward else None
         if not backward and self.schedule.training and spec.kind == "head":
             yield "the head goes forward within its backward pass"
+
+        # The activations of the block, forward or backward.
         reads, writes = {self._boundary(b, m), context(m)}, {self._boundary(b + 1, m)}
         if b == 0:
             reads, writes = {context(m)} if backward else set(), writes | {context(m)}
@@ -185,6 +188,8 @@ class _Checker:
             writes |= {self._kept(saved, b, m)}
         if backward and b > self.model.first_backward:
             writes |= {input_gradient(m, b)}
+
+        # Keys and values, where ranks compute a row together; what is left for the second part of a backward pass.
         if action.op is Op.KEYS:
             back = reloaded(self._place(m), b)
             source = back if self.step.moves(b) and back in action.reads else self._boundary(b, m)
@@ -200,6 +205,8 @@ class _Checker:
         activations = [set(filter(_is_activation, side)) for side in (action.reads, action.writes)]
         if activations != [reads, writes]:
             yield f"reads and writes other activations than {_texts(reads)} and {_texts(writes)}"
+
+        # Weights, gradients, and what goes.
         needs = spec.kind == "head" or not backward or spec.backward_reads_weights
         if len(action.weights) != (len(spec.units) if needs else 0) or any(
             buffer.is_weight for buffer in action.writes

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.made import Generated, Solved, ZeroBubble
+from tawpipe.schedule.pipelines.made import Generated, SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
@@ -34,7 +34,7 @@ def register(strategy: Strategy) -> Strategy:
 
 for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), WeiPipe()):
     register(_strategy)
-for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), Solved()):
+for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), SolvedPipeline()):
     register(_strategy)
 
 

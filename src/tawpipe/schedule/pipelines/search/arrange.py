@@ -9,11 +9,12 @@ from functools import lru_cache
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import filling, searched
+from tawpipe.schedule.pipelines.memory import worst
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.periodic import Periodic, periodic
 from tawpipe.schedule.pipelines.search.passes import Passes, Timed
 from tawpipe.schedule.pipelines.search.room import whole_stages
-from tawpipe.schedule.pipelines.search.ticks import StageTicks, Ticks
+from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
 
@@ -66,7 +67,7 @@ def continuing(layout: Layout, costs: PipelineCosts, *, split: bool = True) -> P
     stages = Ticks.of(costs).stages(layout)
     options: list[tuple[float, int, Periodic]] = []
     for *_, order in _orders(layout, costs, few, split, regular=True):
-        made, most = periodic(layout, order, costs, few), peak(stages, order)
+        made, most = periodic(layout, order, costs, few), max(worst(stages, order))
         time = makespan(play(layout, order, costs))
         options.append((time + LONG * few * made.length / made.period, most, made))
     limit = min(length for length, _, _ in options) * (1 + SLACK / 1000)
@@ -81,7 +82,8 @@ def _orders(
     Args:
         regular: those that searches begin with, too.
     """
-    stages = Ticks.of(costs).stages(layout)
+    ticks = Ticks.of(costs)
+    stages = ticks.stages(layout)
     passes = Passes(stages, micro_batches, whole_stages(stages, split))
     found: list[tuple[int, int, Order]] = []
     tried = policies(layout.size, micro_batches)
@@ -93,11 +95,11 @@ def _orders(
         first = began(passes, flying, group)
         for timed in (justified(passes, first, flying), *([first] if regular else [])):
             order = joined(passes, timed)
-            found.append((timed.makespan, peak(stages, order), order))
+            found.append((timed.makespan, max(worst(stages, order)), order))
     for order in published(layout, costs, micro_batches, split):
-        most = peak(stages, order)
-        if stages.of.memory is None or most <= stages.of.memory:
-            found.append((round(makespan(play(layout, order, costs)) * stages.of.scale), most, order))
+        most = max(worst(stages, order))
+        if most <= ticks.memory:
+            found.append((round(makespan(play(layout, order, costs)) * ticks.scale), most, order))
     return found
 
 
@@ -156,7 +158,7 @@ def joined(passes: Passes, timed: Timed) -> Order:
     W of a stage take equally long: in each one's place runs the latest that waits.
     """
     stages, count = passes.stages.layout.stages, passes.micro_batches
-    places, travel = passes.stages.layout.places, passes.stages.of.travel
+    places, travel = passes.stages.layout.places, passes.stages.costs.travel
     chain = 2 * stages * count
     starts, ends = passes.starts(timed), timed.ends
     lanes = []
@@ -182,19 +184,6 @@ def joined(passes: Passes, timed: Timed) -> Order:
             works.append(named)
         lanes.append(tuple(works))
     return Order(tuple(lanes))
-
-
-def peak(stages: StageTicks, order: Order) -> int:
-    """The most memory of any position, in ticks of memory."""
-    most = 0
-    for lane in order.compute:
-        held = 0
-        for work in lane:
-            kept, parts = stages.kept[work.stage], stages.kept_for_weights[work.stage]
-            held += {"F": kept, "I": parts}.get(work.kind, 0)
-            most = max(most, held)
-            held -= {"B": kept, "I": kept, "W": parts}.get(work.kind, 0)
-    return most
 
 
 def published(layout: Layout, costs: PipelineCosts, micro_batches: int, split: bool) -> Iterator[Order]:

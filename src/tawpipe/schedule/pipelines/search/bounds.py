@@ -5,31 +5,30 @@ from __future__ import annotations
 import math
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import ROUNDING
-from tawpipe.schedule.pipelines.work import PipelineCosts, Work
+from tawpipe.schedule.pipelines.work import PipelineCosts, StageCosts
 
 
-def apart(layout: Layout, costs: PipelineCosts, stage: int) -> bool:
+def apart(table: StageCosts, stage: int) -> bool:
     """True if there is room for both, what I gives back and what it takes: else the backward pass has to be whole."""
-    both = costs.kept(layout, stage) + costs.kept_for_weights(layout, stage)
-    return costs.seconds(layout, Work("W", stage, 0)) > 0 and both <= costs.memory * (1 + ROUNDING)
+    both = table.kept[stage] + table.kept_for_weights[stage]
+    return table.seconds["W", stage] > 0 and both <= table.limit
 
 
-def _kinds(layout: Layout, costs: PipelineCosts, *, split: bool) -> list[str]:
+def _kinds(table: StageCosts, *, split: bool) -> list[str]:
     """Of every stage what a gradient has to wait for at least, I or B."""
-    return ["I" if split and apart(layout, costs, stage) else "B" for stage in range(layout.stages)]
+    return ["I" if split and apart(table, stage) else "B" for stage in range(table.layout.stages)]
 
 
-def _ends(layout: Layout, costs: PipelineCosts, *, split: bool) -> tuple[list[float], list[float]]:
+def _ends(table: StageCosts, *, split: bool) -> tuple[list[float], list[float]]:
     """By stage: the earliest start of an F, and the least time from the end of its B or I to the end of the step."""
-    stages, kinds = layout.stages, _kinds(layout, costs, split=split)
+    stages, kinds = table.layout.stages, _kinds(table, split=split)
     head, tail = [0.0] * stages, [0.0] * stages
     for stage in range(1, stages):
-        hop = costs.travel(layout.places[stage], layout.places[stage - 1])
-        head[stage] = head[stage - 1] + costs.seconds(layout, Work("F", stage - 1, 0)) + hop
+        hop = table.costs.travel(table.layout.places[stage], table.layout.places[stage - 1])
+        head[stage] = head[stage - 1] + table.seconds["F", stage - 1] + hop
         # The first stage ends with its W, apart or not.
         kind = kinds[stage - 1] if stage > 1 else "B"
-        tail[stage] = tail[stage - 1] + costs.seconds(layout, Work(kind, stage - 1, 0)) + hop
+        tail[stage] = tail[stage - 1] + table.seconds[kind, stage - 1] + hop
     return head, tail
 
 
@@ -39,70 +38,63 @@ def bound(layout: Layout, costs: PipelineCosts, micro_batches: int, *, split: bo
     Args:
         split: gradients of weights may be computed apart from those of inputs.
     """
-    head, tail = _ends(layout, costs, split=split)
-    last = layout.stages - 1
-    found = (
-        head[last]
-        + sum(costs.seconds(layout, Work(kind, last, 0)) for kind in ("F", _kinds(layout, costs, split=split)[last]))
-        + tail[last]
-    )
-    for place in range(layout.size):
-        stages = layout.stages_of(place)
+    table = costs.stages(layout)
+    head, tail = _ends(table, split=split)
+    last = table.layout.stages - 1
+    found = head[last] + sum(table.seconds[kind, last] for kind in ("F", _kinds(table, split=split)[last])) + tail[last]
+    for place in range(table.layout.size):
+        stages = table.layout.stages_of(place)
         first, rest = min(head[stage] for stage in stages), min(tail[stage] for stage in stages)
-        work = micro_batches * sum(costs.seconds(layout, Work(kind, stage, 0)) for kind in "FB" for stage in stages)
-        late = _late(layout, costs, micro_batches, place) if split else 0.0
-        memory = _memory(layout, costs, micro_batches, place, split=split)
+        work = micro_batches * sum(table.seconds[kind, stage] for kind in "FB" for stage in stages)
+        late = _late(table, micro_batches, place) if split else 0.0
+        memory = _memory(table, micro_batches, place, split=split)
         found = max(found, first + work, first + work - late + rest, first + memory + rest)
     return found
 
 
-def _late(layout: Layout, costs: PipelineCosts, micro_batches: int, place: int) -> float:
+def _late(table: StageCosts, micro_batches: int, place: int) -> float:
     """The most work that can be left of W at the end of the last B or I of a position, beside which it has to fit."""
-    stages = layout.stages_of(place)
-    parts = [
-        (costs.kept_for_weights(layout, one), costs.seconds(layout, Work("W", one, 0)))
-        for one in stages
-        if apart(layout, costs, one)
-    ]
+    stages = table.layout.stages_of(place)
+    parts = [(table.kept_for_weights[one], table.seconds["W", one]) for one in stages if apart(table, one)]
     most = micro_batches * sum(seconds for _, seconds in parts)
-    if math.isinf(costs.memory) or not all(memory > 0 for memory, _ in parts):
+    if math.isinf(table.costs.memory) or not all(memory > 0 for memory, _ in parts):
         return most
-    room = costs.memory * (1 + ROUNDING) - min(costs.kept(layout, stage) for stage in stages)
+    room = table.limit - min(table.kept[stage] for stage in stages)
     counts = [room / memory if len(parts) > 1 else math.floor(room / memory) for memory, _ in parts]
     return min(
         most, max(0.0, max((count * seconds for count, (_, seconds) in zip(counts, parts, strict=True)), default=0))
     )
 
 
-def _memory(layout: Layout, costs: PipelineCosts, micro_batches: int, place: int, *, split: bool) -> float:
+def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -> float:
     """The shortest time in which memory of the limit's size can hold all that has to be held, for as long as it has.
 
     What stays is held for a round trip at least; what goes to the host for F, O, R and B, while the link is busy with
     it. What is kept for W is held while I and W run, or else, B being whole, all that F kept while it runs on.
     """
-    stages, kinds = layout.stages_of(place), _kinds(layout, costs, split=split)
-    sizes = {size for stage in stages if (size := costs.kept(layout, stage)) > 0}
-    if math.isinf(costs.memory) or not sizes:
+    stages, kinds = table.layout.stages_of(place), _kinds(table, split=split)
+    sizes = {size for stage in stages if (size := table.kept[stage]) > 0}
+    if math.isinf(table.costs.memory) or not sizes:
         return 0.0
     total, more, saved = 0.0, 0.0, []
     for stage in stages:
-        kept, link = costs.kept(layout, stage), 2 * costs.seconds(layout, Work("O", stage, 0))
-        own = sum(costs.seconds(layout, Work(one, stage, 0)) for one in ("F", kinds[stage]))
+        kept, link = table.kept[stage], 2 * table.seconds["O", stage]
+        own = sum(table.seconds[one, stage] for one in ("F", kinds[stage]))
         trip = own
-        for later in range(stage + 1, layout.stages):
-            hop = costs.travel(layout.places[later], layout.places[later - 1])
-            trip += sum(costs.seconds(layout, Work(one, later, 0)) for one in ("F", kinds[later])) + 2 * hop
+        for later in range(stage + 1, table.layout.stages):
+            hop = table.costs.travel(table.layout.places[later], table.layout.places[later - 1])
+            trip += sum(table.seconds[one, later] for one in ("F", kinds[later])) + 2 * hop
         total += micro_batches * trip * kept
         if kinds[stage] == "I":
-            inputs, weights = (costs.seconds(layout, Work(kind, stage, 0)) for kind in "IW")
-            parts = costs.kept_for_weights(layout, stage)
+            inputs, weights = (table.seconds[kind, stage] for kind in "IW")
+            parts = table.kept_for_weights[stage]
             more += micro_batches * min(parts * (inputs + weights), kept * weights)
         if (gain := (trip - own - link) * kept) > 0:
             saved.append((gain / max(link, 1e-12), micro_batches * link))
     saved.sort(reverse=True)
-    limit = costs.memory * (1 + ROUNDING)
-    most = max(costs.kept_for_weights(layout, stage) for stage in stages)
-    later = most * _late(layout, costs, micro_batches, place) if split else 0.0
+    limit = table.limit
+    most = max(table.kept_for_weights[stage] for stage in stages)
+    later = most * _late(table, micro_batches, place) if split else 0.0
     found = _held(total + max(0.0, more - later), saved, limit)
     if len(sizes) == 1:
         found = max(found, _held(total, saved, math.floor(limit / min(sizes)) * min(sizes)))

@@ -44,6 +44,7 @@ class Model:
 
         self.layout, self.costs, self.micro_batches, self.split = layout, costs, micro_batches, split
         self.ticks = Rounded.of(layout, costs, makespan(play(layout, order, costs)))
+        self.table, self.times = costs.stages(layout), self.ticks.stages(layout).seconds
         self.model = model = cp_model.CpModel()
         times = play(layout, order, self.ticks)
         self.wholes = {(work.stage, work.micro_batch) for work in times if work.kind == "B"}
@@ -88,11 +89,11 @@ class Model:
 
     def _apart(self, stage: int) -> bool:
         """True if the backward pass of a stage may be split."""
-        return self.split and apart(self.layout, self.costs, stage)
+        return self.split and apart(self.table, stage)
 
     def _time(self, kind: str, stage: int) -> int:
         kind = "B" if kind == "I" and not self._apart(stage) else kind
-        return self.ticks.seconds(self.layout, Work(kind, stage, 0))
+        return self.times[kind, stage]
 
     def _is_whole(self, work: Work) -> bool:
         """True if I stands for B in the order given."""
@@ -203,8 +204,8 @@ class Model:
         """Memory of a position, and what may go to its host."""
         layout, costs, model = self.layout, self.costs, self.model
         stages = layout.stages_of(place)
-        kept = {stage: costs.kept(layout, stage) for stage in stages}
-        parts = {stage: costs.kept_for_weights(layout, stage) if self._apart(stage) else 0.0 for stage in stages}
+        kept = {stage: self.table.kept[stage] for stage in stages}
+        parts = {stage: self.table.kept_for_weights[stage] if self._apart(stage) else 0.0 for stage in stages}
         if fits(costs, self.micro_batches * sum([*kept.values(), *parts.values()])):
             return
         unit = unit_of([one for one in (*kept.values(), *parts.values()) if one > 0], costs.memory / GRAINS)
@@ -299,7 +300,7 @@ class Model:
                 continue
             one = Work("B", *key) if work.kind == "I" and whole else work
             begin = start if isinstance(start, int) else solver.value(start)
-            times[one] = begin, begin + self.ticks.seconds(self.layout, one)
+            times[one] = begin, begin + self.times[one.kind, one.stage]
         lanes = [
             tuple(
                 sorted(

@@ -13,10 +13,10 @@ from functools import lru_cache
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import filling
-from tawpipe.schedule.pipelines.memory import ROUNDING, Table, fits, peak
+from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.periodic import Periodic, periodic
 from tawpipe.schedule.pipelines.search.listing import listed, with_host
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, makespan, play
+from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work, makespan, play
 
 MARGINS = (0.0, 1.0, 2.0)
 """Units of memory that are kept free for what is on its way to or from the host."""
@@ -32,7 +32,8 @@ MOST = 200_000
 
 def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[int]:
     """Micro-batches of every stage under way from its F to its B, if all positions are always busy; 1F1B's numbers."""
-    one = [[costs.seconds(layout, Work(kind, stage, 0)) for kind in "FB"] for stage in range(layout.stages)]
+    seconds = costs.stages(layout).seconds
+    one = [[seconds[kind, stage] for kind in "FB"] for stage in range(layout.stages)]
     busiest = max(sum(sum(one[stage]) for stage in layout.stages_of(place)) for place in range(layout.size))
     found, trip = [], 0.0
     for stage in reversed(range(layout.stages)):
@@ -44,7 +45,7 @@ def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[in
 
 def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, share: float):
     """A fixed pattern: of every stage evenly spread micro-batches, as many times ``share`` as do not fit."""
-    away, table = set(), Table(layout, costs)
+    away, table = set(), costs.stages(layout)
     for works in compute:
         most = max(table.levels(works))
         part = min(1.0, share * (1 - costs.memory / most)) if not fits(costs, most) else 0.0
@@ -57,7 +58,7 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
 
 def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, margin: float):
     """Whenever something does not fit, what is wanted last goes (Belady's rule), by the order alone."""
-    away, table = set(), Table(layout, costs)
+    away, table = set(), costs.stages(layout)
     for works in compute:
         unit = max(table.taken["F", work.stage] for work in works)
         limit = max(costs.memory - margin * unit, unit) * (1 + ROUNDING)
@@ -163,12 +164,12 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
     Raises:
         UserError: more than the limit.
     """
-    kept = [costs.kept(layout, stage) for stage in range(layout.stages)]
+    table = costs.stages(layout)
     if math.isinf(costs.host):
-        least = max(sum(kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size))
+        least = max(table.micro_batch)
         what = "one micro-batch in flight without the host's memory"
     else:
-        least, what = max(kept), "one stage's of one micro-batch, all else in the host's memory"
+        least, what = max(table.kept), "one stage's of one micro-batch, all else in the host's memory"
     if not fits(costs, least):
         more = least - costs.memory
         expected = f"at least {least:.6g}, {more:.6g} more: {what}; or stages of fewer layers"

@@ -10,6 +10,7 @@ seconds: all ranks find the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -150,7 +151,7 @@ class _Search:
                 self.scores[plan] = None
                 return None
             timed = justified(passes, began(passes, 0, self.micro_batches), rounds=1)
-            self.spent += (3 if self.ticks.memory is None else 6) * len(passes.works)
+            self.spent += (3 if math.isinf(self.ticks.memory) else 6) * len(passes.works)
             self.scores[plan] = timed.makespan + self.penalty * layout.stages
             self._idle[plan] = self._diagnosis(passes, timed)
         return self.scores[plan]

@@ -14,15 +14,16 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.memory import ROUNDING, Table, guarded
-from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, needs
+from tawpipe.schedule.pipelines.memory import guarded
+from tawpipe.schedule.pipelines.search.room import all_end
+from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work, needs
 
 
 class _Play:
     """Works that run one by one on two lanes of every position, each started by hand."""
 
     def __init__(self, layout: Layout, costs: PipelineCosts, away: Collection[tuple[int, int]] = ()) -> None:
-        self.layout, self.costs, self.away, self.table = layout, costs, away, Table(layout, costs)
+        self.layout, self.costs, self.away, self.table = layout, costs, away, costs.stages(layout)
         self.now = 0.0
         self.times: dict[Work, tuple[float, float]] = {}
         self.held = [0.0] * layout.size
@@ -130,7 +131,7 @@ class _Listed:
             self.weights.append(Work("W", work.stage, work.micro_batch))
 
     def _safe(self, work: Work) -> bool:
-        """True if all micro-batches in flight can still end, the oldest first (the banker's algorithm)."""
+        """True if all micro-batches in flight can still end, the oldest first."""
         more = self.table.taken[work.kind, work.stage]
         if not more:
             return True
@@ -153,11 +154,7 @@ class _Listed:
         holds[number] = holds.get(number, 0.0) + more
         wants[number] = wants.get(number, 0.0) - more
         free = self.room * (1 + ROUNDING) - sum(holds.values())
-        for number in sorted(holds):
-            if wants.get(number, 0.0) > free or free < 0:
-                return False
-            free += holds[number]
-        return True
+        return free >= 0 and all_end(free, ((wants.get(number, 0.0), holds[number]) for number in sorted(holds)))
 
 
 def listed(

@@ -7,6 +7,7 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from tawpipe.schedule.pipelines.search.ticks import Ticks
+from tawpipe.schedule.pipelines.work import TIMES
 
 
 class Plan(NamedTuple):
@@ -29,11 +30,11 @@ class Moves:
 
     def __init__(self, ticks: Ticks, positions: int, micro_batches: int, most: int) -> None:
         self.positions, self.micro_batches, self.most, self.travel = positions, micro_batches, most, ticks.travel
-        self.blocks = len(ticks.forward)
-        whole = [sum(three) for three in zip(ticks.forward, ticks.inputs, ticks.weights, strict=True)]
+        self.blocks = len(ticks.blocks)
+        kinds = [[round(time(block)) for block in ticks.blocks] for time in map(TIMES.__getitem__, "FIW")]
         self.forward, self.inputs, self.total = (
             [_sums(times, pace) for pace in ticks.pace] if ticks.pace else [_sums(times)] * positions
-            for times in (ticks.forward, ticks.inputs, whole)
+            for times in (*kinds[:2], [sum(three) for three in zip(*kinds, strict=True)])
         )
         """By position the time of so many of the first blocks."""
 

@@ -12,15 +12,16 @@ justification, as in scheduling projects under limited resources, which closes g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from tawpipe.schedule.pipelines.memory import worst
 from tawpipe.schedule.pipelines.search.room import Room
-from tawpipe.schedule.pipelines.search.ticks import StageTicks
-from tawpipe.schedule.pipelines.work import Order, Work
+from tawpipe.schedule.pipelines.work import Order, StageCosts, Work
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Passes:
         split: by stage, true for I and W apart, false for B.
     """
 
-    stages: StageTicks
+    stages: StageCosts
     micro_batches: int
     split: tuple[bool, ...]
 
@@ -55,11 +56,11 @@ class Passes:
         """(time, position, time until what follows M later can begin) of every work."""
         own, places, count = self.stages, self.stages.layout.places, self.micro_batches
         back = range(len(places) - 1, -1, -1)
-        times = [*own.forward]
-        times += [own.inputs[s] + (0 if self.split[s] else own.weights[s]) for s in back]
-        times += [own.weights[s] for s in back]
+        times = [own.seconds["F", s] for s in range(len(places))]
+        times += [own.seconds["I", s] + (0 if self.split[s] else own.seconds["W", s]) for s in back]
+        times += [own.seconds["W", s] for s in back]
         where = [*places, *places[::-1], *places[::-1]]
-        away = [self.stages.of.travel(a, b) for a, b in pairwise(where[: 2 * len(places)])]
+        away = [own.costs.travel(a, b) for a, b in pairwise(where[: 2 * len(places)])]
         away += [0] * (len(where) - len(away))
 
         def each(values: Sequence[int]) -> list[int]:
@@ -92,9 +93,8 @@ class Passes:
 
     def fits(self, timed: Timed) -> bool:
         """True if a schedule keeps within the limit of memory."""
-        if self.stages.of.memory is None:
-            return True
-        return Room(self.stages, self.micro_batches, self.split).stays_within(timed.lanes)
+        limit = self.stages.costs.memory
+        return math.isinf(limit) or max(worst(self.stages, self.order(timed))) <= limit
 
     def forward(self, works: Sequence[int], flying: int = 0) -> Timed:
         """One pass in time.
@@ -114,7 +114,7 @@ class Passes:
         coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         ready: list[list[int]] = [[] for _ in range(size)]
         idle, wakes = [True] * size, [(0, places[0])]
-        room = Room(self.stages, count, self.split) if self.stages.of.memory is not None else None
+        room = Room(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
         for m in range(flying):
             heappush(ready[places[0]], rank[m])
         while wakes:

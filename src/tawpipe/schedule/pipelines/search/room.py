@@ -6,25 +6,25 @@ back, B the former. W is always ready, so what waits for it can be had at any ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.search.ticks import StageTicks
+from tawpipe.schedule.pipelines.search.ticks import Ticks
+from tawpipe.schedule.pipelines.work import StageCosts
 
 
-def whole_stages(stages: StageTicks, split: bool) -> tuple[bool, ...]:
+def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     """By stage, true if I and W can be apart: they are to be, W takes time, and memory holds what is between them.
 
     Raises:
         UserError: memory does not hold one micro-batch.
     """
-    layout, limit, scale = stages.layout, stages.of.memory, stages.of.memory_scale
-    apart = [split and weights > 0 for weights in stages.weights]
-    if limit is None:
-        return tuple(apart)
-    needed = [sum(stages.kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size)]
+    layout, limit, needed = stages.layout, stages.costs.memory, stages.micro_batch
+    apart = [split and stages.seconds["W", stage] > 0 for stage in range(layout.stages)]
     if max(needed) > limit:
+        scale = stages.costs.memory_scale if isinstance(stages.costs, Ticks) else 1.0
         place = needed.index(max(needed))
         least, there = max(needed) / scale, limit / scale
         expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
@@ -36,6 +36,23 @@ def whole_stages(stages: StageTicks, split: bool) -> tuple[bool, ...]:
     return tuple(apart)
 
 
+def all_end(free: float, under_way: Iterable[tuple[float, float]], enough: float = math.inf) -> bool:
+    """True if all that is under way can end, one after the other (the banker's algorithm).
+
+    Args:
+        free: memory.
+        under_way: (what it needs besides, what it gives back at its end), in order.
+        enough: all can end with so much free.
+    """
+    for more, held in under_way:
+        if free >= enough:
+            return True
+        if more > free:
+            return False
+        free += held
+    return True
+
+
 class Room:
     """The memory of all positions while works start one after the other.
 
@@ -43,9 +60,9 @@ class Room:
         split: by stage, see ``whole_stages``.
     """
 
-    def __init__(self, stages: StageTicks, micro_batches: int, split: Sequence[bool]) -> None:
+    def __init__(self, stages: StageCosts, micro_batches: int, split: Sequence[bool]) -> None:
         layout, self.count = stages.layout, micro_batches
-        self.limit = stages.of.memory or 0
+        self.limit = stages.costs.memory
         places, kept = layout.places, stages.kept
         parts = [one if apart else 0 for one, apart in zip(stages.kept_for_weights, split, strict=True)]
         self.stages, self.split = layout.stages, split
@@ -80,15 +97,6 @@ class Room:
                 return work
         return -1
 
-    def stays_within(self, lanes: Iterable[Iterable[int]]) -> bool:
-        """True if works in these orders keep within the limit."""
-        for place, lane in enumerate(lanes):
-            for work in lane:
-                if self.held[place] + self._takes(work) > self.limit:
-                    return False
-                self.start(place, work)
-        return True
-
     def fits(self, place: int, work: int) -> bool:
         """True if there is room for a work, and then enough for all that is under way to end, the oldest first."""
         takes = self._takes(work)
@@ -96,16 +104,9 @@ class Room:
         if free < 0 or work // self.count >= self.stages:
             return free >= 0
         free += self.waiting[place]
-        most, mine, left, number = self.most[place], self.mine[place], self.left[place], work % self.count
-        for m, there in enumerate(mine):
-            if free >= most[-1]:
-                return True
-            if left[m]:
-                own = there + takes if m == number else there
-                if most[left[m]] - own > free:
-                    return False
-                free += own
-        return True
+        most, left, number = self.most[place], self.left[place], work % self.count
+        mine = ((m, there + takes if m == number else there) for m, there in enumerate(self.mine[place]) if left[m])
+        return all_end(free, ((most[left[m]] - there, there) for m, there in mine), most[-1])
 
     def start(self, place: int, work: int) -> None:
         """Take and give back what a work does; nothing else runs there before it ends."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.work import PipelineCosts, Work
+from tawpipe.schedule.pipelines.work import PipelineCosts, StageCosts
 
 FINEST = 60
 """An exact unit of time or memory is looked for down to this part of the smallest number."""
@@ -34,20 +34,28 @@ class Rounded(PipelineCosts):
         Args:
             most: the longest time that has to be counted.
         """
-        kinds = "FIW" + "OR" * math.isfinite(costs.host)
-        works = [Work(kind, stage, 0) for kind in kinds for stage in range(layout.stages)]
-        hops = costs.hop, costs.near_hop
-        times = [one for one in (*(costs.seconds(layout, work) for work in works), *hops) if one > 0]
+        seconds, hops = costs.stages(layout).seconds, (costs.hop, costs.near_hop)
+        works = [seconds[kind, stage] for kind in _kinds(costs) for stage in range(layout.stages)]
+        times = [one for one in (*works, *hops) if one > 0]
         unit = unit_of(times, max(min(times) / TICKS, most / 2**22))
         stretch = max(up(one / unit) * unit / one for one in times)
         hop, near = (up(one / unit) for one in hops)
         return cls(costs.blocks, hop, near_hop=near, nodes=costs.nodes, unit=unit, stretch=stretch, true=costs)
 
-    def seconds(self, layout: Layout, work: Work) -> int:
+    def stages(self, layout: Layout) -> StageCosts:
         assert self.true is not None
-        # A whole backward pass is as long as its parts, so that one variable says which of them it is.
-        kinds = "IW" if work.kind == "B" else work.kind
-        return sum(up(self.true.seconds(layout, work._replace(kind=kind)) / self.unit) for kind in kinds)
+        found, seconds = super().stages(layout), self.true.stages(layout).seconds
+        for stage in range(layout.stages):
+            for kind in _kinds(self.true):
+                found.seconds[kind, stage] = up(seconds[kind, stage] / self.unit)
+            # A whole backward pass is as long as its parts, so that one variable says which of them it is.
+            found.seconds["B", stage] = found.seconds["I", stage] + found.seconds["W", stage]
+        return found
+
+
+def _kinds(costs: PipelineCosts) -> str:
+    """Kinds of works besides B that there can be."""
+    return "FIW" + "OR" * math.isfinite(costs.host)
 
 
 def up(number: float) -> int:

@@ -12,7 +12,8 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -110,15 +111,9 @@ def solve(
     return search.solved()
 
 
-@dataclass(frozen=True)
-class Shaken(PipelineCosts):
-    """Costs of which every work's time is off by up to ``JITTER``, at random."""
-
-    seed: int = 0
-
-    def seconds(self, layout: Layout, work: Work) -> float:
-        factor = random.Random(f"{self.seed} {work}").uniform(1 - JITTER, 1 + JITTER)
-        return super().seconds(layout, work) * factor
+def shaken(seed: int) -> Callable[[Work], float]:
+    """How many times as long a work takes: up to ``JITTER`` more or less, at random."""
+    return lambda work: random.Random(f"{seed} {work}").uniform(1 - JITTER, 1 + JITTER)
 
 
 class _Search:
@@ -249,9 +244,8 @@ class _Search:
 
     def _shaken(self, order: Order) -> float:
         """Mean makespan of a few plays with random delays."""
-        own = {one.name: getattr(self.costs, one.name) for one in fields(PipelineCosts)}
-        draws = [Shaken(**own, seed=seed) for seed in range(DRAWS)]
-        return statistics.mean(makespan(play(self.layout, order, one)) for one in draws)
+        draws = (play(self.layout, order, self.costs, shaken(seed)) for seed in range(DRAWS))
+        return statistics.mean(map(makespan, draws))
 
     def solved(self) -> Solved:
         least = min(self.least, self.length)

@@ -30,8 +30,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
     if layout.places != (*range(size), *range(size - 1, -1, -1)):
         raise UserError("schedule.stages", str(layout), "two stages on every position in a V, for zero-bubble")
     ticks = Ticks.of(costs)
-    stages = ticks.stages(layout)
-    seconds = {"F": stages.forward, "I": stages.inputs, "W": stages.weights}
+    seconds = ticks.stages(layout).seconds
     most = 2 * size
     ends: dict[Work, int] = {}
     orders: list[list[Work]] = [[] for _ in range(size)]
@@ -69,7 +68,7 @@ def zero_bubble(layout: Layout, micro_batches: int, costs: PipelineCosts) -> Ord
     best = [choice(p) for p in range(size)]
     while options := [one for one in best if one is not None]:
         at, *_, p, task = min(options)
-        ends[task] = free[p] = at + seconds[task.kind][task.stage]
+        ends[task] = free[p] = at + seconds[task.kind, task.stage]
         orders[p].append(task)
         if task.kind == "W":
             waiting[p].popleft()

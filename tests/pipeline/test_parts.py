@@ -1,0 +1,135 @@
+"""The parts of a pipeline by themselves: rows, costs, limits of time, results, steps, state and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cases import LENGTH, llama
+from states import BATCHES, make
+from tawpipe import Pipeline, RunError, UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.weights import InitSource, ModuleSource
+from tawpipe.pipeline.batches import Deal, LocalBatch
+from tawpipe.pipeline.costs import StepCosts
+from tawpipe.pipeline.limits import Limits
+from tawpipe.pipeline.local_rows import LocalRows
+from tawpipe.pipeline.results import Results
+from tawpipe.pipeline.state import State
+from tawpipe.pipeline.steps import Steps
+from tawpipe.pipeline.wiring import first_values
+from tawpipe.runtime.limits import FACTOR
+
+FINE = {"alike": True, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
+
+
+def result(**changes: Any) -> Any:
+    return SimpleNamespace(**FINE | changes, wait=lambda: None)
+
+
+def results(skip_limit: int = 0) -> Results:
+    wiring: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0),
+        settings=SimpleNamespace(early_updates=False),
+        executor=SimpleNamespace(drain=lambda: None),
+    )
+    limits: Any = SimpleNamespace(took=lambda seconds: None)
+    return Results(wiring, limits, skip_limit)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    with closing(make()) as trained:
+        yield trained
+
+
+def test_a_result_is_judged_when_two_are_under_way() -> None:
+    judged = results()
+    judged.add(result(alike=False))
+    judged.make_room()  # one may be ahead
+    judged.add(result())
+    with pytest.raises(UserError, match="batch: got 'different ones"):
+        judged.make_room()
+    judged.drain()
+
+
+def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> None:
+    judged, bad = results(skip_limit=2), result(finite=False, loss=float("nan"))
+    for taken in (bad, bad, result(), bad, bad):
+        judged.judge(taken)
+    assert judged.skipped == 2
+    judged.judge(result(tokens=0))
+    assert judged.without_labels == 1
+    with pytest.raises(RunError, match=r"loss nan .* the update was left out"):
+        judged.judge(bad)
+    judged.forget()
+    assert judged.skipped == 0
+
+
+def test_limits_reach_the_transport_at_once_and_the_watchdog_when_it_watches() -> None:
+    told: list[timedelta] = []
+    watchdog = SimpleNamespace(limit_s=0.0)
+    wiring: Any = SimpleNamespace(
+        executor=SimpleNamespace(watchdog=watchdog), transport=SimpleNamespace(set_timeout=told.append)
+    )
+    rows: Any = None
+    limits = Limits(wiring, rows, timedelta(seconds=60))
+    for _ in range(2):
+        limits.took(100.0)
+    assert told[-1] == timedelta(seconds=2 * 100 * FACTOR + 30) and not watchdog.limit_s
+    limits.watch(timedelta(seconds=5))
+    assert watchdog.limit_s == 100 * FACTOR
+
+
+def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:
+    schedules: Any = None
+    world: Any = SimpleNamespace(size=4, rank=1)
+    rows = LocalRows(Deal(2, 1, 4), schedules, world, bin_tokens=0, work=lambda length: float(length))
+    local = LocalBatch(11, 16, [])
+    assert rows.shape(local) == 6 and rows.tokens(local) == 32
+    assert rows.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches
+    with pytest.raises(UserError, match="bin_tokens: got 0"):
+        rows.bins([3])
+
+
+def test_costs_grow_with_tokens_and_need_no_link_on_one_process(pipeline: Pipeline) -> None:
+    costs, schedule = pipeline._costs, pipeline.schedule(4)
+    assert isinstance(costs, StepCosts)
+    less, more = costs.of(schedule, LENGTH), costs.of(schedule, 2 * LENGTH)
+    assert 0 < less.activation_bytes < more.activation_bytes and not any(less.link_sent_bytes)
+
+
+def test_a_schedule_has_its_buffers_once(pipeline: Pipeline) -> None:
+    steps, adopted = pipeline._steps, []
+    assert isinstance(steps, Steps)
+    adopt = pipeline.executor.adopt
+    pipeline.executor.adopt = lambda schedule: adopted.append(schedule) or adopt(schedule)  # type: ignore[method-assign]
+    assert steps.schedule(3) is steps.schedule(3) and len(adopted) == 1
+
+
+def test_a_state_counts_steps_and_is_whole_again_after_a_load(pipeline: Pipeline, tmp_path) -> None:
+    state = pipeline._state
+    assert isinstance(state, State)
+    pipeline.step(BATCHES[0])
+    pipeline.save(tmp_path / "one")
+    pipeline.step(BATCHES[1])
+    assert state.step_number == 2
+    state._whole = False
+    with pytest.raises(RunError, match="half of a state"):
+        pipeline.step(BATCHES[0])
+    pipeline.load(tmp_path / "one")
+    assert state.step_number == pipeline.step_number == 1
+
+
+def test_first_values_are_the_models_or_drawn_where_it_has_none() -> None:
+    assert isinstance(first_values(Chain(llama(torch.float32)), None, 0), ModuleSource)
+    with torch.device("meta"):
+        assert isinstance(first_values(Chain(llama(torch.float32)), None, 0), InitSource)
+    source: Any = object()
+    assert first_values(Chain(llama(torch.float32)), lambda chain: source, 0) is source
