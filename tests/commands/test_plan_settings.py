@@ -13,7 +13,7 @@ import yaml
 from transformers import LlamaConfig
 
 from tawpipe.cli import main
-from tawpipe.commands.plan_words import parse
+from tawpipe.commands.plan_words import PlanWords, parse, plan_parser
 from tawpipe.model.chain import Chain
 from tawpipe.plan import measure
 from tawpipe.plan.machine import Device
@@ -53,6 +53,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
+def read(words: list[str]) -> PlanWords:
+    return parse(plan_parser(), words)
+
+
 def table(text: str) -> list[list[str]]:
     """The rows of the comparison in what was printed."""
     lines = text.splitlines()
@@ -88,7 +92,7 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
 
 def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:
     words = ["--config", "run.yaml", "--global-batch", "16", "--optimizer", "muon", "--sequence-chunk", "16"]
-    ours = parse([*words, *TOPOLOGY]).config
+    ours = read([*words, *TOPOLOGY]).config
     theirs = load_config([
         *("--config", "run.yaml", "--global-batch", "16", "--optimizer.name", "muon"),
         *("--schedule.sequence-chunk", "16"),
@@ -102,14 +106,14 @@ def test_settings_that_a_run_has_saved_are_settings_of_a_plan(capsys) -> None:
     with pytest.raises(SystemExit):
         load_config(["--config", "run.yaml", "--print-config"])
     Path("config.yaml").write_text(capsys.readouterr().out)
-    ours, theirs = (parse(["--config", name, *TOPOLOGY]) for name in ("config.yaml", "run.yaml"))
+    ours, theirs = (read(["--config", name, *TOPOLOGY]) for name in ("config.yaml", "run.yaml"))
     ours.check()
     assert ours.config == theirs.config and len(ours.said) > len(theirs.said)
 
 
 def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> None:
-    assert parse(["--config", "run.yaml", "--longest", *TOPOLOGY]).row is None
-    assert parse(["--config", "run.yaml", "--longest", "--sequence-length", "96", *TOPOLOGY]).row == 96
+    assert read(["--config", "run.yaml", "--longest", *TOPOLOGY]).row is None
+    assert read(["--config", "run.yaml", "--longest", "--sequence-length", "96", *TOPOLOGY]).row == 96
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse
+from tawpipe.commands.plan_words import plan_parser as _parser
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
 from tawpipe.options.library import as_option
@@ -26,7 +27,7 @@ MOST_IN_BIN = 1000
 @rarely_collected()
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe plan`` with the words ``argv`` and returns the exit code."""
-    words = parse(argv)
+    words = parse(_parser(), argv)
     try:
         words.check()
         return _run(words)

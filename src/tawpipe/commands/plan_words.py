@@ -137,14 +137,14 @@ class PlanWords:
             raise UserError("--explain", self.explain, f"one of {', '.join(strategies())}")
 
 
-def parse(argv: Sequence[str]) -> PlanWords:
-    """The words that follow ``tawpipe plan``.
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
+    """The words that follow ``tawpipe plan``, which has this parser.
 
     Raises:
         UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         SystemExit: help, or a word that is missing.
     """
-    parser, options = _parser(), train_options()
+    options = train_options()
     arguments = vars(parser.parse_args(argv))
     words = {leaf.key: arguments.pop(leaf.key) for leaf in _leaves() if leaf.key in arguments}
     files = arguments.pop("config")
@@ -169,7 +169,8 @@ def _leaves() -> list[Leaf]:
     return [leaf for leaf in known if leaf.key in OF_RUN or leaf.path[0] in WHOLE_GROUPS]
 
 
-def _parser() -> argparse.ArgumentParser:
+def plan_parser() -> argparse.ArgumentParser:
+    """The parser of ``tawpipe plan``."""
     parser = CommandParser(
         leading=LEADING,
         elsewhere=ELSEWHERE,

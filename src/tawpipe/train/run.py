@@ -21,7 +21,7 @@ from tawpipe.checkpoint.names import step_name
 from tawpipe.checkpoint.resume import Start, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
-from tawpipe.data.prepared import changed_parts
+from tawpipe.data.prepared import PreparedData, changed_parts
 from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
@@ -113,22 +113,8 @@ def run(config: TrainConfig) -> int:
         if stopped:
             tracking.outcome = "stopped"
 
-    done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
-    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
-    if evaluation.exhausted:
-        results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
-    if pipeline.without_labels:
-        results.append(("left out", f"{pipeline.without_labels} steps without a token to learn"))
-    if saves.stall_s is not None:
-        results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
-    if evaluation.loss is not None:
-        results.append(("validation loss", loss_words(evaluation.loss)))
-    if known := {edge: loss for edge, loss in evaluation.by_position.items() if loss is not None}:
-        results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
-    if evaluation.retrieval is not None:
-        results.append(("retrieval", str(evaluation.retrieval)))
-    passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
-    results.append(("passes of the data", passes))
+    evaluation, saves = training.evaluation, training.saves
+    results = _results(training, pipeline, data, seconds)
     results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
     if world.device.type == "cuda":
         results.append(("of this GPU at most", str(Taken.of(world.device))))
@@ -163,6 +149,27 @@ def run(config: TrainConfig) -> int:
         raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     # The launcher does so after ctrl-C, too.
     return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
+
+
+def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
+    """Rows that say what came of the steps."""
+    done, evaluation, saves = training.last - training.first, training.evaluation, training.saves
+    results = [("steps", f"{done} in {duration(seconds)}" + (f", up to {training.last}" if training.first else ""))]
+    if evaluation.exhausted:
+        results.append(("ended early", f"{evaluation.best.since} evaluations in a row have not lowered the loss"))
+    if pipeline.without_labels:
+        results.append(("left out", f"{pipeline.without_labels} steps without a token to learn"))
+    if saves.stall_s is not None:
+        results.append(("stood still for a checkpoint", f"at most {saves.stall_s * 1e3:.0f} ms"))
+    if evaluation.loss is not None:
+        results.append(("validation loss", loss_words(evaluation.loss)))
+    if known := {edge: loss for edge, loss in evaluation.by_position.items() if loss is not None}:
+        results.append(("by tokens before", ", ".join(f"to {edge}: {loss:.4f}" for edge, loss in known.items())))
+    if evaluation.retrieval is not None:
+        results.append(("retrieval", str(evaluation.retrieval)))
+    passes = ", ".join(f"{times:.2f} of {name}" for name, times in data.passes(training.samples))
+    results.append(("passes of the data", passes))
+    return results
 
 
 def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
