@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from tawpipe.errors import UserError
@@ -36,10 +37,12 @@ from tawpipe.plan.predict import (
 )
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.settings import spell_homes
+from tawpipe.schedule.settings import DEFAULT, spell_homes
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.build import step_of
+from tawpipe.schedule.strategies.build import build, shares_of, step_of
 from tawpipe.schedule.strategies.table import strategies
+from tawpipe.topology import Topology
 
 GAIN = 0.005
 """Below this a change of a knob is not worth its memory."""
@@ -453,15 +456,25 @@ def unplayed(request: PlanRequest, step: StepSpec) -> str:
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     """Why a strategy is no other than one before it on these machines, or nothing."""
-    if request.topology.num_nodes > 1 or not strategy.defaults:
+    if request.topology.num_nodes > 1 or strategy.axis:
         return ""
-    for other in strategies().values():
-        if other is strategy:
-            break
-        parts = ("place", "home", "route", "build")  # the rest is what nodes keep, and there is one node
-        if all(getattr(type(strategy), part, None) is getattr(type(other), part, None) for part in parts):
-            return f"the same as {other.name} on one node"
+    with suppress(UserError):  # of one that cannot run here at all
+        program = _program_here(strategy, request.model, request.topology)
+        for other in strategies().values():
+            if other is strategy:
+                break
+            if not other.axis and _program_here(other, request.model, request.topology) == program:
+                return f"the same as {other.name} on one node"
     return ""
+
+
+@lru_cache(maxsize=32)
+def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> tuple[object, ...]:
+    """Where units live, and what ranks do in a step of two rounds; other settings mean the same to all."""
+    settings = replace(DEFAULT, strategy=strategy.name)
+    shares = shares_of(2 * topology.world_size, topology, settings, strategy)
+    step = step_of(model, topology, settings, shares, strategy=strategy)
+    return step.homes, build(step).programs
 
 
 def plays(request: PlanRequest, step: StepSpec) -> int:
