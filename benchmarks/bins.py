@@ -28,7 +28,7 @@ from tawpipe.plan.bench import Bench
 from tawpipe.plan.dealt import in_turn
 from tawpipe.plan.lengths import lengths_of
 from tawpipe.plan.profile import Clock, measure, size_of
-from tawpipe.schedule.balance import Work
+from tawpipe.schedule.balance import LayerTime
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NOW = time.perf_counter if HERE.type == "cuda" else time.process_time
@@ -70,7 +70,7 @@ def bins_of(args: argparse.Namespace) -> list[list[int]]:
     made = [[most], [most // 2], [most // 2] * 2, [most // 4], [most // 8] * 8, [most // 32] * 32, [most // 64] * 16]
     made += [[most // 2, *[most // 64] * 32], [most // 4, *[most // 128] * 16]]
     drawn = lengths_of("lognormal:6.35,2.33").cut(most).step(8 * args.bins * most, 0)
-    packed = in_turn(drawn, 1, most, Work(()))
+    packed = in_turn(drawn, 1, most, LayerTime(()))
     bins = [[packed.lengths[number] for number in one.documents] for row in packed.single for one in row]
     return made + [one for one in bins if len(one) > 1][: args.bins]
 

@@ -36,7 +36,7 @@ from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
 from tawpipe.schedule.pipelines.search.generate import generate
-from tawpipe.schedule.pipelines.search.moves import Moves, Plan
+from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
@@ -90,7 +90,7 @@ class Cell:
         if turns * self.positions > blocks - 2:
             return None
         even = Layout.even(blocks, self.positions, turns, folded=folded)
-        return even, Layout(blocks, *self.moves.balanced(Plan(even.cuts, even.places)))
+        return even, Layout(blocks, *self.moves.balanced(StagePlan(even.cuts, even.places)))
 
     def contiguous(self) -> Layout:
         """1F1B's best cuts: from balanced ones on, moved one or two at a time for as long as the step gets shorter."""
@@ -99,7 +99,9 @@ class Cell:
         best, layout = self.span(layouts[1], one_f_one_b(layouts[1], self.micro_batches)), layouts[1]
         while True:
             limit = round(best * moves.total[0][-1] / self.micro_batches / self._work(self.costs)) + 1
-            options = [Layout(layout.blocks, *one) for _, one in moves.shifts(Plan(layout.cuts, layout.places), limit)]
+            options = [
+                Layout(layout.blocks, *one) for _, one in moves.shifts(StagePlan(layout.cuts, layout.places), limit)
+            ]
             spans = [(self.span(one, one_f_one_b(one, self.micro_batches)), str(one), one) for one in options]
             if not spans or min(spans)[0] >= best:
                 return layout

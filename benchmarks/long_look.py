@@ -41,7 +41,7 @@ from tawpipe.data.settings import DataSettings
 from tawpipe.launch.launcher import Shape, launch
 from tawpipe.model.batch import MicroBatch
 from tawpipe.runtime.world import connect
-from tawpipe.train.learning_rate import Span, factor
+from tawpipe.train.learning_rate import RunSpan, factor
 
 WARMUP, LEAST = 100, 0.1
 VALIDATION = 128
@@ -202,7 +202,7 @@ def work(name: str, folder: Path, steps: int) -> None:
     begin, seconds = time.perf_counter(), 0.0
     count = row.steps or steps
     for step in range(count):
-        scale = factor("cosine", step, Span(steps, WARMUP, least=LEAST))
+        scale = factor("cosine", step, RunSpan(steps, WARMUP, least=LEAST))
         batch = {field: tensor[step * BATCH : (step + 1) * BATCH] for field, tensor in train.items()}
         results.append(side.step(batch, scale))
         if (step + 1) % EVERY == 0 or step + 1 == count:

@@ -40,7 +40,7 @@ from chunks import Layer, config_of
 from tawpipe.model.chunked import Chunk, KeyStore
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks, spans_of
 from tawpipe.runtime.rows import OnDevice, Rows
-from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.sets import LayerInSet, SetTokens
 from tawpipe.runtime.transport import ring_reduce_scatter
 from tawpipe.schedule.pieces import Ranges
 
@@ -89,7 +89,7 @@ class Ways:
         self.layer = Layer(config_of(argparse.Namespace(**vars(args), **LIKE_CHUNKS)), torch.float32)
         self.row, self.calls = self.layer.input(args.tokens)
         self.gradient = torch.randn(self.row.shape, generator=torch.Generator().manual_seed(1))
-        self.dealt = Dealt((args.tokens,), RANKS, rank)
+        self.dealt = SetTokens((args.tokens,), RANKS, rank)
         self.size = chunk or self.dealt.most
         self.own = self.of_own(self.row)
         with torch.no_grad():

@@ -23,7 +23,7 @@ import numpy as np
 from tawpipe.schedule.actions import Action, Lane, Op, exchange
 from tawpipe.schedule.buffers import Buffer, Pool, pooled
 from tawpipe.schedule.step import Schedule
-from tawpipe.simulate.clock import End, Player, Start, Transit, dependencies
+from tawpipe.simulate.clock import End, LaneGranted, Player, Transit, dependencies
 from tawpipe.simulate.cost_model import CostModel
 from tawpipe.simulate.transfers import Port
 from tawpipe.topology import Topology
@@ -62,7 +62,7 @@ class _Events:
         self.player = Player(schedule, cost_model, steps, physical)
         self.player.run()
         self.record, self.log = self.player.record, self.player.log
-        self.starts = {event.number: i for i, event in enumerate(self.log) if isinstance(event, Start)}
+        self.starts = {event.number: i for i, event in enumerate(self.log) if isinstance(event, LaneGranted)}
         self.ends = {event.number: i for i, event in enumerate(self.log) if isinstance(event, End)}
         self._number_lanes()
         self.into: Edges = [[] for _ in self.log]

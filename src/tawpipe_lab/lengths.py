@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, Work, deal
+from tawpipe.schedule.balance import SHARED_COST, Bin, Bins, LayerTime, deal
 from tawpipe.schedule.spec import share_bins
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate.cost_model import KEYS_SHARE, MicroBatchSize
@@ -133,7 +133,7 @@ def _dealt(workload: LengthsWorkload, packing: str, topology: Topology, ranks: i
 def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int) -> Bins:
     lengths, work, cap = workload.lengths, workload.work, workload.bin_tokens
     if packing in ("balanced", "tokens"):
-        by = work if packing == "balanced" else Work((replace(work.kinds[0], per_pair=0.0),))
+        by = work if packing == "balanced" else LayerTime((replace(work.kinds[0], per_pair=0.0),))
         return replace(deal(lengths, world_size=topology.world_size, cap=cap, work=by, ranks=ranks), work=work)
     if packing == "rows":
         lengths, bins = _cut(lengths, workload.max_document)

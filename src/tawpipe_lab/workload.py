@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import LayerKind, Work
+from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.topology import Topology
 
 
@@ -321,9 +321,9 @@ class LengthsWorkload:
         return tuple(lengths)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> LayerTime:
         """Seconds of a document's forward pass through all layers."""
-        return Work((LayerKind(self.layers, self.token_s, self.token_s / self.even_at),))
+        return LayerTime((LayerKind(self.layers, self.token_s, self.token_s / self.even_at),))
 
     def floor_s(self, topology: Topology) -> float:
         """Seconds of all passes that no dealing of the documents undercuts: the mean over all devices, or the longest

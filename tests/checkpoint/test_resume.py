@@ -14,7 +14,7 @@ from cases import batches
 from states import ALONE, memory_of, resumable, run_of
 from tawpipe.checkpoint.format import read_manifest, sealed
 from tawpipe.checkpoint.names import MARKER, file_name
-from tawpipe.checkpoint.resume import Mark, Start, choose, find, newest
+from tawpipe.checkpoint.resume import Mark, ResumePoint, choose, find, newest
 from tawpipe.checkpoint.store import Disk
 from tawpipe.errors import UserError
 from tawpipe.runtime.faults import flip_a_bit
@@ -200,7 +200,7 @@ def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
     words += ["--checkpoint.memory-dir", str(tmp_path)]
     auto, anew = load_config([*words, "--resume", "auto"]), load_config(words)
 
-    def start(config: TrainConfig, restarts: int = 0) -> Start:
+    def start(config: TrainConfig, restarts: int = 0) -> ResumePoint:
         disk, memory = open_stores(config, ALONE)
         chosen = choose(config.output_path, config.resume, disk, memory, restarts=restarts)
         chosen.mark.write(config.output_path)

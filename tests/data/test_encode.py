@@ -4,7 +4,7 @@ import pytest
 
 from chat_families import FAMILIES, TRAINED
 from tawpipe.data.encode import Encoder
-from tawpipe.data.render import Document, Piece
+from tawpipe.data.render import ChatText, Document
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
@@ -16,7 +16,7 @@ def test_no_line_break_of_an_answer_is_lost(name, breaks, text):
     answer = "\n" * breaks + text
     if not answer:
         return
-    document = Document("instruction", (Piece("a b", False), Piece(answer, True)))
+    document = Document("instruction", (ChatText("a b", False), ChatText(answer, True)))
     (found,) = Encoder(tokenizer).encode([document])
     plain = tokenizer("a b" + answer, add_special_tokens=False)["input_ids"]
     ids = found.ids.tolist()[:-1]
@@ -31,7 +31,7 @@ def test_a_prompt_begins_as_documents_do(name):
         for text in ("a number", "", "\n\na"):
             for given in (text, f"{tokenizer.bos_token or ''}{text}"):
                 encoder = Encoder(tokenizer)
-                (found,) = encoder.encode([Document("text", (Piece(given + "b", True),))])
+                (found,) = encoder.encode([Document("text", (ChatText(given + "b", True),))])
                 begins = found.ids.tolist()[:1] == [tokenizer.bos_token_id]
                 ids = encoder.beginning(given)
                 assert sum(one == tokenizer.bos_token_id for one in ids) == begins

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tawpipe.report.lengths import Histogram
-from tawpipe.schedule.balance import LayerKind, Work, deal
+from tawpipe.schedule.balance import LayerKind, LayerTime, deal
 from tawpipe.schedule.unbalanced import in_turn
 
-WORK = Work((LayerKind(layers=4, per_token=1000.0, per_pair=1.0),))
+WORK = LayerTime((LayerKind(layers=4, per_token=1000.0, per_pair=1.0),))
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))

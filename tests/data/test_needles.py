@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tawpipe.data.chat import Piece
+from tawpipe.data.chat import ChatText
 from tawpipe.data.corpus import Corpus
 from tawpipe.data.encode import Encoder, Tokens
 from tawpipe.data.needles import Needles
@@ -38,7 +38,7 @@ TOKENIZERS = {"bytes": train_tokenizer([" ".join(TEXTS * 20)], 300), "space firs
 
 
 def needles_of(tokenizer: PreTrainedTokenizerBase, depths: int = 5, samples: int = 3, seed: int = 0) -> Needles:
-    documents = [Document("text", (Piece(text, True),)) for text in TEXTS]
+    documents = [Document("text", (ChatText(text, True),)) for text in TEXTS]
     corpus = Corpus.from_tokens(Encoder(tokenizer).encode_all(documents), ReadCounts())
     text = PackedDataset(corpus, np.arange(3), sequence_length=8, seed=0, packing="split", pad_id=0)
     return Needles(text, tokenizer, depths=depths, samples=samples, seed=seed)
@@ -90,7 +90,7 @@ def test_a_depth_moves_the_fact_and_a_length_adds_text(tokenizer):
 def test_text_is_that_of_the_documents_from_one_on_over_and_over():
     ids = [[5], [1, 2, 3], [4, 9], [9, 9], [6, 7, 8, 9, 4]]
     tokens = [
-        (Document("text", (Piece(str(own), True),)), Tokens(np.array(own), np.ones(len(own), bool))) for own in ids
+        (Document("text", (ChatText(str(own), True),)), Tokens(np.array(own), np.ones(len(own), bool))) for own in ids
     ]
     corpus = Corpus.from_tokens(tokens, ReadCounts())
     chosen = np.array([1, 2, 3, 4])

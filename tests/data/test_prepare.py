@@ -29,7 +29,7 @@ from tawpipe.data.sources import find_files
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenizer import check_vocabulary, sample_texts, tokenizer_hash, train_tokenizer
 from tawpipe.errors import RunError, UserError
-from tawpipe.schedule.balance import LayerKind, Work
+from tawpipe.schedule.balance import LayerKind, LayerTime
 
 WORDS = ["a", "rank", "sends", "the", "weights", "of", "its", "layers", "and", "keeps", "what", "they", "computed"]
 
@@ -491,7 +491,7 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
     (corpus / "long.txt").write_text("layers " * 3000)
     settings = settings_for(corpus / "*.txt", packing="auto", validation_fraction=0.0)
     dealing = Dealing(
-        tokens=32768, world_size=4, cap=768, work=lambda _: Work((LayerKind(2, 100.0, 1.0),)), pretrained=True
+        tokens=32768, world_size=4, cap=768, work=lambda _: LayerTime((LayerKind(2, 100.0, 1.0),)), pretrained=True
     )
     prepared = prepare_data(settings, sequence_length=512, seed=0, dealing=dealing)
     report = prepared.report
@@ -509,7 +509,7 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
         assert other.report.packing == packing and changed_parts(prepared.fingerprint, other.fingerprint) == (
             [] if packing == "balanced" else ["rows"]
         )
-    even = replace(dealing, work=lambda _: Work((LayerKind(2, 100.0, 0.0),)))
+    even = replace(dealing, work=lambda _: LayerTime((LayerKind(2, 100.0, 0.0),)))
     assert prepare_data(settings, sequence_length=512, seed=0, dealing=even).report.packing == "split"
 
 

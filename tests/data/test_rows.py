@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tawpipe.data.chat import Piece
+from tawpipe.data.chat import ChatText
 from tawpipe.data.columns import Columns, RawRow
 from tawpipe.data.encode import PART_CHARACTERS, Encoder, split_text
 from tawpipe.data.read import RowReader
@@ -108,7 +108,7 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
     backend = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("c", "d"), ("▁", "ab"), ("▁", "cd")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    document = Document("instruction", (Piece("ab", False), Piece("cd", True)))
+    document = Document("instruction", (ChatText("ab", False), ChatText("cd", True)))
     (tokens,) = Encoder(tokenizer).encode([document])
     assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["▁ab", "cd"]
     assert tokens.counts.tolist() == [False, True]
@@ -140,7 +140,7 @@ def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
     assert all(len(part) <= PART_CHARACTERS for part in parts) and all(part[0] == " " for part in parts[1:])
     unbroken = "x" * (2 * PART_CHARACTERS + 1)
     assert [len(part) for part in split_text(unbroken)] == [PART_CHARACTERS, PART_CHARACTERS, 1]
-    (whole,) = Encoder(tokenizer).encode([Document("text", (Piece(words, True),))])
+    (whole,) = Encoder(tokenizer).encode([Document("text", (ChatText(words, True),))])
     assert np.array_equal(whole.ids[1:-1], tokenizer(words, add_special_tokens=False)["input_ids"])
 
 

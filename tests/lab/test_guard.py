@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe_lab.cluster.enter import Entry
+from tawpipe_lab.cluster.enter import RankOrders
 from tawpipe_lab.cluster.guard import claimed, signals_held, signals_raise
 
 NAME = f"guard-{os.getpid()}"
@@ -89,8 +89,8 @@ def test_a_rank_becomes_its_command_in_the_namespace_of_its_node(monkeypatch, co
     monkeypatch.setattr(signal, "setitimer", lambda *of: became.append(of))
     for name, value in {"RANK": "1", "GROUP_RANK": "0", "OLD": "x", "KEPT": "y"}.items():
         monkeypatch.setenv(name, value)
-    entry = Entry("/sbin/ip", ["left", "right"], commands, {"OLD": None, "NEW": "z"}, 2.5)
-    again = Entry(**json.loads(entry.to_word()))
+    entry = RankOrders("/sbin/ip", ["left", "right"], commands, {"OLD": None, "NEW": "z"}, 2.5)
+    again = RankOrders(**json.loads(entry.to_word()))
     assert again == entry
     monkeypatch.setattr(os, "environ", dict(os.environ))
     again.become()

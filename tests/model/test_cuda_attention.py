@@ -14,7 +14,7 @@ from model_families import family_config, keep_fp64, real_model
 from tawpipe.model import chunked, flash
 from tawpipe.model.attention import PackedMask, packed_attention
 from tawpipe.model.attention_kernel import Offer
-from tawpipe.model.chunked import Chunk, KeyStore, Options, Piece, _parts, attend
+from tawpipe.model.chunked import AttentionOptions, Chunk, ChunkQueries, KeyStore, _parts, attend
 from tawpipe.model.kernels import Documents, SlicedScores
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -58,7 +58,7 @@ def test_the_operators_of_this_torch_take_what_they_are_given(window, monkeypatc
     monkeypatch.setattr(flash, "on_cuda", lambda tensor: True)
     query = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="meta")
     keys, sinks = torch.empty(2, 2, 20, 8, dtype=torch.bfloat16, device="meta"), torch.empty(4, device="meta")
-    piece = Piece(slice(0, 2), slice(0, 6), 0 if window is None else 6, 8, 14)
+    piece = ChunkQueries(slice(0, 2), slice(0, 6), 0 if window is None else 6, 8, 14)
     parts = _parts(piece, window, 20, True)
     output, sums = flash.attention(query, keys, keys, parts, 0.3, sinks)
     assert (output.shape, output.dtype, sums.shape, sums.dtype) == (query.shape, query.dtype, (2, 4, 6), torch.float32)
@@ -123,6 +123,6 @@ def test_a_generator_is_made_only_to_draw_from(monkeypatch):
     query, documents = torch.randn(1, 2, 4, 8, requires_grad=True), Documents.of((4,), (1, 4), torch.device("cpu"))
     for softcap in (None, 30.0):
         chunk = Chunk(KeyStore(1, 4), 0, 4)
-        attend(query, query, query, None, chunk, documents, Options(None, 1.0, 0.0, softcap)).sum().backward()
+        attend(query, query, query, None, chunk, documents, AttentionOptions(None, 1.0, 0.0, softcap)).sum().backward()
     output: Any = SlicedScores.apply(query, query, query, None, documents, None, 1.0, 0.0, 30.0)
     output.sum().backward()

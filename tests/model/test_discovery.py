@@ -13,7 +13,7 @@ from model_families import LAYERS, family_config, meta_model
 from tawpipe.errors import UserError
 from tawpipe.model.buffers import materialize_buffers, owners, persistent_buffers, poison, poisoned
 from tawpipe.model.discovery import discover, embedding_width, kind_of
-from tawpipe.model.first_call import Held, first_call
+from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.shapes import head_size, num_heads, setting_of
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape
 from tawpipe.model.watch import FollowedWeights, Watch, WatchedFeeder, WatchedRecorder
@@ -183,7 +183,7 @@ def test_a_change_of_the_input_is_told_and_another_persistent_one_refused() -> N
 
 def test_what_is_held_is_looked_at_as_often_as_wanted() -> None:
     layer = Layer("")
-    held = Held(layer)
+    held = ValuesBefore(layer)
     layer(torch.ones(2), torch.zeros(2))
     held.check("layer 0")
     layer.count += 1

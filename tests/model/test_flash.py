@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tawpipe.model import flash
-from tawpipe.model.chunked import Piece, _parts
+from tawpipe.model.chunked import ChunkQueries, _parts
 from tawpipe.model.kernels import explicit_gradients, explicit_scores
 
 
@@ -39,7 +39,7 @@ def test_parts_are_a_softmax_over_all_keys(window, dims, threads, place, monkeyp
     wanted = explicit_scores(query, *seen, sinks, **given)
     of_query, of_keys, of_values, of_sinks = explicit_gradients(query, *seen, sinks, gradient, **given)
 
-    piece = Piece(slice(0, rows), slice(0, last - first), oldest, first, last)
+    piece = ChunkQueries(slice(0, rows), slice(0, last - first), oldest, first, last)
     for past in (4, last):
         parts = _parts(piece, window, past, threads == "CUDA")
         output, sums = flash.attention(query, keys, values, parts, 0.3, sinks)

@@ -25,6 +25,7 @@ from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
 from tawpipe.pipeline.wiring import first_values
 from tawpipe.runtime.limits import FACTOR
+from tawpipe.schedule.balance import LayerTime
 
 FINE = {"alike": True, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
 
@@ -90,7 +91,7 @@ def test_limits_reach_the_transport_at_once_and_the_watchdog_when_it_watches() -
 def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:
     schedules: Any = None
     world: Any = SimpleNamespace(size=4, rank=1)
-    rows = LocalRows(Deal(2, 1, 4), schedules, world, bin_tokens=0, work=lambda length: float(length))
+    rows = LocalRows(Deal(2, 1, 4), schedules, world, bin_tokens=0, work=LayerTime(()))
     local = LocalBatch(11, 16, [])
     assert rows.shape(local) == 6 and rows.tokens(local) == 32
     assert rows.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches

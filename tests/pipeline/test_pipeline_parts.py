@@ -21,7 +21,7 @@ from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.optimizer import adamw, whole_matrices
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import LayerKind, Work, deal
+from tawpipe.schedule.balance import LayerKind, LayerTime, deal
 from tawpipe.schedule.pipelines.search.fitting import one_by_one
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.placement import Home
@@ -132,7 +132,7 @@ def test_copies_that_differ_or_are_behind_are_named() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_document_is_a_part_of_the_rows_of_its_bin(ranks: int) -> None:
     lengths = [17, 3, 9, 20 * ranks, 1, 8]
-    work = Work((LayerKind(2, 20.0, 8.0),))
+    work = LayerTime((LayerKind(2, 20.0, 8.0),))
     bins = deal(lengths, world_size=4, cap=20, work=work, ranks=ranks)
 
     def document(number: int) -> MicroBatch:

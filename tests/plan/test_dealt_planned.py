@@ -12,7 +12,7 @@ import pytest
 from plan_requests import LAYERS, plan_request, profile
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Dealt
+from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound
 from tawpipe.plan.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.lengths import Lengths, lengths_of
 from tawpipe.plan.machine import Device, uniform
@@ -40,8 +40,8 @@ def corpus() -> Lengths:
 
 
 @pytest.fixture(scope="module")
-def dealt() -> Dealt:
-    return Dealt.of(request(450), corpus(), tokens=4000, max_document=300)
+def dealt() -> DealFound:
+    return DealFound.of(request(450), corpus(), tokens=4000, max_document=300)
 
 
 def test_a_file_has_a_length_on_every_line_or_a_length_and_a_number(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_other_packings_have_the_same_tokens_in_full_rows() -> None:
     )
 
 
-def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_says(dealt: Dealt) -> None:
+def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_says(dealt: DealFound) -> None:
     best, turn, rows = dealt.best, dealt.deal_of(IN_TURN), dealt.deal_of(ROWS)
     assert best is not None and turn is not None and rows is not None and best.name == BALANCED
     assert best.seconds < min(turn.seconds, rows.seconds)
@@ -125,10 +125,10 @@ def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest
 
 def test_a_document_longer_than_any_bin_is_refused() -> None:
     with pytest.raises(UserError, match=r"300 tokens.*at most 200"):
-        Dealt.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)
+        DealFound.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)
 
 
-def test_all_of_it_is_said_in_text_json_and_on_a_page(dealt: Dealt, tmp_path: Path) -> None:
+def test_all_of_it_is_said_in_text_json_and_on_a_page(dealt: DealFound, tmp_path: Path) -> None:
     text, said = "\n".join(lines(dealt)), json.loads(json.dumps(as_json(dealt)))["lengths"]
     assert said["chosen"] in text and f"{said['imbalance']:.3f} of the mean" in text
     assert said["tokens"] == sum(said_tokens for said_tokens in dealt.median.lengths)

@@ -317,7 +317,7 @@ def test_offloading_may_change_no_loss(monkeypatch):
     def steps(world: World, config: Any, dtype: Any, given: Any, tokens: int) -> Any:
         settings.append(given.offloaded_layers)
         loss = losses[len(settings) - 1]
-        return [speed.Timed(seconds, 0.0, 0.0, loss) for seconds in (1.0 + len(settings) % 2, 2.0, 3.0)], []
+        return [speed.TimedStep(seconds, 0.0, 0.0, loss) for seconds in (1.0 + len(settings) % 2, 2.0, 3.0)], []
 
     monkeypatch.setattr(speed, "_steps", steps)
     losses = [1.0, 1.0, 1.0, 1.5]
@@ -339,7 +339,7 @@ def test_a_step_that_takes_another_time_than_predicted_fails_on_a_gpu(seconds, h
     monkeypatch.setattr(speed, "probe", lambda world: SimpleNamespace(machine=None))
     monkeypatch.setattr(speed, "request_of", lambda *_, **__: SimpleNamespace(step=lambda settings: None))
     monkeypatch.setattr(speed, "predict", lambda *_: SimpleNamespace(step_seconds=1.0))
-    monkeypatch.setattr(speed, "_steps", lambda *_: ([speed.Timed(seconds, 0.5, 0.1, 2.0)] * 3, [1980, 1750]))
+    monkeypatch.setattr(speed, "_steps", lambda *_: ([speed.TimedStep(seconds, 0.5, 0.1, 2.0)] * 3, [1980, 1750]))
     monkeypatch.setattr(speed, "dtype_here", lambda world: torch.bfloat16)
     with fake_cuda():
         found = speed.step(alone(DEVICE))

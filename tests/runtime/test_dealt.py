@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tawpipe.runtime.sets import Dealt
+from tawpipe.runtime.sets import SetTokens
 
 LENGTHS = [(16,), (5, 11), (1, 2, 3), (7, 1, 9, 30)]
 
@@ -16,12 +16,12 @@ def test_what_is_gathered_by_rank_comes_into_the_order_of_the_row_and_back(
     lengths: tuple[int, ...], ranks: int
 ) -> None:
     tokens, row = sum(lengths), torch.arange(sum(lengths) * 3.0).view(1, 1, -1, 3)
-    dealt = Dealt(lengths, ranks, 0)
+    dealt = SetTokens(lengths, ranks, 0)
     gathered = dealt.by_rank(row)
     assert gathered.shape == (ranks, 1, dealt.most, 3)
     assert torch.equal(dealt.in_order(gathered), row)
     for place in range(ranks):
-        own = Dealt(lengths, ranks, place)
+        own = SetTokens(lengths, ranks, place)
         mine = torch.cat([row[0, 0, begin:end] for begin, end in own.own]) if own.own else row[0, 0, :0]
         assert torch.equal(gathered[place, 0, : len(mine)], mine)
         assert not gathered[place, 0, len(mine) :].any()  # no rank's token
@@ -36,7 +36,7 @@ def test_what_is_gathered_by_rank_comes_into_the_order_of_the_row_and_back(
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_parts_of_a_ranks_tokens_are_where_they_are_in_the_row(lengths: tuple[int, ...], size: int) -> None:
     for place in range(2):
-        dealt = Dealt(lengths, 2, place)
+        dealt = SetTokens(lengths, 2, place)
         own = [token for begin, end in dealt.own for token in range(begin, end)]
         for begin in range(0, len(own), size):
             end = min(begin + size, len(own))

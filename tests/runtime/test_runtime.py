@@ -17,7 +17,7 @@ from tawpipe.runtime.compute import Compute
 from tawpipe.runtime.lanes import CpuLane, Failure
 from tawpipe.runtime.optimizer import adamw, check_elementwise
 from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.storage import Piece
+from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.runtime.transport import needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op
@@ -167,7 +167,7 @@ def by_dimensions(parameters: Any):
     ],
 )
 def test_a_factory_that_misunderstands_its_pieces_is_told(factory, words):
-    pieces = [Piece("model.norm.weight", (1000,), 0), Piece("lm_head.weight", (1000, 3000), 0)]
+    pieces = [PlaceOfPiece("model.norm.weight", (1000,), 0), PlaceOfPiece("lm_head.weight", (1000, 3000), 0)]
     with pytest.raises(UserError, match=words):
         check_elementwise(factory, pieces)
 

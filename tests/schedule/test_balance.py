@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins, LayerKind, Work, deal
+from tawpipe.schedule.balance import Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.spec import share_bins
 
-WORK = Work((LayerKind(layers=32, per_token=53_248, per_pair=1),))
+WORK = LayerTime((LayerKind(layers=32, per_token=53_248, per_pair=1),))
 """An 8 B model's: attention takes half of the time at 53 k tokens."""
 
 
@@ -75,7 +75,7 @@ def test_without_sharing_eight_devices_are_within_five_percent_of_the_mean() -> 
 
 
 def test_layers_with_a_window_are_balanced_by_tokens_as_well() -> None:
-    windowed = Work((LayerKind(5, 53_248, 1, 1024), LayerKind(1, 53_248, 1)))
+    windowed = LayerTime((LayerKind(5, 53_248, 1, 1024), LayerKind(1, 53_248, 1)))
     assert windowed.of(1024) == pytest.approx(6 * (53_248 * 1024 + 1024**2))
     bins = deal(corpus(2_000_000, 65_536, 1), world_size=8, cap=65_536, work=windowed)
     assert bins.imbalance < 1.1

@@ -14,7 +14,7 @@ from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.search.arrange import arrange
 from tawpipe.schedule.pipelines.search.generate import fixed_layouts, generate
-from tawpipe.schedule.pipelines.search.moves import Moves, Plan
+from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.times import parse_times, spell_times
@@ -45,7 +45,7 @@ def test_unequal_layers_are_what_it_is_for():
     layout = generate(costs, 4, 8, budget=BUDGET // 2)
     ours = span(layout, arrange(layout, costs, 8), costs)
     even = Layout.even(26, 4, 2)
-    balanced = Layout(26, *Moves(Ticks.of(costs), 4, 8, 8).balanced(Plan(even.cuts, even.places)))
+    balanced = Layout(26, *Moves(Ticks.of(costs), 4, 8, 8).balanced(StagePlan(even.cuts, even.places)))
     assert span(even, interleaved(even, 8), costs) >= 1.4 * ours
     assert span(balanced, interleaved(balanced, 8), costs) >= 1.15 * ours
 
@@ -83,7 +83,7 @@ def test_no_order_is_shorter_than_the_bounds(data):
     drawn = tuple(BlockTimes(*(data.draw(times) for _ in range(3))) for _ in range(blocks))
     costs = PipelineCosts(drawn, hop=2, near_hop=1, nodes=data.draw(st.sampled_from([(), (0, 0, 1)])))
     moves = Moves(ticks := Ticks.of(costs), 3, count := 3, 6)
-    plan = Plan((0, 2, 4, 5), tuple(data.draw(st.permutations((0, 1, 2, data.draw(st.integers(0, 2)))))))
+    plan = StagePlan((0, 2, 4, 5), tuple(data.draw(st.permutations((0, 1, 2, data.draw(st.integers(0, 2)))))))
     limit = 10**18
     for changed in (
         plan,

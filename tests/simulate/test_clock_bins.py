@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tawpipe.schedule.balance import Bin, Bins, LayerKind, Work, deal
+from tawpipe.schedule.balance import Bin, Bins, LayerKind, LayerTime, deal
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec, share_bins
 from tawpipe.schedule.step import Schedule
@@ -28,9 +28,9 @@ def costs(windowed: int = 0, **settings) -> CostModel:
     return CostModel((BlockCost(), *layers, BlockCost()), FREE, FREE, **settings)
 
 
-def work(windowed: int = 0) -> Work:
+def work(windowed: int = 0) -> LayerTime:
     kinds = ((windowed, WINDOW), (LAYERS - windowed, None))
-    return Work(tuple(LayerKind(n, 4 * TOKEN_S, 4 * PAIR_S, window) for n, window in kinds if n))
+    return LayerTime(tuple(LayerKind(n, 4 * TOKEN_S, 4 * PAIR_S, window) for n, window in kinds if n))
 
 
 def schedule_of(bins: Bins, *, local: int = 2) -> Schedule:

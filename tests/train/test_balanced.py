@@ -12,7 +12,7 @@ from runs import command, rows, run
 from small import make_small
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import LayerKind, Work, deal
+from tawpipe.schedule.balance import LayerKind, LayerTime, deal
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.dealer import Dealer
@@ -70,7 +70,7 @@ def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home,
 
 def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     draw, dealer = random.Random(0), Dealer()
-    given = {"world_size": 4, "cap": 800, "work": Work((LayerKind(2, 50.0, 1.0, window=64),)), "ranks": 2}
+    given = {"world_size": 4, "cap": 800, "work": LayerTime((LayerKind(2, 50.0, 1.0, window=64),)), "ranks": 2}
     lengths = [draw.randint(1, 1000) for _ in range(50)]
     assert dealer(lengths, **given) == deal(lengths, **given) and dealer.has_worker
     with pytest.raises(UserError, match="1601"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from tawpipe.train.learning_rate import SCHEDULES, Span, factor
+from tawpipe.train.learning_rate import SCHEDULES, RunSpan, factor
 
 STEPS = 40
 THEIRS = {
@@ -27,7 +27,7 @@ def test_schedules_are_those_of_transformers_after_the_warm_up(name, warmup):
     expected = get_scheduler(
         theirs, optimizer, num_warmup_steps=warmup, num_training_steps=STEPS, scheduler_specific_kwargs=options
     )
-    of = Span(STEPS, warmup, decay=9, cycles=3)
+    of = RunSpan(STEPS, warmup, decay=9, cycles=3)
     for step in range(STEPS):
         if step >= warmup:
             assert factor(name, step, of) == pytest.approx(expected.lr_lambdas[0](step), abs=1e-12), step  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def test_schedules_are_those_of_transformers_after_the_warm_up(name, warmup):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_falls_below_the_floor_or_rises_above_the_highest(name):
-    of = Span(STEPS, 5, decay=10, least=0.3)
+    of = RunSpan(STEPS, 5, decay=10, least=0.3)
     factors = [factor(name, step, of) for step in range(5, STEPS)]
     assert factors[0] == 1 and min(factors) >= 0.3 and max(factors) == 1
     if name in ("cosine", "linear", "wsd"):

@@ -16,7 +16,7 @@ from tawpipe.checkpoint.save import Saved
 from tawpipe.data.lengths import in_like_lengths
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.plan.predict import Needs
-from tawpipe.runtime.storage import Piece
+from tawpipe.runtime.storage import PlaceOfPiece
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 from tawpipe.train.batches import Batches
@@ -104,7 +104,7 @@ def test_every_optimizer_has_the_options_of_the_settings(name: str) -> None:
     for option in TAKES[name]:
         if option in given:
             words += [f"--optimizer.{option}", str(given[option])]
-    parameters = [Piece("layer.weight", (4, 6), 0).mark(torch.zeros(4, 6))]
+    parameters = [PlaceOfPiece("layer.weight", (4, 6), 0).mark(torch.zeros(4, 6))]
     made: Any = factory_of(load_config(words))(parameters)  # type: ignore[arg-type]
     made = made if isinstance(made, list | tuple) else [made]
     (group,) = [group for one in made for group in one.param_groups if group["params"]]

@@ -125,7 +125,7 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Elements ``begin`` to ``end`` of a tensor, which one rank reads for itself or another.
 
     Args:
@@ -150,7 +150,7 @@ class Part:
         return f"{self.name}@{self.start}"
 
 
-def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) -> Iterator[Part]:
+def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) -> Iterator[TensorPart]:
     """The parts of files that fill the pieces (name, start, elements) which a rank wants.
 
     Raises:
@@ -166,7 +166,7 @@ def parts_of(source: Source, rank: int, wanted: Sequence[tuple[str, int, int]]) 
             if not start <= at < start + length:
                 raise RunError(f"{name} lacks its element {at}")
             stop = min(end, start + length)
-            yield Part(source.reader(number, rank), rank, index, number, name, start, length, at, stop)
+            yield TensorPart(source.reader(number, rank), rank, index, number, name, start, length, at, stop)
             at = stop
 
 
@@ -210,7 +210,7 @@ class _Load:
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world, self._stack = world, stack
         self._files: dict[int, Any] = {}
-        self._parts: list[Part] = []
+        self._parts: list[TensorPart] = []
 
     def look(self, where: Path | Source, storage: Storage, optimizers: UnitOptimizers) -> list[Any]:
         """Compare the state with what is here; returns its seal, and what others may have to send."""

@@ -303,7 +303,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The state that a run goes on from, and the mark of that choice.
 
     Args:
@@ -319,7 +319,7 @@ class Start:
     passed_over: tuple[str, ...]
 
 
-def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> Start:
+def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, restarts: int) -> ResumePoint:
     """The state that a run with this output folder goes on from; after a restart the newest that it has left, on the
     disk or in memory. Call on all ranks.
 
@@ -351,4 +351,4 @@ def choose(output: Path, resume: str, disk: Disk, memory: Memory | None, *, rest
     disk.history = history
     if memory is not None:
         memory.history = history
-    return Start(source, state, place, Mark(history, resume, launch), choice.passed_over)
+    return ResumePoint(source, state, place, Mark(history, resume, launch), choice.passed_over)

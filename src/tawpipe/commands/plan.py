@@ -244,10 +244,10 @@ class _Corpus:
 
     def say(self, request: PlanRequest, words: PlanWords, tell: Callable[[str], None]) -> int:
         """Print the foresight; the exit code."""
-        from tawpipe.plan.dealt import Dealt
+        from tawpipe.plan.dealt import DealFound
         from tawpipe.plan.dealt_words import json_text, lines, write_dealt_page
 
-        found = Dealt.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
+        found = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most, tell=tell)
         for line in [json_text(found)] if words.json else lines(found):
             print(line)
         _write_page(words, lambda path: write_dealt_page(found, path))

@@ -64,7 +64,7 @@ ALIKE = 8
 """Letters by which the place is known at which a model is asked."""
 
 
-class Piece(NamedTuple):
+class ChatText(NamedTuple):
     """Some text; its tokens count in the loss, or all of them do not."""
 
     text: str
@@ -131,7 +131,7 @@ class ChatRenderer:
 
     def pieces(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[ChatText, ...]:
         """The chat as a whole, where what the assistant says from message ``first`` on counts, but for weights of 0.
 
         Raises:
@@ -152,11 +152,11 @@ class ChatRenderer:
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in whole:
                 raise Malformed("with a turn that the chat template leaves out", f"of the role {message['role']}")
-        pieces, done = list[Piece](), 0
+        pieces, done = list[ChatText](), 0
         for begin, end in turns:
-            pieces += [Piece(whole[done:begin], False), Piece(whole[begin:end], True)]
+            pieces += [ChatText(whole[done:begin], False), ChatText(whole[begin:end], True)]
             done = end
-        return tuple(piece for piece in [*pieces, Piece(whole[done:], False)] if piece.text)
+        return tuple(piece for piece in [*pieces, ChatText(whole[done:], False)] if piece.text)
 
     def question(self, text: str) -> str:
         """What a user says, as a model sees it that shall answer.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tawpipe.schedule.balance import USUAL_BIN, Bins, Work, deal
+from tawpipe.schedule.balance import USUAL_BIN, Bins, LayerTime, deal
 from tawpipe.schedule.unbalanced import in_turn
 
 DEVICES = 8
@@ -38,7 +38,7 @@ class Dealing:
     tokens: int
     world_size: int
     cap: int
-    work: Callable[[int], Work]
+    work: Callable[[int], LayerTime]
     ranks: int = 1
     pretrained: bool = False
     asked: str = ""
@@ -72,7 +72,7 @@ class Balance:
         return self.before / self.after
 
     @classmethod
-    def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int, work: Work) -> Balance:
+    def of(cls, step: Callable[[int, int], Sequence[int]], dealing: Dealing, longest: int, work: LayerTime) -> Balance:
         """The balance of the first steps.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 
 from tawpipe.data.encode import Encoder
 from tawpipe.data.packing import Int64s
-from tawpipe.data.render import Document, Piece
+from tawpipe.data.render import ChatText, Document
 from tawpipe.data.rows import PackedDataset
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
@@ -105,4 +105,4 @@ class Needles:
 
 def _in_the_middle(text: str) -> Document:
     """A text as it is tokenised in the middle of a document."""
-    return Document("text", (Piece("", False), Piece(text, True)), complete=True)
+    return Document("text", (ChatText("", False), ChatText(text, True)), complete=True)

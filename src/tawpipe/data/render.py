@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.data.chat import ChatRenderer, Piece
+from tawpipe.data.chat import ChatRenderer, ChatText
 from tawpipe.data.columns import EMPTY, RawRow, RowKind
 from tawpipe.data.messages import ASSISTANT, Malformed, read_messages, read_tools
 from tawpipe.data.report import Skipped
@@ -32,7 +32,7 @@ class Document:
     """
 
     kind: RowKind
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChatText, ...]
     complete: bool = False
     where: str = ""
     identity: int = field(init=False)
@@ -64,7 +64,7 @@ class Renderer:
         try:
             match row.kind:
                 case "text":
-                    document = Document("text", (Piece(self._text(row.columns, "text"), True),), where=row.where)
+                    document = Document("text", (ChatText(self._text(row.columns, "text"), True),), where=row.where)
                 case "chat":
                     document = self._chat(row)
                 case "instruction":
@@ -106,7 +106,7 @@ class Renderer:
             return self._rendered(row, [{"role": role, "content": text} for role, text in turns.items() if text])
         parts = [system, *parts] if system else parts
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
-        pieces = (Piece(given, False), Piece(said, True))
+        pieces = (ChatText(given, False), ChatText(said, True))
         return Document("instruction", tuple(piece for piece in pieces if piece.text), where=row.where)
 
     def _meant(self, group: Mapping[str, object]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model import kernels
 from tawpipe.model.attention_kernel import Offer, choose_kernel, cudnn_takes, recurs
-from tawpipe.model.chunked import Chunk, KeyStore, Options, attend
+from tawpipe.model.chunked import AttentionOptions, Chunk, KeyStore, attend
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, unsupported
 
@@ -215,7 +215,7 @@ def packed_attention(
     if window is not None and window >= documents.max_length:
         window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = Options(window, scale, dropout, softcap)
+    options = AttentionOptions(window, scale, dropout, softcap)
     if (chunk := attention_mask.chunk) is not None:
         if chunk.attended:
             raise unsupported(

@@ -21,7 +21,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import Discovery, discover, embedding_width
-from tawpipe.model.first_call import Held, first_call
+from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.quantized import NONE, check_form, matrices_of
@@ -371,7 +371,7 @@ class Chain(UnitBinding):
         Raises:
             UserError: the logits of one position change with the hidden states of another.
         """
-        held = Held(self.model)
+        held = ValuesBefore(self.model)
         hidden = torch.randn(3, 3, *like.shape[2:], generator=torch.Generator().manual_seed(0)).to(like)
         whole, part = self.logits(hidden.clone()), self.logits(hidden[:, :2].clone())
         held.check(self.name)

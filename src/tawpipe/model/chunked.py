@@ -113,7 +113,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """What a model wants of attention besides causality."""
 
     window: int | None
@@ -128,7 +128,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkQueries:
     """Queries of one document, or of all rows, in a chunk.
 
     Args:
@@ -143,7 +143,7 @@ class Piece:
     last: int
 
 
-def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[Piece]:
+def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[ChunkQueries]:
     """The documents of a chunk, cut where its tokens end."""
     ends = [end for _, end in chunk.ranges]
     before = list(accumulate((end - begin for begin, end in chunk.ranges), initial=0))
@@ -155,7 +155,7 @@ def pieces(documents: Documents, chunk: Chunk, window: int | None) -> Iterator[P
                 break
             oldest = tokens.start if window is None else max(tokens.start, first - window + 1)
             offset = before[at] - begin
-            yield Piece(rows, slice(first + offset, last + offset), oldest, first, last)
+            yield ChunkQueries(rows, slice(first + offset, last + offset), oldest, first, last)
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -170,7 +170,7 @@ class ChunkAttention(torch.autograd.Function):
         sinks: Tensor | None,
         chunk: Chunk,
         documents: Documents,
-        options: Options,
+        options: AttentionOptions,
     ) -> Tensor:
         if not chunk.gathered:
             chunk.store.put(chunk.begin, key, value)
@@ -252,7 +252,7 @@ def attend(
     sinks: Tensor | None,
     chunk: Chunk,
     documents: Documents,
-    options: Options,
+    options: AttentionOptions,
 ) -> Tensor:
     """Attention of a chunk, [b, c, heads, d], after its keys and values have been put into the row's."""
     assert query.shape[2] == chunk.end - chunk.begin
@@ -264,7 +264,7 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-def _parts(piece: Piece, window: int | None, past: int, whole: bool) -> list[Part]:
+def _parts(piece: ChunkQueries, window: int | None, past: int, whole: bool) -> list[Part]:
     """The queries and keys of a piece part by part, the own square of queries first.
 
     A window is cut into the own square, what all of some queries see, and what they leave one key after another.
@@ -301,7 +301,7 @@ def _past(queries: slice, oldest: int, first: int, most: int) -> list[Part]:
 
 
 def _slices(
-    query: Tensor, chunk: Chunk, piece: Piece, window: int | None
+    query: Tensor, chunk: Chunk, piece: ChunkQueries, window: int | None
 ) -> Iterator[tuple[Place, Place, tuple[Tensor, Tensor], int]]:
     """Slices of queries whose scores fit a budget: the queries in the chunk, the keys that they see in the row, these
     keys and values, and at which of them the first query stands.

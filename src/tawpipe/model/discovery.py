@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
 from tawpipe.model.attention import NAME, PackedMask, packing
-from tawpipe.model.first_call import Held, first_call
+from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, rope_settings, unsupported
 from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape, modules_above, taken_by, view_with_layers
@@ -30,7 +30,7 @@ UNLIKELY_SEED = 0x5EED_0F_A_C0DE
 
 
 @dataclass(frozen=True)
-class Positions:
+class PositionUse:
     """A model's use of the positions of tokens.
 
     Args:
@@ -63,7 +63,7 @@ class Discovery:
     embedding_backward_reads_weights: bool
     calls_need_weights: str
     """The argument of a layer, besides the hidden states, that is computed from weights, in words; mostly empty."""
-    positions: Positions
+    positions: PositionUse
 
 
 def discover(model: nn.Module, *, alone: bool = False) -> Discovery:
@@ -119,7 +119,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discov
                 "the method was replaced on the object, where it would call the object's own layers; make a subclass",
             )
     watch = Watch(model)
-    held = Held(model)
+    held = ValuesBefore(model)
     tape, followed = _follow_embedding(model, path, layers, watch, returns, alone=alone)
     assert tape.hidden is not None
     assert tape.hidden.shape[:2] == (1, SAMPLE_TOKENS), "hidden states are not [rows, tokens, ...]"
@@ -255,23 +255,23 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
     return (index if changed else None, *((name, type(module)) for name, module in modules))
 
 
-def _positions(model: nn.Module, watch: Watch) -> Positions:
+def _positions(model: nn.Module, watch: Watch) -> PositionUse:
     text = model.config.get_text_config()  # type: ignore[union-attr]
     if watch.counts_by_itself or text._attn_implementation != NAME:  # any table of its own may end there
-        return Positions(limit=getattr(text, "max_position_embeddings", None))
+        return PositionUse(limit=getattr(text, "max_position_embeddings", None))
     if not watch.tables:
         edges = [
             rope["original_max_position_embeddings"]
             for rope in rope_settings(getattr(text, "rope_parameters", None))
             if rope["rope_type"] == "longrope"
         ]
-        return Positions(scaled_from=min(edges, default=None))
+        return PositionUse(scaled_from=min(edges, default=None))
     rows = min(rows for rows, _ in watch.tables)
     paddings = {padding for _, padding in watch.tables if padding is not None}
     if paddings:
-        return Positions(first=max(paddings) + 1, limit=rows)
+        return PositionUse(first=max(paddings) + 1, limit=rows)
     configured = getattr(text, "max_position_embeddings", None)
-    return Positions(limit=rows if configured is None else min(rows, configured))
+    return PositionUse(limit=rows if configured is None else min(rows, configured))
 
 
 def _uses(model: nn.Module, layers: tuple[nn.Module, ...], watch: Watch) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from tawpipe.model.refuse import unsupported
 from tawpipe.model.stubs import LayerCall
 
 
-class Held:
+class ValuesBefore:
     """The parameters and persistent buffers of a module, as they are before its forward pass.
 
     Other buffers are left alone: rotary frequencies may be computed anew for longer rows.
@@ -68,7 +68,7 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
     given = hidden.clone()
     version = given._version
     shared = [(leaf, leaf._version) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    held, before = Held(layer), _tensors(layer)
+    held, before = ValuesBefore(layer), _tensors(layer)
 
     output = call(layer, given)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tawpipe.model.shapes import head_size, num_heads, setting_of
-from tawpipe.schedule.balance import LayerKind, Work
+from tawpipe.schedule.balance import LayerKind, LayerTime
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,7 @@ def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained
     return sum(slot.numel * (met if ".experts." in slot.name else 1) for slot in counted)
 
 
-def work_of(chain: Chain) -> Work:
+def work_of(chain: Chain) -> LayerTime:
     """FLOPs of a document in a step, forward and backward with the recomputation: what documents are dealt by where
     nothing was measured. Experts count as far as a token meets them.
     """
@@ -168,7 +168,7 @@ def work_of(chain: Chain) -> Work:
         else:
             pairs = PER_PAIR * per_pair if block.needs_backward else float(per_pair)
             kinds[flops, pairs, windows(config)[number - 1]] += 1
-    return Work(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items()))
+    return LayerTime(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items()))
 
 
 def chain_flops(chain: Chain, lengths: Iterable[int], *, at_most: bool = False) -> float | None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.discovery import Positions
+from tawpipe.model.discovery import PositionUse
 from tawpipe.schedule.balance import Bins
 from tawpipe.schedule.spec import share_micro_batches
 
-COUNTED_FROM_0 = Positions()
+COUNTED_FROM_0 = PositionUse()
 REQUIRED = ("input_ids", "labels")
 OPTIONAL = ("position_ids", "attention_mask")
 
@@ -68,7 +68,7 @@ class Deal:
     micro_batch: int
     rank: int
     world_size: int
-    positions: Positions = COUNTED_FROM_0
+    positions: PositionUse = COUNTED_FROM_0
     vocabulary: int | None = None
     own_loss: bool = False
     ranks: int = 1

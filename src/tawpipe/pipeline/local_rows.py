@@ -13,7 +13,7 @@ from tawpipe.pipeline.batches import Deal, LocalBatch
 from tawpipe.pipeline.bins import rows_of
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.runtime.world import World
-from tawpipe.schedule.balance import Bins, Work, deal
+from tawpipe.schedule.balance import Bins, LayerTime, deal
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LocalRows:
     schedules: Schedules
     world: World
     bin_tokens: int
-    work: Work
+    work: LayerTime
 
     def shape(self, local: LocalBatch) -> int | tuple[int, int]:
         """What a schedule for a batch is asked for by: the number of micro-batches, or the shape of bins."""

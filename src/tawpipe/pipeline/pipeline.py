@@ -51,7 +51,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.recording import Recording
 from tawpipe.runtime.watchdog import write_record
 from tawpipe.runtime.world import World, connect
-from tawpipe.schedule.balance import Bins, Work
+from tawpipe.schedule.balance import Bins, LayerTime
 from tawpipe.schedule.footprint import Costs
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -116,7 +116,7 @@ class Pipeline:
         loss: Loss | None = None,
         micro_batch: int = 1,
         bin_tokens: int = 0,
-        work: Work | None = None,
+        work: LayerTime | None = None,
         schedule: ScheduleSettings | Strategy | Schedule | str = DEFAULT,
         dtype: torch.dtype | str = AUTO,
         clip_norm: float | None = 1.0,

@@ -36,7 +36,7 @@ ROWS, IN_TURN, BALANCED = "rows of one length", "packed by tokens, in turn", "ba
 
 
 @dataclass(frozen=True)
-class Deal:
+class DealTried:
     """One way to deal the documents of a step, and what the clock says of it.
 
     Args:
@@ -65,7 +65,7 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class DealFound:
     """What was found out.
 
     Args:
@@ -85,8 +85,8 @@ class Dealt:
     max_document: int
     drawn: tuple[Bins, ...]
     candidates: tuple[Candidate, ...]
-    strategies: dict[str, Deal]
-    deals: tuple[Deal, ...]
+    strategies: dict[str, DealTried]
+    deals: tuple[DealTried, ...]
 
     def __repr__(self) -> str:
         fastest = next(iter(self.strategies), "none fits")
@@ -101,7 +101,7 @@ class Dealt:
         tokens: int,
         max_document: int,
         tell: Callable[[str], None] = lambda _: None,
-    ) -> Dealt:
+    ) -> DealFound:
         """Draw, deal and play.
 
         Raises:
@@ -122,13 +122,13 @@ class Dealt:
         steps = [lengths.step(tokens, number) for number in range(STEPS)]
         drawn = sorted((dealt(one, least) for one in steps), key=lambda one: one.seconds / one.mean_seconds)
         median = drawn[STEPS // 2]
-        strategies: dict[str, Deal] = {}
+        strategies: dict[str, DealTried] = {}
         for one in good:
             if one.step is not None and (made := _played(request, one.step, BALANCED, median)) is not None:
                 tell(f"{one.strategy}: {made.seconds:.3f} s")
                 strategies[one.strategy] = made
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
-        deals: list[Deal] = []
+        deals: list[DealTried] = []
         if strategies:
             name, best = next(iter(strategies.items()))
             step = next(one.step for one in good if one.strategy == name)
@@ -153,14 +153,14 @@ class Dealt:
         return next(iter(self.strategies), None)
 
     @property
-    def best(self) -> Deal | None:
+    def best(self) -> DealTried | None:
         """The fastest deal under it; sets only where they gain something."""
         good = [one for one in self.deals if one.name == BALANCED]
         if not good:
             return None
         return next(one for one in good if one.seconds <= min(other.seconds for other in good) * (1 + GAIN))
 
-    def deal_of(self, name: str) -> Deal | None:
+    def deal_of(self, name: str) -> DealTried | None:
         return next((one for one in self.deals if one.name == name), None)
 
     def settings(self, strategy: str) -> dict[str, object]:
@@ -200,7 +200,7 @@ def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | Non
     return None
 
 
-def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal | None:
+def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
     """The clock's word on a deal; None if the strategy cannot run it, or too many ranks do not do alike."""
     blocks = len(request.model.blocks)
     try:
@@ -223,7 +223,7 @@ def _played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> Deal
         more = (_modelled(bins) - now) / (now - before)
         seconds += more * (seconds - shorter.step_seconds)
         exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
-    return Deal(name, bins, seconds, exposed, made if whole and rounds >= sum(bins.shape) else None)
+    return DealTried(name, bins, seconds, exposed, made if whole and rounds >= sum(bins.shape) else None)
 
 
 def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:

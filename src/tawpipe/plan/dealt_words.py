@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.console import columns
-from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, Deal, Dealt
+from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound, DealTried
 from tawpipe.plan.search import GAIN
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
@@ -20,7 +20,7 @@ SHOWN_RANKS = 48
 """Ranks in a figure."""
 
 
-def numbers(dealt: Dealt, deal: Deal) -> dict[str, Any]:
+def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
     """A deal as JSON."""
     return {
         "packing": deal.name,
@@ -35,7 +35,7 @@ def numbers(dealt: Dealt, deal: Deal) -> dict[str, Any]:
     }
 
 
-def as_json(dealt: Dealt) -> dict[str, Any]:
+def as_json(dealt: DealFound) -> dict[str, Any]:
     """The contract of ``--json`` with lengths."""
     median, best = dealt.median, dealt.best
     found = {
@@ -65,11 +65,11 @@ def as_json(dealt: Dealt) -> dict[str, Any]:
     return {"lengths": found}
 
 
-def json_text(dealt: Dealt) -> str:
+def json_text(dealt: DealFound) -> str:
     return json.dumps(as_json(dealt), indent=1, allow_nan=False)
 
 
-def corpus(dealt: Dealt) -> Iterator[str]:
+def corpus(dealt: DealFound) -> Iterator[str]:
     """Lines on the lengths and on a step of them."""
     lengths, median = dealt.lengths, dealt.median
     yield f"{lengths.source}, cut at {dealt.max_document:,} tokens:"
@@ -92,7 +92,7 @@ def _rounds(shape: tuple[int, int]) -> str:
     return words + (f", {shape[0]} of them shared" if shape[0] else "")
 
 
-def cells(dealt: Dealt, deal: Deal) -> tuple[str, ...]:
+def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
     """A deal as cells under ``HEAD``."""
     told = numbers(dealt, deal)
     floor = told["imbalance_over_floor"]
@@ -107,7 +107,7 @@ def cells(dealt: Dealt, deal: Deal) -> tuple[str, ...]:
     )
 
 
-def tables(dealt: Dealt) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The strategies, and the deals under the fastest, each with a head."""
     first = [("strategy", *HEAD, "")]
     first += [(name, *cells(dealt, one), "chosen" * (name == dealt.chosen)) for name, one in dealt.strategies.items()]
@@ -119,7 +119,7 @@ def tables(dealt: Dealt) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     return first, second
 
 
-def lines(dealt: Dealt) -> Iterator[str]:
+def lines(dealt: DealFound) -> Iterator[str]:
     """All of it as text."""
     yield from corpus(dealt)
     first, second = tables(dealt)
@@ -131,7 +131,7 @@ def lines(dealt: Dealt) -> Iterator[str]:
     yield f"\n{reason(dealt)}"
 
 
-def reason(dealt: Dealt) -> str:
+def reason(dealt: DealFound) -> str:
     """A sentence or two."""
     best = dealt.best
     if best is None:
@@ -156,7 +156,7 @@ def reason(dealt: Dealt) -> str:
     return ", ".join(words) + (f"; {shared}" if shared else "")
 
 
-def write_dealt_page(dealt: Dealt, path: Path) -> None:
+def write_dealt_page(dealt: DealFound, path: Path) -> None:
     """Write the page.
 
     Raises:
@@ -168,7 +168,7 @@ def write_dealt_page(dealt: Dealt, path: Path) -> None:
     write_page(path, "Plan", "Documents of uneven lengths", _sections(dealt), subtitle=subtitle)
 
 
-def _sections(dealt: Dealt) -> Iterator[Section]:
+def _sections(dealt: DealFound) -> Iterator[Section]:
     strategies, deals = tables(dealt)
     marked = [i for i, row in enumerate(strategies[1:]) if row[0] == dealt.chosen]
     yield Section(dealt.chosen or "Nothing fits", reason(dealt), Table(strategies[0], strategies[1:], marked))
@@ -191,7 +191,7 @@ def _sections(dealt: Dealt) -> Iterator[Section]:
         yield timeline_section(f"A step of {dealt.chosen}", predicted_bars(dealt.best.timeline))
 
 
-def _times(deal: Deal) -> Section:
+def _times(deal: DealTried) -> Section:
     times = [row[:SHOWN_RANKS] for row in deal.bins.times]
     parts = {f"round {number}": row for number, row in enumerate(times)}
     figure = stacked_bars([f"rank {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")

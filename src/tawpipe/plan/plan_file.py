@@ -21,7 +21,7 @@ from tawpipe.plan.machine import machine_from, spell_machine
 from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.profile import Profile
 from tawpipe.plan.request import PlanRequest
-from tawpipe.schedule.balance import Work
+from tawpipe.schedule.balance import LayerTime
 from tawpipe.schedule.footprint import BlockMemory, Widths
 from tawpipe.schedule.settings import KEPT_BY_PLANS, PLANNED, UNPLANNED, ScheduleSettings, settings_from
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
@@ -94,7 +94,7 @@ class SavedPlan:
         return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else 0.0
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> LayerTime | None:
         """The time of documents as it was measured; the same on all ranks, and in a resumed run. None in a plan without
         it, or where rows were too short for attention to show in what was measured.
         """

@@ -26,7 +26,7 @@ from tawpipe.plan.updates import Updates, estimated, measured
 from tawpipe.runtime.memory import give_back
 from tawpipe.runtime.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.rows import OnDevice
-from tawpipe.schedule.balance import LayerKind, Work
+from tawpipe.schedule.balance import LayerKind, LayerTime
 from tawpipe.schedule.footprint import BlockMemory
 from tawpipe.simulate import BlockCost, MicroBatchSize, Seconds, size_of
 
@@ -80,13 +80,13 @@ class Profile:
         return tuple(sorted({block.window for block in self.blocks if block.window}))
 
     @property
-    def work(self) -> Work:
+    def work(self) -> LayerTime:
         """Seconds of a document in a step, by which documents are dealt; without the fixed part of micro-batches."""
         kinds: Counter[tuple[float, float, int | None]] = Counter()
         for number, block in enumerate(self.blocks):
             passes = [block.forward, block.backward][number == len(self.blocks) - 1 :]  # the head's are one
             kinds[sum(one.per_token for one in passes), sum(one.per_pair for one in passes), block.window] += 1
-        return Work(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
+        return LayerTime(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
 
     def cut(self, chunk: int) -> Profile:
         """The same for micro-batches whose layers compute so many tokens at a time."""

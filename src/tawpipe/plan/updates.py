@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tawpipe.model.units import Unit
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, make_optimizers
-from tawpipe.runtime.storage import Piece, is_of_layer, matrices_in
+from tawpipe.runtime.storage import PlaceOfPiece, is_of_layer, matrices_in
 from tawpipe.runtime.unit_optimizers import try_factory
 
 ELEMENTS = 4_000_000
@@ -63,7 +63,7 @@ def measured(
         seconds: runs something a few times, and says how long it takes.
     """
     if not isinstance(factory, WholeMatrices):
-        value = Piece("", (ELEMENTS // 2000, 2000), 0).mark(torch.zeros(ELEMENTS, device=device))
+        value = PlaceOfPiece("", (ELEMENTS // 2000, 2000), 0).mark(torch.zeros(ELEMENTS, device=device))
         return seconds(_update(factory, value)) / ELEMENTS, ()
 
     def of(shape: tuple[int, ...], in_layer: bool) -> float:
@@ -110,7 +110,7 @@ def _stand_in(
     shape: Sequence[int], most: int, in_layer: bool, device: torch.device | None = None
 ) -> torch.nn.Parameter:
     small = tuple(min(size, most) for size in shape)
-    value = Piece("", tuple(shape), 0, in_layer).mark(torch.zeros(small, device=device))
+    value = PlaceOfPiece("", tuple(shape), 0, in_layer).mark(torch.zeros(small, device=device))
     value.grad = torch.ones_like(value)
     return value
 

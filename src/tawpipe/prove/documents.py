@@ -42,7 +42,7 @@ from tawpipe.prove.stand_in import read_as_a_gpu_does
 from tawpipe.runtime.chunks import KeptAttention, LayerInChunks
 from tawpipe.runtime.recompute import keep_attention
 from tawpipe.runtime.rows import OnDevice
-from tawpipe.runtime.sets import Dealt, LayerInSet
+from tawpipe.runtime.sets import LayerInSet, SetTokens
 from tawpipe.runtime.world import World
 
 LIMIT = 0.03
@@ -317,7 +317,7 @@ def _in_chunks(
 def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
     """A set of ranks, one after the other; what they would gather and add up goes from hand to hand."""
     lengths = case.batch.lengths
-    places = [Dealt(lengths, RANKS, place) for place in range(RANKS)]
+    places = [SetTokens(lengths, RANKS, place) for place in range(RANKS)]
     layers = [
         LayerInSet(bench.chain, LAYER, case.calls, size or dealt.most, _draw, dealt, KeyStore(1, sum(lengths)))
         for dealt in places
@@ -341,7 +341,7 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
     return _in_row(places, outputs, hidden), _in_row(places, gradients, hidden)
 
 
-def _in_row(places: Sequence[Dealt], parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _in_row(places: Sequence[SetTokens], parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The tokens of all ranks in the order of the row."""
     row = torch.empty_like(like)
     for dealt, part in zip(places, parts, strict=True):

@@ -39,7 +39,7 @@ QUICKER = "would be faster"
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedStep:
     """One step, drained.
 
     Args:
@@ -141,7 +141,7 @@ def offload(world: World) -> Outcome:
 
 def _steps(
     world: World, config: LlamaConfig, dtype: torch.dtype, settings: ScheduleSettings, tokens: int
-) -> tuple[list[Timed], list[int]]:
+) -> tuple[list[TimedStep], list[int]]:
     """A few steps, without the first two of them; and the clock of the device before and after, in MHz."""
     with torch.device("meta"):
         model: Any = made(config)
@@ -152,7 +152,7 @@ def _steps(
             warm_up(partial(forward_and_backward, bench, case), world.device)
         give_back(world.device)
     pipeline = Pipeline(model, schedule=settings, dtype=dtype, check="never", world=world)
-    steps, clocks = list[Timed](), [clock_mhz(world.device)]
+    steps, clocks = list[TimedStep](), [clock_mhz(world.device)]
     try:
         for number in range(STEPS):
             batch = rows(config, PER_DEVICE * world.size, tokens, seed=number)
@@ -163,7 +163,7 @@ def _steps(
             issued = time.perf_counter() - began
             pipeline.drain()
             seconds = time.perf_counter() - began
-            steps.append(Timed(seconds, pipeline.executor.compute_s - computed, issued, result.loss))
+            steps.append(TimedStep(seconds, pipeline.executor.compute_s - computed, issued, result.loss))
         clocks.append(clock_mhz(world.device))
     finally:
         pipeline.close()

@@ -21,7 +21,7 @@ from tawpipe.errors import UserError
 from tawpipe.report.bars import Bar, first_of_nodes
 from tawpipe.report.describe import describe
 from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
-from tawpipe.report.rounds import Share, rounds, waiting
+from tawpipe.report.rounds import RoundPart, rounds, waiting
 
 MOST_BARS = 20_000
 """A timeline with more is cut to its first ranks: a browser should stay quick."""
@@ -189,7 +189,7 @@ def _waiting(name: str, bars: Sequence[Bar]) -> Iterator[Section]:
     ranks = sorted({rank for one in found for rank in one.shares})
     if len(ranks) < 2:
         return
-    own = {rank: [one.shares.get(rank, Share()) for one in found] for rank in ranks[:MOST_RANKS]}
+    own = {rank: [one.shares.get(rank, RoundPart()) for one in found] for rank in ranks[:MOST_RANKS]}
     parts = {f"round {number}, computed": [own[rank][number].computed for rank in own] for number in range(len(found))}
     parts["waited"] = [sum(share.waited for share in own[rank]) for rank in own]
     figure = stacked_bars([f"rank {rank}" for rank in own], parts, unit="s")

@@ -22,7 +22,7 @@ MOST_RANKS = 16
 
 
 @dataclass
-class Share:
+class RoundPart:
     """A rank's part of a round, in seconds."""
 
     computed: float = 0.0
@@ -39,7 +39,7 @@ class Round:
     """
 
     number: int
-    shares: dict[int, Share]
+    shares: dict[int, RoundPart]
 
     @property
     def longest(self) -> int:
@@ -55,18 +55,18 @@ class Round:
 
 def rounds(bars: Sequence[Bar]) -> list[Round]:
     """The rounds of a step, of all its ranks."""
-    found: list[dict[int, Share]] = []
+    found: list[dict[int, RoundPart]] = []
     begin = min((bar.begin for bar in bars), default=0.0)
     for rank in sorted({bar.rank for bar in bars}):
         own = sorted((b for b in bars if b.rank == rank and b.action.lane is Lane.COMPUTE), key=lambda bar: bar.begin)
         first = min((bar.action.block for bar in own if bar.action.op is Op.FORWARD), default=-1)
-        shares: list[Share] = []
+        shares: list[RoundPart] = []
         free, before, late = begin, None, 0.0
         for bar in own:
             place = bar.action.op, bar.action.block
             if bar.action.op in COMPUTING:
                 if place == (Op.FORWARD, first) != before or not shares:
-                    shares.append(Share(waited=late))
+                    shares.append(RoundPart(waited=late))
                     late = 0.0
                 shares[-1].computed += bar.end - bar.begin
                 before = place
@@ -88,7 +88,7 @@ def waiting(bars: Sequence[Bar]) -> Iterator[str]:
     all_of_them = [one for one in rounds(bars) if len(one.shares) > 1]
     if not all_of_them:
         return
-    total = {rank: Share() for one in all_of_them for rank in one.shares}
+    total = {rank: RoundPart() for one in all_of_them for rank in one.shares}
     for one in all_of_them:
         for rank, share in one.shares.items():
             total[rank].computed += share.computed

@@ -13,7 +13,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.chunks import KeptAttention
 from tawpipe.runtime.rows import Rows
-from tawpipe.runtime.sets import Dealt
+from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.split import DeferredProducts
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind
@@ -44,7 +44,7 @@ class DeviceBatch:
 
     batch: MicroBatch
     own: MicroBatch
-    dealt: Dealt | None
+    dealt: SetTokens | None
     calls: tuple[LayerCall, ...]
     embedded: GradientEdge | None
     """The beginning of the graph of the embedding's output, if its backward pass needs no weights; the output itself is

@@ -14,7 +14,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.runtime.activations import ROWS, Activations
 from tawpipe.runtime.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.rows import Places, Room
-from tawpipe.runtime.sets import Dealt
+from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane
 from tawpipe.schedule.buffers import (
@@ -83,13 +83,13 @@ class Blocks:
         """The input of a block: a tensor, or rows that are elsewhere."""
         return self.held.inputs[next(row for row in action.reads if row.kind in ROWS)]
 
-    def dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, Dealt | None]:
+    def dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
         """A micro-batch, and which of its tokens this rank computes, where it is not alone."""
         batch = given.micro_batches[m]
         if self.sequence_ranks == 1 or not given.is_shared(m):
             return batch, None
         row = batch.in_one_row()
-        return row, Dealt(row.lengths, self.sequence_ranks, given.place)
+        return row, SetTokens(row.lengths, self.sequence_ranks, given.place)
 
     def shape(self, given: StepInput, m: int) -> tuple[int, ...]:
         """Rows and tokens of a micro-batch that this rank computes."""

@@ -30,7 +30,7 @@ EXIT_CODE = 1
 """Of a process some of whose threads do not end: the code that the script has given cannot be kept."""
 
 
-class Ends(Protocol):
+class BackgroundSave(Protocol):
     """A background save."""
 
     @property
@@ -40,7 +40,7 @@ class Ends(Protocol):
 @dataclass(frozen=True)
 class _Running:
     executor: Executor
-    savings: Sequence[Ends]
+    savings: Sequence[BackgroundSave]
     world: World
 
     def end(self, *, failing: bool) -> bool:
@@ -63,7 +63,9 @@ _numbers = itertools.count()
 _running: dict[int, _Running] = {}
 
 
-def leave_at_exit(pipeline: object, executor: Executor, savings: Sequence[Ends], world: World) -> Callable[[], object]:
+def leave_at_exit(
+    pipeline: object, executor: Executor, savings: Sequence[BackgroundSave], world: World
+) -> Callable[[], object]:
     """Look after a pipeline at the end of the process, unless what is returned has been called.
 
     Its lanes go on when nobody holds it any more: it is remembered until they are idle.

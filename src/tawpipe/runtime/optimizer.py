@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.storage import HomePiece, Piece, piece_of
+from tawpipe.runtime.storage import HomePiece, PlaceOfPiece, piece_of
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 """Makes an optimizer, or several that share them, for a list of parameters, each of which is a one-dimensional piece of
@@ -33,7 +33,7 @@ CONTRACT = (
     f"{WHOLE_ADVICE}"
 )
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
-PROBE = (Piece("probe.weight", (4, 6), 0),)
+PROBE = (PlaceOfPiece("probe.weight", (4, 6), 0),)
 AT_ONCE = 2**16
 """Elements that are converted at once on a CPU; twice as many bytes as in fp32 stay in its cache."""
 
@@ -136,7 +136,7 @@ class Tried(NamedTuple):
     options: dict[str, list[Any]]
 
 
-def check_whole(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> Tried:
+def check_whole(factory: OptimizerFactory, pieces: Sequence[PlaceOfPiece] = PROBE) -> Tried:
     """Let the optimizers make a step on small matrices with the names of real ones.
 
     Args:
@@ -149,12 +149,12 @@ def check_whole(factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE) -> T
     matrices: list[HomePiece] = []
     for piece in pieces:
         shape = tuple(min(size, 4 + 2 * at) for at, size in enumerate(piece.shape))
-        small = Piece(piece.name, shape, 0, piece.in_layer)
+        small = PlaceOfPiece(piece.name, shape, 0, piece.in_layer)
         value = small.mark(torch.randn(math.prod(shape), generator=generator))
         value.grad = torch.randn(value.shape, generator=generator)
         whole = HomePiece(piece.name, shape, 0, piece.in_layer, value=value)
         for matrix in whole.matrices():
-            gradient, at = matrix.gradient, Piece(piece.name, piece.shape, matrix.start, piece.in_layer)
+            gradient, at = matrix.gradient, PlaceOfPiece(piece.name, piece.shape, matrix.start, piece.in_layer)
             value = at.mark(matrix.value.detach())
             value.grad = gradient
             matrices.append(HomePiece(piece.name, piece.shape, matrix.start, piece.in_layer, value=value))
@@ -191,7 +191,9 @@ def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
 
 
 def check_elementwise(
-    factory: OptimizerFactory, pieces: Sequence[Piece] = PROBE, known: dict[str, tuple[Tensor, int]] | None = None
+    factory: OptimizerFactory,
+    pieces: Sequence[PlaceOfPiece] = PROBE,
+    known: dict[str, tuple[Tensor, int]] | None = None,
 ) -> Tried:
     """Try the optimizer on small parameters with the names and shapes of real ones, whole and cut in two, and compare.
 
@@ -214,7 +216,7 @@ def check_elementwise(
         for piece, start, gradient in zip(pieces, starts, gradients, strict=True):
             middle = [start.numel() // 3] if cut and start.numel() > 2 else []
             for a, b in pairwise([0, *middle, start.numel()]):
-                part = piece if not a else Piece(piece.name, piece.shape, a, piece.in_layer)
+                part = piece if not a else PlaceOfPiece(piece.name, piece.shape, a, piece.in_layer)
                 parts.append((part.mark(start.flatten()[a:b].clone()), gradient[:, a:b]))
         made = make_optimizers(factory, [value for value, _ in parts])
         name = _names(made)

@@ -23,7 +23,7 @@ from tawpipe.schedule.pieces import Ranges, tokens_of_ranks
 
 
 @dataclass(frozen=True)
-class Dealt:
+class SetTokens:
     """Who computes which tokens of a row.
 
     Args:
@@ -91,7 +91,7 @@ class LayerInSet(LayerInChunks):
         store: keys and values of all tokens; of none before they are gathered.
     """
 
-    dealt: Dealt
+    dealt: SetTokens
     store: KeyStore
 
     def keys(self, hidden: Rows) -> list[Tensor]:

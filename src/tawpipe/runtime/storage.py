@@ -31,7 +31,7 @@ from tawpipe.schedule.placement import Home
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlaceOfPiece:
     """The place of a piece in its model parameter.
 
     Args:
@@ -54,11 +54,11 @@ class Piece:
     def mark(self, value: Tensor) -> nn.Parameter:
         """A Parameter of ``value``'s elements which ``piece_of`` knows."""
         parameter: Any = nn.Parameter(value)
-        parameter._tawpipe_piece = Piece(self.name, self.shape, self.start, self.in_layer)
+        parameter._tawpipe_piece = PlaceOfPiece(self.name, self.shape, self.start, self.in_layer)
         return parameter
 
 
-def piece_of(parameter: Tensor) -> Piece:
+def piece_of(parameter: Tensor) -> PlaceOfPiece:
     """The place of a parameter that a factory of optimizers is given: ``name``, ``start``, ``shape`` of the whole, and
     ``in_layer``.
 
@@ -73,7 +73,7 @@ def piece_of(parameter: Tensor) -> Piece:
 
 
 @dataclass(frozen=True)
-class HomePiece(Piece):
+class HomePiece(PlaceOfPiece):
     """The part of one model parameter that lives on this rank.
 
     Args:
@@ -96,7 +96,7 @@ class HomePiece(Piece):
         return tuple(self._shaped(shape, slice(at * size, (at + 1) * size)) for at in range(number))
 
     def _shaped(self, shape: tuple[int, ...], part: slice) -> HomePiece:
-        piece = Piece(self.name, self.shape, part.start or 0, self.in_layer)
+        piece = PlaceOfPiece(self.name, self.shape, part.start or 0, self.in_layer)
         value = piece.mark(self.value.detach()[part].view(shape))
         value.grad = self.gradient[part].view(shape)
         return HomePiece(self.name, self.shape, piece.start, self.in_layer, value=value)
@@ -174,7 +174,10 @@ class Storage:
             if first >= last:
                 continue
             cut = slice(first - begin, last - begin)
-            value, piece = self.master[unit.index][cut], Piece(slot.name, slot.shape, first - slot.offset, in_layer)
+            value, piece = (
+                self.master[unit.index][cut],
+                PlaceOfPiece(slot.name, slot.shape, first - slot.offset, in_layer),
+            )
             if unit.trainable:
                 value = piece.mark(value)
                 value.grad = self.gradient[unit.index][cut]

@@ -25,7 +25,7 @@ from tawpipe.runtime.optimizer import (
     name_of,
     state_of,
 )
-from tawpipe.runtime.storage import HomePiece, Piece, Storage, is_of_layer, piece_of
+from tawpipe.runtime.storage import HomePiece, PlaceOfPiece, Storage, is_of_layer, piece_of
 from tawpipe.schedule.placement import Home
 
 States = dict[int, list[Mapping[str, Any]]]
@@ -44,7 +44,9 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
     for unit in units:
         if unit.trainable:
             in_layer = is_of_layer(unit, units)
-            tried[unit.index] = check(factory, [Piece(slot.name, slot.shape, 0, in_layer) for slot in unit.slots])
+            tried[unit.index] = check(
+                factory, [PlaceOfPiece(slot.name, slot.shape, 0, in_layer) for slot in unit.slots]
+            )
     return tried or {-1: check(factory)}
 
 

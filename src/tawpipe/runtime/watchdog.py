@@ -44,7 +44,7 @@ RECORDED = 4000
 RECORD_PREFIX = "rank_"
 
 
-class Ends(Protocol):
+class StepView(Protocol):
     """A view of a step that tells when it is over."""
 
     @property
@@ -71,7 +71,7 @@ class LastEvents:
 class _Watched:
     step: str
     begin: float
-    ended: Ends
+    ended: StepView
 
 
 class Watchdog:
@@ -103,7 +103,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, step: str, ended: Ends) -> None:
+    def watch(self, step: str, ended: StepView) -> None:
         """A step begins, which is over when ``ended`` is."""
         if not self.limit_s:
             return

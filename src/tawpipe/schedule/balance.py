@@ -97,7 +97,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerTime:
     """Time of a model's layers for a document."""
 
     kinds: tuple[LayerKind, ...]
@@ -135,7 +135,7 @@ class Bins:
     single: tuple[tuple[Bin, ...], ...]
     ranks: int
     lengths: tuple[int, ...] = field(repr=False)
-    work: Work = field(repr=False)
+    work: LayerTime = field(repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Bins:
         return cost / one.ranks * sum(kind.of(self.lengths[number]) for number in one.documents)
 
 
-def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
+def deal(lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
     """Deal the documents of a step.
 
     Args:
@@ -354,7 +354,7 @@ class _Filling:
             left -= rising.pop()
         return [max(level, left / len(rising)) for level in levels]
 
-    def bins(self, work: Work) -> Bins:
+    def bins(self, work: LayerTime) -> Bins:
         sets = self.world_size // self.ranks
         cut = self.shared * sets
         shared = [Bin(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]

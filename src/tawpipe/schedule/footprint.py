@@ -162,7 +162,7 @@ class BlockMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StepMemory:
     """Memory of one step. Where processes differ, it is that of the process that needs most.
 
     Args:
@@ -196,7 +196,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs(Held):
+class Costs(StepMemory):
     """Costs of one step.
 
     Args:
@@ -231,7 +231,7 @@ def held(
     *,
     activation_bytes: Mapping[Kind, int],
     working: Callable[[Action], int] = lambda _: 0,
-) -> Held:
+) -> StepMemory:
     """The memory that a schedule takes; arguments as of ``costs``."""
     ranks = schedule.played
     home = [
@@ -258,7 +258,7 @@ def held(
     activations, computing = max(moments, key=sum, default=(0, 0))
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
-    return Held(
+    return StepMemory(
         home_bytes=max(home),
         buffer_bytes=max(buffers),
         activation_bytes=activations,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from tawpipe.schedule.balance import Bin, Bins, Work
+from tawpipe.schedule.balance import Bin, Bins, LayerTime
 
 
-def in_rows(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
+def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
     """The same documents end to end, cut into rows of ``row`` tokens, which are dealt in turn."""
     pieces, rows, free = list[int](), list[list[int]](), 0
     for length in lengths:
@@ -23,7 +23,7 @@ def in_rows(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bi
     return _rounds(rows, pieces, world_size, work)
 
 
-def in_turn(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bins:
+def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
     """Whole documents packed into rows of ``row`` tokens by best fit, which are dealt in turn."""
     rows, free = list[list[int]](), list[tuple[int, int]]()
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -36,7 +36,7 @@ def in_turn(lengths: Sequence[int], world_size: int, row: int, work: Work) -> Bi
     return _rounds(sorted(rows, key=min), lengths, world_size, work)
 
 
-def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: Work) -> Bins:
+def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Bins:
     bins = [Bin(tuple(one)) for one in rows] + [Bin(())] * (-len(rows) % world_size)
     rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
     return Bins((), rounds, 1, tuple(lengths), work)

@@ -83,7 +83,7 @@ class _Lane:
 
 
 @dataclass(slots=True)
-class Start:
+class LaneGranted:
     """In the log: an instance got its lane."""
 
     number: int
@@ -137,7 +137,7 @@ class Player:
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._taking_part: dict[tuple[int, str], int] = {}
         """First member and group -> how many are played; the others do what these do, when they do."""
-        self.log: list[Start | End | Transit] = []
+        self.log: list[LaneGranted | End | Transit] = []
         for rank, program in enumerate(schedule.programs):
             self._prepare(rank, program)
 
@@ -220,7 +220,7 @@ class Player:
 
     def _note_start(self, number: int, now: float, cause: int) -> None:
         self.start[number] = now
-        self.log.append(Start(number))
+        self.log.append(LaneGranted(number))
         self.record.cause[number] = cause
 
     def _go_on(self, lane: _Lane, now: float) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.balance import Bins, Work, deal
+from tawpipe.schedule.balance import Bins, LayerTime, deal
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Dealer:
         except OSError as error:
             logger.warning("documents are dealt in the run's own processes: no worker could be started (%s)", error)
 
-    def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: Work, ranks: int = 1) -> Bins:
+    def __call__(self, lengths: Sequence[int], *, world_size: int, cap: int, work: LayerTime, ranks: int = 1) -> Bins:
         given = {"world_size": world_size, "cap": cap, "work": work, "ranks": ranks}
         found = self._asked((list(lengths), given)) if len(lengths) > FEW else None
         return found or deal(lengths, **given)

@@ -21,7 +21,7 @@ import torch
 
 from tawpipe.checkpoint.format import read_manifest
 from tawpipe.checkpoint.names import complete_states
-from tawpipe.checkpoint.resume import Mark, RunState, Start
+from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.sources import find_sets
@@ -165,7 +165,7 @@ def _some_documents(
     return documents_of(some, model, world, console)
 
 
-def _checkpoint(config: TrainConfig) -> Start:
+def _checkpoint(config: TrainConfig) -> ResumePoint:
     """What the run would go on from, as its manifest says. The files beside it, which a run compares with their hashes
     first, are not read.
     """
@@ -175,8 +175,8 @@ def _checkpoint(config: TrainConfig) -> Start:
     for folder in folders:
         manifest = read_manifest(folder)
         refuse_other_form(config, manifest, str(folder))
-        return Start(None, RunState.of(manifest, str(folder)), str(folder), Mark(), ())
-    return Start(None, None, "", Mark(), ())
+        return ResumePoint(None, RunState.of(manifest, str(folder)), str(folder), Mark(), ())
+    return ResumePoint(None, None, "", Mark(), ())
 
 
 def _machine_of_one(world: World) -> Machine:

@@ -21,7 +21,7 @@ CYCLES = 2
 
 
 @dataclass(frozen=True)
-class Span:
+class RunSpan:
     """A run as its schedule sees it: its steps, those of the warm-up and of wsd's decay, cycles, and the floor."""
 
     steps: int
@@ -39,17 +39,17 @@ def _cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _wsd(step: int, of: Span) -> float:
+def _wsd(step: int, of: RunSpan) -> float:
     begun = step - (of.steps - of.decay)
     return _cosine(begun / max(1, of.decay)) if begun > 0 else 1.0
 
 
-def _inverse_sqrt(step: int, of: Span) -> float:
+def _inverse_sqrt(step: int, of: RunSpan) -> float:
     scale = of.warmup or 10_000
     return 1 / math.sqrt((step - of.warmup + scale) / scale)
 
 
-SCHEDULES: Mapping[str, Callable[[int, Span], float]] = {
+SCHEDULES: Mapping[str, Callable[[int, RunSpan], float]] = {
     "cosine": lambda step, of: _cosine(of.done(step)),
     "linear": lambda step, of: 1 - of.done(step),
     "constant": lambda step, of: 1.0,
@@ -62,7 +62,7 @@ REACHES_ITS_END = ("cosine", "linear", "wsd", "cosine-restarts")
 """Schedules that would end at zero: between 1 and the floor they keep their shape. Under the others it cuts off."""
 
 
-def factor(name: str, step: int, of: Span) -> float:
+def factor(name: str, step: int, of: RunSpan) -> float:
     """The factor of the highest learning rate in step 0, 1, ...
 
     >>> [round(factor("cosine", s, Span(10, warmup=2, least=0.1)), 2) for s in (0, 1, 2, 9)]
@@ -74,8 +74,8 @@ def factor(name: str, step: int, of: Span) -> float:
     return of.least + (1 - of.least) * shape if name in REACHES_ITS_END else max(of.least, shape)
 
 
-def span_of(settings: OptimizerConfig, steps: int) -> Span:
+def span_of(settings: OptimizerConfig, steps: int) -> RunSpan:
     """What the settings say of a run of so many steps."""
     decay = math.ceil(DECAY_SHARE * steps) if settings.decay_steps is None else settings.decay_steps
     cycles = CYCLES if settings.cycles is None else settings.cycles
-    return Span(steps, settings.warmup_steps, decay, cycles, settings.min_learning_rate_ratio)
+    return RunSpan(steps, settings.warmup_steps, decay, cycles, settings.min_learning_rate_ratio)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tawpipe.checkpoint.resume import RunState, Start
+from tawpipe.checkpoint.resume import ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
@@ -69,7 +69,7 @@ class Prepared:
 
     config: TrainConfig
     data: PreparedData
-    start: Start
+    start: ResumePoint
     built: BuiltModel
     chain: Chain
     batch: BatchShape
@@ -112,7 +112,7 @@ def prepare(
     world: World,
     console: Console,
     *,
-    start: Callable[[], Start],
+    start: Callable[[], ResumePoint],
     documents: Callable[[TrainConfig, RunModel, World, Console], PreparedData] = documents_of,
     measure: Callable[[World], Machine] = probed,
     show: Callable[[Plan], None] = lambda _: None,

@@ -22,7 +22,7 @@ from tawpipe.train.metrics import Value
 
 
 @dataclass(frozen=True)
-class Cell:
+class FactsCell:
     """The answers for facts at one depth of rows of one length.
 
     Args:
@@ -36,7 +36,7 @@ class Cell:
     loss: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Cell:
+    def of(cls, answers: Sequence[Answer]) -> FactsCell:
         loss = sum(one.loss for one in answers) / sum(one.tokens for one in answers)
         return cls(sum(one.found for one in answers), len(answers), loss)
 
@@ -49,7 +49,7 @@ class Retrieval:
         cells: by length and depth, both of which rise.
     """
 
-    cells: dict[tuple[int, float], Cell]
+    cells: dict[tuple[int, float], FactsCell]
 
     def values(self) -> dict[str, Value]:
         """Share of facts that were found and loss per token of their answers, by length and depth."""
@@ -74,7 +74,7 @@ class RetrievalCheck:
 
     def measure(self, pipeline: Pipeline, rows: int) -> Retrieval:
         """Evaluate all rows, up to so many in a batch; call on all ranks."""
-        cells: dict[tuple[int, float], Cell] = {}
+        cells: dict[tuple[int, float], FactsCell] = {}
         needles = self.needles
         for length in self.lengths:
             answers: list[Answer] = []
@@ -85,7 +85,7 @@ class RetrievalCheck:
                 pipeline.evaluate(batch, measure=measure)
                 answers += measure.answers(pipeline.world)
             for place, depth in enumerate(needles.depths):
-                cells[length, depth] = Cell.of(answers[place * needles.samples :][: needles.samples])
+                cells[length, depth] = FactsCell.of(answers[place * needles.samples :][: needles.samples])
         return Retrieval(cells)
 
 

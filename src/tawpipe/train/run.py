@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tawpipe.checkpoint.names import step_name
-from tawpipe.checkpoint.resume import Start, choose, examine
+from tawpipe.checkpoint.resume import ResumePoint, choose, examine
 from tawpipe.checkpoint.store import Disk, Memory, memory_root
 from tawpipe.console import Console, above_bar, duration
 from tawpipe.data.prepared import PreparedData, changed_parts
@@ -67,7 +67,7 @@ def run(config: TrainConfig) -> int:
     injector = Injector(faults, world.rank, restart=restarts) if faults else None
     stores: list[tuple[Disk, Memory | None]] = []
 
-    def start() -> Start:
+    def start() -> ResumePoint:
         stores.append(open_stores(config, world, injector))
         return _choose_start(config, console, *stores[0], injector, restarts)
 
@@ -213,7 +213,7 @@ def open_stores(config: TrainConfig, world: World, injector: Injector | None = N
 
 def _choose_start(
     config: TrainConfig, console: Console, disk: Disk, memory: Memory | None, injector: Injector | None, restarts: int
-) -> Start:
+) -> ResumePoint:
     if injector is not None:
         injector.before_load()
     start = choose(config.output_path, config.resume, disk, memory, restarts=restarts)

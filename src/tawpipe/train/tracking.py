@@ -49,7 +49,7 @@ class Tracking:
         self.outcome: Outcome = "finished"
         self._tell, self._closing_s = tell, closing_s
         ids = _Ids(run) if names else None
-        self._workers = [_Worker(name, run, ids) for name in dict.fromkeys(names) if name != NONE and ids]
+        self._workers = [_TrackerThread(name, run, ids) for name in dict.fromkeys(names) if name != NONE and ids]
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Pass on the numbers of a step, under the names of metrics.jsonl; what is no finite number is left out."""
@@ -116,7 +116,7 @@ class _Ids:
                 replace_text(self._path, json.dumps(self._ids, indent=1) + "\n")
 
 
-class _Worker(threading.Thread):
+class _TrackerThread(threading.Thread):
     """The thread of one tracker. ``problem`` says why it takes nothing any more."""
 
     def __init__(self, name: str, run: TrackedRun, ids: _Ids) -> None:

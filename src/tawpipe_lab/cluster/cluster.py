@@ -218,7 +218,7 @@ class Cluster:
         """
         shape = Shape(self.num_nodes, self.num_nodes * local)
         commands = [command(rank) for rank in range(shape.nproc)] if callable(command) else [command]
-        entry = enter.Entry(
+        entry = enter.RankOrders(
             ip=network.program("ip"),
             nodes=list(self.nodes),
             commands=[list(words) for words in commands],

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankOrders:
     """The orders of all ranks, as one word of their command line.
 
     Args:
@@ -51,4 +51,4 @@ class Entry:
 
 
 if __name__ == "__main__":
-    Entry(**json.loads(sys.argv[1])).become()
+    RankOrders(**json.loads(sys.argv[1])).become()

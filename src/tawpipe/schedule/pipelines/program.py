@@ -168,7 +168,7 @@ def build_pipeline(
     for rank in range(world) if ranks is None else ranks:
         many = len(shares[rank])
         own = crossings[many][shape.positions.position(rank)]
-        worker = _Worker(shape, step, rank, orders[many], times[many], own, training=training)
+        worker = _StageProgram(shape, step, rank, orders[many], times[many], own, training=training)
         end = StepEnd(rank, step, training=training)
         programs[rank] = tuple(end.close(_with_contexts(tuple(worker.program()))))
         pools[rank] = worker.pools()
@@ -176,7 +176,7 @@ def build_pipeline(
     return Schedule(name, step, tuple(programs), tuple(pools), training)
 
 
-class _Worker:
+class _StageProgram:
     """One rank's program."""
 
     def __init__(

@@ -52,7 +52,7 @@ def verify(schedule: Schedule, *, steps: int | None = None, one_thread: bool = F
         ScheduleError: what is wrong, and where.
     """
     check_forms(schedule)
-    _Play(schedule, steps or (2 if schedule.training else 1), one_thread=one_thread).run()
+    _ClocklessPlay(schedule, steps or (2 if schedule.training else 1), one_thread=one_thread).run()
     check_programs(schedule)
     counted = link_elements(schedule)
     formula = schedule.step.strategy.traffic(schedule.step, training=schedule.training)
@@ -60,7 +60,7 @@ def verify(schedule: Schedule, *, steps: int | None = None, one_thread: bool = F
         raise ScheduleError(f"elements between nodes: the actions move {counted}, the formula says {formula}")
 
 
-class _Play:
+class _ClocklessPlay:
     """The clockless play: what may start starts, until all has ended or the rest waits for ever."""
 
     def __init__(self, schedule: Schedule, steps: int, *, one_thread: bool = False) -> None:

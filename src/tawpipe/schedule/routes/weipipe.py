@@ -30,7 +30,7 @@ def build_weipipe(step: StepSpec, *, training: bool) -> Schedule:
     ring = Ring(step, training)
     programs, pools = [], []
     for rank in range(step.topology.world_size):
-        worker = _Worker(ring, rank)
+        worker = _RingProgram(ring, rank)
         end = StepEnd(rank, step, training=training)
         programs.append(tuple(end.close(tuple(worker.program()))))
         pools.append(worker.pools.pools())
@@ -38,7 +38,7 @@ def build_weipipe(step: StepSpec, *, training: bool) -> Schedule:
     return Schedule(name, step, tuple(programs), tuple(pools), training)
 
 
-class _Worker:
+class _RingProgram:
     """One rank's program."""
 
     def __init__(self, ring: Ring, rank: int) -> None:

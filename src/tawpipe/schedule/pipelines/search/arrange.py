@@ -12,7 +12,7 @@ from tawpipe.schedule.pipelines.limits import filling, searched
 from tawpipe.schedule.pipelines.memory import worst
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.periodic import Periodic, periodic
-from tawpipe.schedule.pipelines.search.passes import Passes, Timed
+from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.search.zero_bubble import zero_bubble
@@ -110,7 +110,7 @@ def policies(positions: int, micro_batches: int) -> list[tuple[int, int]]:
     return [(most, group) for most in flying for group in groups if group <= most]
 
 
-def began(passes: Passes, flying: int, group: int) -> Timed:
+def began(passes: Passes, flying: int, group: int) -> TimedOrder:
     """A pass in which positions prefer backward passes, the oldest first; then forward passes, in groups of so many
     micro-batches; then W.
 
@@ -128,7 +128,7 @@ def began(passes: Passes, flying: int, group: int) -> Timed:
     return passes.forward(sorted(passes.works, key=key), flying)
 
 
-def justified(passes: Passes, first: Timed, flying: int = 0, rounds: int = ROUNDS) -> Timed:
+def justified(passes: Passes, first: TimedOrder, flying: int = 0, rounds: int = ROUNDS) -> TimedOrder:
     """The best of some passes in turn backward and forward in time, each with the list that the last one made.
 
     Args:
@@ -152,7 +152,7 @@ def justified(passes: Passes, first: Timed, flying: int = 0, rounds: int = ROUND
     return best
 
 
-def joined(passes: Passes, timed: Timed) -> Order:
+def joined(passes: Passes, timed: TimedOrder) -> Order:
     """A schedule's order, with B in the place of I and W that follow each other where that lets nothing begin later.
 
     W of a stage take equally long: in each one's place runs the latest that waits.

@@ -19,8 +19,8 @@ from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, filling, searched
 from tawpipe.schedule.pipelines.search.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
-from tawpipe.schedule.pipelines.search.moves import Moves, Plan
-from tawpipe.schedule.pipelines.search.passes import Passes, Timed
+from tawpipe.schedule.pipelines.search.moves import Moves, StagePlan
+from tawpipe.schedule.pipelines.search.passes import Passes, TimedOrder
 from tawpipe.schedule.pipelines.search.room import whole_stages
 from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
@@ -76,7 +76,7 @@ def generate(
         micro_batches, most = filling(positions), budget
     search = _Search(costs, positions, micro_batches, split)
     fixed = list(fixed_layouts(search.moves, positions))
-    begun = [Plan(layout.cuts, layout.places) for layout in fixed]
+    begun = [StagePlan(layout.cuts, layout.places) for layout in fixed]
     for plan in (*begun, *search.moves.starts()) if budget else begun:
         if search.spent <= most or plan in begun:
             search.score(plan)
@@ -120,7 +120,7 @@ def fixed_layouts(moves: Moves, positions: int) -> Iterator[Layout]:
         if positions * stages <= min(moves.blocks - 2, moves.most):
             layout = Layout.even(moves.blocks, positions, stages, folded=folded)
             yield layout
-            yield Layout(moves.blocks, *moves.balanced(Plan(layout.cuts, layout.places)))
+            yield Layout(moves.blocks, *moves.balanced(StagePlan(layout.cuts, layout.places)))
 
 
 class _Search:
@@ -134,13 +134,13 @@ class _Search:
         self.smallest = micro_batches * min(b - a for a, b in pairwise(whole[1:-1]))
         self.penalty = whole[-1] * micro_batches // positions // positions // STAGE_PENALTY
         self.enough = self._least(micro_batches) * 1001 // 1000 + positions * self.penalty
-        self.scores: dict[Plan, int | None] = {}
-        self.gone_on: set[Plan] = set()
+        self.scores: dict[StagePlan, int | None] = {}
+        self.gone_on: set[StagePlan] = set()
         self.spent = 0
-        self._idle: dict[Plan, tuple[bool, bool]] = {}
-        self._bounds: dict[Plan, tuple[int, int]] = {}
+        self._idle: dict[StagePlan, tuple[bool, bool]] = {}
+        self._bounds: dict[StagePlan, tuple[int, int]] = {}
 
-    def score(self, plan: Plan) -> int | None:
+    def score(self, plan: StagePlan) -> int | None:
         """The makespan with what stages cost beyond it; None where memory holds no micro-batch."""
         if plan not in self.scores:
             layout = Layout(self.moves.blocks, *plan)
@@ -161,11 +161,11 @@ class _Search:
         times = play(layout, order, self.costs)
         return round(makespan(times) * self.ticks.scale) + self.penalty * layout.stages
 
-    def best(self, number: int) -> list[Plan]:
+    def best(self, number: int) -> list[StagePlan]:
         """Of all that have been played, those of the smallest scores."""
         return sorted((plan for plan, score in self.scores.items() if score is not None), key=self._key)[:number]
 
-    def walk(self, plan: Plan, limit: int) -> None:
+    def walk(self, plan: StagePlan, limit: int) -> None:
         """Go on from a plan until so much has been spent."""
         best, without = self._key(plan), 0
         self.gone_on.add(plan)
@@ -181,7 +181,7 @@ class _Search:
             without = 0 if self._key(plan) < best else without + 1
             best = min(best, self._key(plan))
 
-    def sunk(self, plan: Plan) -> Plan:
+    def sunk(self, plan: StagePlan) -> StagePlan:
         """A plan from which no change lowers the bound."""
         while True:
             limit = max(self.moves.loads(plan)) * 51 // 50
@@ -191,13 +191,13 @@ class _Search:
                 return plan
             plan = better[1]
 
-    def _step(self, plan: Plan, best: int) -> Plan | None:
+    def _step(self, plan: StagePlan, best: int) -> StagePlan | None:
         """The best neighbour that the search has not gone on from, among the most hopeful ones."""
         self.spent += 1000
         limit = (best - self.penalty * len(plan.cuts)) // self.micro_batches
         layers, edges = self._idle[plan]
         kinds = [self._lightest(self.moves.shifts(plan, limit)), self._lightest(self.moves.placements(plan, limit))]
-        chosen: list[Plan] = []
+        chosen: list[StagePlan] = []
         for kind in [kinds[0], kinds[1]] if layers else [kinds[1], kinds[0]] if edges else [kinds[0] + kinds[1]]:
             hopeful = [one for one in kind if one not in self.gone_on and self._bound(one)[0] < best]
             played = 0
@@ -221,23 +221,23 @@ class _Search:
         alone = (at + micro_batches * (b - a) for at, (a, b) in zip(before, pairwise(whole), strict=False))
         return max(whole[-1] * micro_batches // self.moves.positions, *alone)
 
-    def _lightest(self, options: Iterable[tuple[int, Plan]]) -> list[Plan]:
+    def _lightest(self, options: Iterable[tuple[int, StagePlan]]) -> list[StagePlan]:
         return [plan for _, plan in sorted(options)[:POOL]]
 
-    def _key(self, plan: Plan) -> tuple[int, Plan]:
+    def _key(self, plan: StagePlan) -> tuple[int, StagePlan]:
         return self.scores[plan] or 0, plan
 
-    def _bound(self, plan: Plan) -> tuple[int, int]:
+    def _bound(self, plan: StagePlan) -> tuple[int, int]:
         """(no score is smaller, what it is compared by: the largest bound, and a little the mean one)."""
         if plan not in self._bounds:
             bounds, penalty = self.moves.bounds(plan), self.penalty * len(plan.cuts)
             self._bounds[plan] = max(bounds) + penalty, 8 * max(bounds) + sum(bounds) // len(bounds) + 9 * penalty
         return self._bounds[plan]
 
-    def _diagnosis(self, passes: Passes, timed: Timed) -> tuple[bool, bool]:
+    def _diagnosis(self, passes: Passes, timed: TimedOrder) -> tuple[bool, bool]:
         """(idle times differ by more than the smallest layer takes, they are at the edges rather than inside)."""
         loads, starts = (
-            self.moves.loads(Plan(passes.stages.layout.cuts, passes.stages.layout.places)),
+            self.moves.loads(StagePlan(passes.stages.layout.cuts, passes.stages.layout.places)),
             passes.starts(timed),
         )
         idle = [timed.makespan - self.micro_batches * load for load in loads]

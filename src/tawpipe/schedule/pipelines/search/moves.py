@@ -10,7 +10,7 @@ from tawpipe.schedule.pipelines.search.ticks import Ticks
 from tawpipe.schedule.pipelines.work import TIMES
 
 
-class Plan(NamedTuple):
+class StagePlan(NamedTuple):
     """A layout's cuts and places."""
 
     cuts: tuple[int, ...]
@@ -38,14 +38,14 @@ class Moves:
         )
         """By position the time of so many of the first blocks."""
 
-    def loads(self, plan: Plan) -> list[int]:
+    def loads(self, plan: StagePlan) -> list[int]:
         """Time of a micro-batch on every position."""
         loads, total = [0] * self.positions, self.total
         for first, end, place in zip(plan.cuts, self._ends(plan), plan.places, strict=True):
             loads[place] += total[place][end] - total[place][first]
         return loads
 
-    def bounds(self, plan: Plan) -> list[int]:
+    def bounds(self, plan: StagePlan) -> list[int]:
         """For every position a time that no order of its works is shorter than.
 
         Before the first micro-batch comes to a stage, its position has nothing to do but F of earlier stages; after
@@ -84,7 +84,7 @@ class Moves:
                 found[place] = time
         return found
 
-    def shifts(self, plan: Plan, limit: int) -> list[tuple[int, Plan]]:
+    def shifts(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
         """(largest load, plan) of all in which one or two cuts are a block further, and no load reaches the limit."""
         cuts, places, total = plan.cuts, plan.places, self.total
         loads, ends = self.loads(plan), self._ends(plan)
@@ -102,20 +102,20 @@ class Moves:
             loads[less] -= out
             loads[more] += into
             if (most := max(loads)) < limit:
-                found.append((most, Plan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
+                found.append((most, StagePlan((*cuts[:at], cut, *cuts[at + 1 :]), places)))
             for other, place, less2, more2, out2, into2 in single[index + 1 :]:
                 loads[less2] -= out2
                 loads[more2] += into2
                 if (most := max(loads)) < limit and other != at and place > (cut if other == at + 1 else 0):
                     changed = (*cuts[:at], cut, *cuts[at + 1 : other], place, *cuts[other + 1 :])
-                    found.append((most, Plan(changed, places)))
+                    found.append((most, StagePlan(changed, places)))
                 loads[less2] += out2
                 loads[more2] -= into2
             loads[less] += out
             loads[more] -= into
         return found
 
-    def placements(self, plan: Plan, limit: int) -> list[tuple[int, Plan]]:
+    def placements(self, plan: StagePlan, limit: int) -> list[tuple[int, StagePlan]]:
         """The same of all in which a stage goes elsewhere, two change places, one becomes two or two become one."""
         loads, found = self.loads(plan), []
         for less, more, (first, end), (start, stop), changed in self._placed(plan):
@@ -132,7 +132,7 @@ class Moves:
             loads[more] -= into
         return found
 
-    def _placed(self, plan: Plan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], Plan]]:
+    def _placed(self, plan: StagePlan) -> Iterator[tuple[int, int, tuple[int, int], tuple[int, int], StagePlan]]:
         """(position that gives blocks, that takes them, from and to which, those that come back, plan)."""
         cuts, places, ends, none = plan.cuts, plan.places, self._ends(plan), (0, 0)
         for stage, place in enumerate(places):
@@ -140,22 +140,22 @@ class Moves:
             for other in range(self.positions):
                 if other == place:
                     continue
-                yield place, other, (first, end), none, Plan(cuts, (*before, other, *after))
+                yield place, other, (first, end), none, StagePlan(cuts, (*before, other, *after))
                 if len(cuts) < self.most:
                     for cut in range(first + 1, end):
                         parted = (*cuts[: stage + 1], cut, *cuts[stage + 1 :])
-                        yield place, other, (cut, end), none, Plan(parted, (*before, place, other, *after))
-                        yield place, other, (first, cut), none, Plan(parted, (*before, other, place, *after))
+                        yield place, other, (cut, end), none, StagePlan(parted, (*before, place, other, *after))
+                        yield place, other, (first, cut), none, StagePlan(parted, (*before, other, place, *after))
             for later in range(stage + 1, len(places)):
                 if (other := places[later]) != place:
                     swapped = (*before, other, *places[stage + 1 : later], place, *places[later + 1 :])
-                    yield place, other, (first, end), (cuts[later], ends[later]), Plan(cuts, swapped)
+                    yield place, other, (first, end), (cuts[later], ends[later]), StagePlan(cuts, swapped)
             if after:
                 other, fewer = after[0], (*cuts[: stage + 1], *cuts[stage + 2 :])
-                yield place, other, (first, end), none, Plan(fewer, (*before, *after))
-                yield other, place, (end, ends[stage + 1]), none, Plan(fewer, (*before, place, *after[1:]))
+                yield place, other, (first, end), none, StagePlan(fewer, (*before, *after))
+                yield other, place, (end, ends[stage + 1]), none, StagePlan(fewer, (*before, place, *after[1:]))
 
-    def balanced(self, plan: Plan) -> Plan:
+    def balanced(self, plan: StagePlan) -> StagePlan:
         """The cuts moved one or two at a time for as long as the largest load, and then the sum of squares, sink."""
         while True:
             loads = self.loads(plan)
@@ -166,7 +166,7 @@ class Moves:
                 return plan
             plan = best[1]
 
-    def starts(self) -> Iterator[Plan]:
+    def starts(self) -> Iterator[StagePlan]:
         """Balanced plans in which stages go round the positions, or forth and back, with and without a round of single
         blocks before, which brings work to all positions soon.
         """
@@ -180,7 +180,7 @@ class Moves:
             if stages <= min(blocks, self.most):
                 rest = blocks - len(ramp)
                 cuts = *range(len(ramp)), *(len(ramp) + rest * at // len(own) for at in range(len(own)))
-                yield self.balanced(Plan(cuts, (*ramp, *own)))
+                yield self.balanced(StagePlan(cuts, (*ramp, *own)))
 
-    def _ends(self, plan: Plan) -> tuple[int, ...]:
+    def _ends(self, plan: StagePlan) -> tuple[int, ...]:
         return (*plan.cuts[1:], self.blocks)

@@ -20,12 +20,12 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from tawpipe.schedule.pipelines.memory import worst
-from tawpipe.schedule.pipelines.search.room import Room
+from tawpipe.schedule.pipelines.search.room import OrderMemory
 from tawpipe.schedule.pipelines.work import Order, StageCosts, Work
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedOrder:
     """A schedule.
 
     Args:
@@ -84,20 +84,20 @@ class Passes:
         stage = at if turn == 0 else stages - 1 - at
         return Work("F" if turn == 0 else "W" if turn == 2 else "I" if self.split[stage] else "B", stage, m)
 
-    def order(self, timed: Timed) -> Order:
+    def order(self, timed: TimedOrder) -> Order:
         """A schedule's order."""
         return Order(tuple(tuple(map(self.named, lane)) for lane in timed.lanes))
 
-    def starts(self, timed: Timed) -> list[int]:
+    def starts(self, timed: TimedOrder) -> list[int]:
         """When the works of a schedule start, by number."""
         return [end - time for end, time in zip(timed.ends, self._steps[0], strict=True)]
 
-    def fits(self, timed: Timed) -> bool:
+    def fits(self, timed: TimedOrder) -> bool:
         """True if a schedule keeps within the limit of memory."""
         limit = self.stages.costs.memory
         return math.isinf(limit) or max(worst(self.stages, self.order(timed))) <= limit
 
-    def forward(self, works: Sequence[int], flying: int = 0) -> Timed:
+    def forward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
         """One pass in time.
 
         Args:
@@ -115,7 +115,7 @@ class Passes:
         coming: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         ready: list[list[int]] = [[] for _ in range(size)]
         idle, wakes = [True] * size, [(0, places[0])]
-        room = Room(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
+        room = OrderMemory(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
         for m in range(flying):
             heappush(ready[places[0]], rank[m])
         while wakes:
@@ -151,9 +151,9 @@ class Passes:
                 heappush(coming[other], (at, after))
                 if idle[other]:
                     heappush(wakes, (at, other))
-        return Timed(ends, lanes, max(free))
+        return TimedOrder(ends, lanes, max(free))
 
-    def backward(self, works: Sequence[int], flying: int = 0) -> Timed:
+    def backward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
         """One pass against time, mirrored: a schedule that ends as late as can be.
 
         Args:
@@ -218,4 +218,4 @@ class Passes:
                         heappush(wakes, (due[one], other))
         makespan = max(free)
         ends = [makespan - start + time for start, time in zip(starts, times, strict=True)]
-        return Timed(ends, [lane[::-1] for lane in lanes], makespan)
+        return TimedOrder(ends, [lane[::-1] for lane in lanes], makespan)

@@ -54,7 +54,7 @@ def all_end(free: float, wanted: Sequence[float], held: Sequence[float], enough:
     return True
 
 
-class Room:
+class OrderMemory:
     """The memory of all positions while works start one after the other.
 
     Args:

@@ -100,7 +100,7 @@ def solve(
     if not fits(costs, worst):
         raise UserError("memory of a position", costs.memory, f"at least {worst:.6g}, what the order given needs")
     work = math.inf if deterministic is None else deterministic
-    search = _Search(layout, costs, micro_batches, split, start, begin, workers, seed)
+    search = _Solving(layout, costs, micro_batches, split, start, begin, workers, seed)
     search.grant(begin + seconds * (1 - CALM), work * (1 - CALM))
     if layout.stages * micro_batches > WHOLE:
         search.windows(0.5)
@@ -116,7 +116,7 @@ def shaken(seed: int) -> Callable[[Work], float]:
     return lambda work: random.Random(f"{seed} {work}").uniform(1 - JITTER, 1 + JITTER)
 
 
-class _Search:
+class _Solving:
     """The best order so far, and ways to look for a better one."""
 
     def __init__(
