@@ -19,7 +19,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow hunt lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow hunt count lint format docs wheel try-wheel clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among the
 
 hunt: $(READY)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
 	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
+
+count: $(READY)  ## count code lines, names and the way of the settings
+	@$(BIN)/python benchmarks/house.py src $(ARGS)
 
 lint: $(READY)  ## check style, imports and types
 	@$(BIN)/ruff check
