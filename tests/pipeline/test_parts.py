@@ -21,11 +21,13 @@ from tawpipe.pipeline.costs import StepCosts
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.local_rows import LocalRows
 from tawpipe.pipeline.results import Results
+from tawpipe.pipeline.sizes import widths_of
 from tawpipe.pipeline.state import State
 from tawpipe.pipeline.steps import Steps
 from tawpipe.pipeline.wiring import first_values
 from tawpipe.runtime.limits import FACTOR
 from tawpipe.schedule.balance import LayerTime
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 
 FINE = {"alike": True, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
 
@@ -134,3 +136,11 @@ def test_first_values_are_the_models_or_drawn_where_it_has_none() -> None:
         assert isinstance(first_values(Chain(llama(torch.float32)), None, 0), InitSource)
     source: Any = object()
     assert first_values(Chain(llama(torch.float32)), lambda chain: source, 0) is source
+
+
+def test_bytes_of_elements_follow_the_type_and_what_gradients_are_summed_in() -> None:
+    chain = Chain(llama(torch.float32))
+    wide = widths_of(chain, torch.bfloat16, DEFAULT, 2)
+    assert (wide.weight, wide.gradient, wide.master, wide.unpacked) == (2, 4, 4, 0)
+    same = widths_of(chain, torch.bfloat16, ScheduleSettings(reduce_dtype="same"), 2, exact=4)
+    assert (same.gradient, same.master, same.exact) == (2, 4, 4)

@@ -495,7 +495,7 @@ def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, tmp_path):
     [
         (("--inject", "rank=1,step=9,at=push,kind=kill"), "at most|up to --steps"),
         (("--inject", "rank=1,step=3,at=save,kind=kill"), "a step that is saved"),
-        (("--inject", "nonsense"), "--inject"),
+        (("--inject", "nonsense"), "injector"),
         (("--optimizer.nonfinite", "skip", "--schedule.early-updates", "true", "--optimizer.clip-norm", "0"), "skip"),
         (("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", "/nowhere"), "--checkpoint.memory-dir"),
         (("--schedule.offload-dir", "/nowhere", "--schedule.sequence-chunk", "64"), "--schedule.offload-dir"),

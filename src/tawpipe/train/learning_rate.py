@@ -65,7 +65,7 @@ REACHES_ITS_END = ("cosine", "linear", "wsd", "cosine-restarts")
 def factor(name: str, step: int, of: RunSpan) -> float:
     """The factor of the highest learning rate in step 0, 1, ...
 
-    >>> [round(factor("cosine", s, Span(10, warmup=2, least=0.1)), 2) for s in (0, 1, 2, 9)]
+    >>> [round(factor("cosine", s, RunSpan(10, warmup=2, least=0.1)), 2) for s in (0, 1, 2, 9)]
     [0.5, 1.0, 1.0, 0.13]
     """
     if step < of.warmup:
