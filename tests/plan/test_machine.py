@@ -164,6 +164,47 @@ def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
     assert probe_module.with_collectives(machine, world) == machine
 
 
+@pytest.mark.parametrize(("rate", "kind", "some"), [(50e9, "cuda", True), (1e8, "cuda", False), (50e9, "cpu", False)])
+def test_large_messages_of_gpus_go_several_times_in_a_row(rate, kind, some):
+    """Where the largest one is over before the host has looked; on a slow link one is long enough."""
+    sent: list[tuple[int, int]] = []
+    world: Any = SimpleNamespace(
+        rank=0,
+        device=SimpleNamespace(type=kind),
+        machines=SimpleNamespace(num_nodes=2),
+        barrier=lambda: None,
+        gather_numbers=lambda number: [number, number],
+    )
+    ruler = probe_module._Ruler(world)
+
+    def stream(first: bool, peer: int, size: int, forth: bool, back: bool, times: int = 1) -> float:
+        sent.append((size, times))
+        return size / rate
+
+    ruler._stream = stream  # type: ignore[method-assign]
+    assert ruler.rate([(0, 1)], forth=True, back=False) == [pytest.approx(rate)]
+    (_, once), (size, times) = sent
+    assert once == 1 and (times == probe_module.MOST_TIMES) is some
+    assert (size == probe_module.LARGEST_CUDA_BYTES) is some
+
+
+def test_what_a_group_takes_is_measured_where_nccl_runs(monkeypatch):
+    monkeypatch.setattr(probe_module, "_Ruler", lambda _: None)
+    monkeypatch.setattr(probe_module, "network_stack", lambda: "one")
+    monkeypatch.setattr(probe_module, "_inside", lambda *_: (MACHINE.inside, []))
+    monkeypatch.setattr(probe_module, "_between", lambda *_: (MACHINE.between, {}, (), []))
+    monkeypatch.setattr(probe_module, "_host", lambda _: LinkModel(1e10))
+    monkeypatch.setattr(probe_module, "machine_unprobed", lambda _: MACHINE)
+    device = replace(MACHINE.device, communicator_bytes=5)
+    monkeypatch.setattr(probe_module, "with_collectives", lambda machine, _: replace(machine, device=device))
+    for nccl, size, taken in ((True, 2, 5), (True, 1, 0), (False, 2, 0)):
+        monkeypatch.setattr(probe_module, "uses_nccl", lambda _, nccl=nccl: nccl)
+        world: Any = SimpleNamespace(
+            size=size, device=None, nodes=Topology.grid(1, 2), gather_texts=lambda text: [text, text]
+        )
+        assert probe_module.probe(world).machine.device.communicator_bytes == taken
+
+
 def test_messages_of_gpus_are_timed_by_events(monkeypatch):
     """The stand-in's clock runs on the device alone; some messages go between two events."""
     state = {"at": 0.0, "sent": 0}
