@@ -479,7 +479,7 @@ def played(world: World, *, case: dict[str, Any], number: int, folder: str, befo
             begun = True
             said = [getattr(piped, word)(*values) for word, *values in words]
         except UserError as error:
-            if begun and error.setting != "--resume":  # a state with a momentum, where the factory has none
+            if begun and error.setting != "where":  # a state with a momentum, where the factory has none
                 raise
             return error.setting, repr(error.value), error.expected
         numbers = [one() for one in said if one]

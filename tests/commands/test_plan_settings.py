@@ -13,6 +13,7 @@ import yaml
 from transformers import LlamaConfig
 
 from tawpipe.cli import main
+from tawpipe.commands.plan import _vocabulary
 from tawpipe.commands.plan_words import PlanWords, parse, plan_parser
 from tawpipe.model.chain import Chain
 from tawpipe.plan import measure
@@ -88,6 +89,7 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
         assert " ".join(rows[name][:2]) == gib(size * 2**30), "one sum of memory"
     words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]
     assert main(words) == 0, "the run takes the plan for its own"
+    assert "assumed" in stated and "assumed" not in capsys.readouterr().out, "of links, for a plan that is made now"
 
 
 def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:
@@ -114,6 +116,34 @@ def test_settings_that_a_run_has_saved_are_settings_of_a_plan(capsys) -> None:
 def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> None:
     assert read(["--config", "run.yaml", "--longest", *TOPOLOGY]).row is None
     assert read(["--config", "run.yaml", "--longest", "--sequence-length", "96", *TOPOLOGY]).row == 96
+    assert read(["--config", "run.yaml", "--longest", *TOPOLOGY]).batch is None, "but one row for every device"
+    assert read(["--config", "run.yaml", "--longest", "--global-batch", "6", *TOPOLOGY]).batch == 6
+    assert read(["--config", "run.yaml", *TOPOLOGY]).batch == RUN["global_batch"]
+
+
+def test_rows_whose_answers_are_told_apart_are_computed_by_one_device() -> None:
+    """As the run does; a plan that divides rows would be refused by it."""
+    free = {**RUN, "schedule": {}}
+    for lengths, ranks in (([], None), ([32], 1)):
+        Path("run.yaml").write_text(yaml.safe_dump(free | {"evaluation": {"retrieval_lengths": lengths}}))
+        assert read(["--config", "run.yaml", *TOPOLOGY]).schedule.sequence_ranks == ranks
+
+
+def test_a_preset_has_the_vocabulary_of_the_run() -> None:
+    """Its own where no run is meant."""
+    Path("run.yaml").write_text(yaml.safe_dump({**RUN, "model": "tiny", "freeze": []}))
+    assert _vocabulary(read(["--config", "run.yaml", *TOPOLOGY])) == load_config(["--config", "run.yaml"]).vocab_size
+    alone = ["--model", "tiny", "--sequence-length", "64", "--global-batch", "8", *TOPOLOGY]
+    assert _vocabulary(read(alone)) is None and _vocabulary(read([*alone, "--vocab-size", "500"])) == 500
+
+
+def test_links_are_measured_before_a_process_takes_a_device(monkeypatch) -> None:
+    """On rank 0 and on the others, which then end: a context that is there too early takes memory, and NCCL's settings
+    come too late.
+    """
+    monkeypatch.setattr("tawpipe.runtime.world.pick_device", lambda *_: pytest.fail("too early"))
+    monkeypatch.setattr("tawpipe.plan.doctor.probe_machine", lambda _: None)
+    assert main(["plan", "--config", "run.yaml", "--topology", "probe"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -124,6 +154,7 @@ def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> Non
         ({"global_batch": "many"}, [], "--global-batch in run.yaml"),
         ({"global_batch": 0}, [], "--global-batch in run.yaml, line"),
         ({"micro_batch": 9}, [], "--micro-batch in run.yaml, line"),
+        ({"schedule": {"early_updates": True}}, [], "early_updates"),
         ({"schedule": {"strategy": "flat"}}, [], "--schedule.strategy in run.yaml, line"),
         ({"schedule": {"look_ahead": 3}}, [], "unset: a plan is what chooses it"),
         ({"packing": "balanced"}, [], "--packing in run.yaml, line"),

@@ -182,7 +182,7 @@ def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
     long = rows["tawpipe-spread"]
     assert long.step is not None and long.prediction is not None
     assert offloaded(long) > 16 and offloaded(rows["weipipe"]) == 0 and long.tokens > 2 * rows["weipipe"].tokens
-    assert long.prediction.step_seconds > asked.with_length(long.tokens).compute_s(long.step)
+    assert long.prediction.step_seconds > sum(asked.with_length(long.tokens).block_seconds(long.step))
     some = replace(asked, machine=replace(asked.machine, host_bytes=1 << 38))
     assert _longest_of(some, find("flat"), POSITIONS).binds == HOST
 

@@ -42,6 +42,8 @@ def _run(words: PlanWords) -> int:
     from tawpipe.model.build import PRESETS, build_model, text_config_of
     from tawpipe.model.chain import Chain
     from tawpipe.model.refuse import settle_mtp
+    from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
+    from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.measure import Asked, device_name, request_of
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, explain, json_text
@@ -51,10 +53,12 @@ def _run(words: PlanWords) -> int:
     from tawpipe.train.optimizers import factory_of
 
     config, talk = words.config, not words.json
-    here = pick_device(config.device, 0)
-    machine = _machine(words, here)
-    if machine is None:
+    # Before this process looks for a GPU: links are measured as in a run, whose processes each begin with their own.
+    measured = probe_machine(config.device) if words.topology == PROBE else None
+    if measured is None and words.topology == PROBE:
         return 0  # rank 0 plans
+    here = pick_device(config.device, 0)
+    machine = _machine(words, here, measured)
     same, kind = device_name(here) == machine.device.name, "cpu" if machine.device.name == "CPU" else "cuda"
     fast = computes_in_bfloat16(here) if same else kind == "cuda"  # as all do whose peak is known
     dtype, why = (config.dtype, "as --dtype says") if config.dtype != AUTO else usual_dtype(fast, kind)
@@ -62,22 +66,29 @@ def _run(words: PlanWords) -> int:
     corpus = _Corpus.of(words, machine.world_size) if words.of_corpus else None
     text_config = lambda: text_config_of(config.model, config.trust_remote_code)  # noqa: E731
     activate_flash(here, getattr(torch, dtype), text_config)  # as the training run does
+    clipped = words.files and config.optimizer.clip_norm  # which words alone do not say
+    refuse_settings(
+        config.schedule,
+        clip_norm=config.optimizer.clip_norm if clipped else None,
+        compile_layers=config.compile,
+        quantize=config.quantize,
+    )
     asked = Asked(
         words.row if corpus is None else corpus.row,
-        words.given("global_batch") or machine.world_size,
+        words.batch or machine.world_size,
         config.micro_batch,
         dtype=getattr(torch, dtype),
         lengths=_documents(words.lengths) if corpus is None else corpus.documents,
         profile=words.profile,
         memory_bytes=None if words.memory is None else int(words.memory * 2**30),
-        settings=config.schedule,
+        settings=words.schedule,
         quantize=config.quantize,
         compiled=config.compile,
         optimizer=factory_of(config),
     )
     built = build_model(
         config.model,
-        vocab_size=words.given("vocab_size") if config.model in PRESETS else None,
+        vocab_size=_vocabulary(words) if config.model in PRESETS else None,
         max_positions=asked.row,
         longest=asked.longest,
         rope=config.rope,
@@ -88,6 +99,7 @@ def _run(words: PlanWords) -> int:
     chain = Chain(built.model)
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
+    refuse_cut_rows(chain, config.schedule)
     request = request_of(chain, machine, asked, here=here, tell=tell)
     if talk:
         print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
@@ -112,26 +124,32 @@ def _run(words: PlanWords) -> int:
     return 0 if plan.chosen else 1
 
 
-def _machine(words: PlanWords, here: Any) -> Machine | None:
-    """The machines; None in processes that measure them and do not plan.
+def _vocabulary(words: PlanWords) -> int | None:
+    """The entries of the vocabulary that a preset gets; None for its own."""
+    from tawpipe.data.tokenizer import load_tokenizer, vocabulary_size
+
+    if words.config.tokenizer:
+        return vocabulary_size(load_tokenizer(words.config.tokenizer))
+    return words.config.vocab_size if words.files else words.given("vocab_size")
+
+
+def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
+    """The machines.
 
     Args:
         here: this process's device.
+        measured: those that this was started on, where they are meant.
     """
     import torch
 
     from tawpipe.model.flops import KNOWN_DEVICES
-    from tawpipe.plan.doctor import probe_machine
     from tawpipe.plan.machine import Device
     from tawpipe.plan.measure import device_name, machine_of
     from tawpipe.plan.probe import probe_files
 
     name = "CPU" if (words.device_name or "").upper() == "CPU" else words.device_name
-    if words.topology == PROBE:
-        machine = probe_machine(words.config.device)
-        if machine is None:
-            return None
-    else:
+    machine = measured
+    if machine is None:
         device = Device(name or "")
         if here.type == "cuda" and not device.name:  # clusters are planned on one of their machines
             device = Device(device_name(here), int(torch.cuda.get_device_properties(here).total_memory))

@@ -10,7 +10,7 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser, Leaf, Open, first_sentence
-from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, chosen_by_hand
+from tawpipe.schedule.settings import KEPT_BY_PLANS, UNPLANNED, ScheduleSettings, chosen_by_hand
 from tawpipe.train.checks import check_plannable
 from tawpipe.train.config import TrainConfig, train_options
 from tawpipe.train.names import ELSEWHERE
@@ -91,6 +91,18 @@ class PlanWords:
     def row(self) -> int | None:
         """Tokens of a row; None where the longest one is asked for, whatever the run's are."""
         return self.given("sequence_length") if not self.longest or "sequence_length" in self.words else None
+
+    @property
+    def batch(self) -> int | None:
+        """Rows of a step; None where the longest row is asked for, of which every device gets one."""
+        return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
+
+    @property
+    def schedule(self) -> ScheduleSettings:
+        """The settings of the schedule, with what the run's evaluations leave no choice of."""
+        by_row = self.config.micro_batch > 1 and self.config.evaluation.retrieval_lengths
+        settings = self.config.schedule
+        return replace(settings, sequence_ranks=1) if by_row and settings.sequence_ranks is None else settings
 
     def located(self, error: UserError) -> UserError:
         """The same error with the file and the line of its setting, if it is from one."""

@@ -83,6 +83,8 @@ class Chain(UnitBinding):
         self.alone = why_apart(self.model)
         """The reason why a row may hold one document only, with padding behind it; empty where it may hold several."""
         self.config = self.model.config
+        self.loss = loss
+        """What was given instead of the cross-entropy; None without."""
         self._loss = loss or token_loss_sum
 
         # Layers are computed again anyway; what a layer would compute again by itself would draw other random numbers.

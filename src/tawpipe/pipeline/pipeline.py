@@ -23,6 +23,7 @@ from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.store import Store
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.binding import refuse_emptied
 from tawpipe.model.chain import Chain
 from tawpipe.model.export import export_hugging_face
 from tawpipe.model.flops import work_of
@@ -135,8 +136,7 @@ class Pipeline:
         # What the user said, and the processes.
         refuse_values(micro_batch=micro_batch, dtype=dtype, clip_norm=clip_norm, seed=seed, check=check)
         self.world = world = world or connect(timeout=timeout)
-        self.micro_batch, self.bin_tokens, self.clip_norm, self.seed = micro_batch, bin_tokens, clip_norm, seed
-        self.skip_limit, self.injector = skip_limit, injector
+        self.micro_batch, self.clip_norm, self.seed, self.injector = micro_batch, clip_norm, seed, injector
         self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
@@ -145,6 +145,11 @@ class Pipeline:
 
         # The model as a chain of blocks, and its first values.
         self.chain = chain = model if isinstance(model, Chain) else Chain(model, loss=loss)
+        if chain is model:
+            refuse_emptied(chain.given)
+            if loss is not None:
+                raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
+            loss = chain.loss
         settle_mtp(chain.model, without=without_mtp)
         refuse_cut_rows(chain, settings)
         self.work = work or work_of(chain)
@@ -162,6 +167,7 @@ class Pipeline:
         optimizer = optimizer or adamw()
         self._schedules = Schedules(schedule, chain.spec, world)
         refuse_strategy(chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
+        world_of_saves = world.with_group("saves", timedelta(days=7))  # while there are no lanes that an error leaves
         self.storage = filled_homes(chain, source, self._schedules, world, self.dtype)
         del source  # before anything else is allocated
         wiring = Wiring(
@@ -199,9 +205,23 @@ class Pipeline:
         """Of the time of a step; until ``set_timeout`` only communication is limited by it."""
         self._results = Results(wiring, self._limits, skip_limit)
         self._steps = Steps(wiring, self._rows, self._costs, self._limits)
-        self._state = State(wiring, self._results)
+        self._state = State(wiring, self._results, world_of_saves)
         self._closed = leave_at_exit(self, self.executor, self._state.savings, world)
         chain.hand_over()
+
+    @property
+    def bin_tokens(self) -> int:
+        """Tokens of documents that a process computes at once at most; 0 where documents are not dealt."""
+        return self._rows.bin_tokens
+
+    @property
+    def skip_limit(self) -> int:
+        """Steps in a row that may be left out as not finite before that is an error."""
+        return self._results.skip_limit
+
+    @skip_limit.setter
+    def skip_limit(self, limit: int) -> None:
+        self._results.skip_limit = limit
 
     def __repr__(self) -> str:
         """The model, the strategy, the processes, and how far training has come."""

@@ -22,7 +22,7 @@ class Results:
     """
 
     def __init__(self, wiring: Wiring, limits: Limits, skip_limit: int) -> None:
-        self._wiring, self._limits, self._skip_limit = wiring, limits, skip_limit
+        self._wiring, self._limits, self.skip_limit = wiring, limits, skip_limit
         self._recent: deque[StepResult] = deque()
         self.skipped = 0
         """Steps that were left out in a row, up to now."""
@@ -79,7 +79,7 @@ class Results:
             if self.without_labels == 1 and self._wiring.world.rank == 0:
                 logger.warning("a global batch has no label to learn: its step, like all such, is left out")
             return
-        if self.skipped < self._skip_limit:
+        if self.skipped < self.skip_limit:
             self.skipped += 1
             return
         if isfinite(result.loss) and isfinite(result.grad_norm):

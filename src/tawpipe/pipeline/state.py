@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,23 @@ from tawpipe.pipeline.parameters import Parameters
 from tawpipe.pipeline.results import Results
 from tawpipe.pipeline.wiring import Wiring
 from tawpipe.runtime.faults import Injector
+from tawpipe.runtime.world import World
 
 
 class State:
-    """A pipeline's state. Call every method on all ranks; what reads or replaces it drains first."""
+    """A pipeline's state. Call every method on all ranks; what reads or replaces it drains first.
 
-    def __init__(self, wiring: Wiring, results: Results) -> None:
+    Args:
+        world_of_saves: the processes, with a group that only saves use.
+    """
+
+    def __init__(self, wiring: Wiring, results: Results, world_of_saves: World) -> None:
         self._wiring, self._results = wiring, results
         self.step_number = 0
         self.savings: list[Saving] = []
         """Those that may be under way."""
         self.parameters = Parameters(wiring.storage, wiring.world)
-        self._world_of_saves = wiring.world.with_group("saves", timedelta(days=7))
+        self._world_of_saves = world_of_saves
         self._whole = True
         self._generation = 0  # changes whenever weights may have
 

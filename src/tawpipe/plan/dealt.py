@@ -90,7 +90,8 @@ class DealFound:
 
     def __repr__(self) -> str:
         fastest = next(iter(self.strategies), "none fits")
-        return f"Dealt({self.tokens:,} tokens a step, documents up to {self.max_document:,}; the fastest: {fastest})"
+        longest = f"documents up to {self.max_document:,}"
+        return f"DealFound({self.tokens:,} tokens a step, {longest}; the fastest: {fastest})"
 
     @classmethod
     def of(

@@ -26,7 +26,7 @@ from tawpipe.plan.request import MOST_TOKENS, PlanRequest
 from tawpipe.plan.search import whole_rows_fit
 from tawpipe.plan.updates import states_of
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
-from tawpipe.runtime.memory import taken_outside_torch
+from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.runtime.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
@@ -158,8 +158,12 @@ def request_of(
         UserError: a machine or a setting that cannot work for this model.
     """
     _ = share_in_sets(0, machine.topology.evened(), asked.settings)
-    with chain.borrowed():
-        return _request_of(chain, machine, asked, here or torch.device("cpu"), tell)
+    here = here or torch.device("cpu")
+    try:
+        with chain.borrowed():
+            return _request_of(chain, machine, asked, here, tell)
+    finally:
+        give_back(here)  # with what the chain held while it was borrowed
 
 
 def _request_of(

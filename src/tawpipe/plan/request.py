@@ -184,12 +184,8 @@ class PlanRequest:
                 raise UserError("schedule.strategy", step.strategy.name, f"{expected}: tawpipe-whole")
         return step
 
-    def compute_s(self, step: StepSpec) -> float:
-        """Seconds in which a device computes its share of one micro-batch, forward and backward."""
-        return sum(self.block_seconds(step))
-
     def block_seconds(self, step: StepSpec) -> list[float]:
-        """The same of every block."""
+        """Of every block, seconds in which a device computes its share of a micro-batch, forward and backward."""
         costs, found = self.of(step).costs.in_sets(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
             seconds = costs.forward_s(0, b, 0) * (block.kind != "head")

@@ -57,6 +57,8 @@ QUICK_PLAYED = 2_000
 PASSES = 3
 LEAN = {"micro_batches_per_visit": 1, "look_ahead": 1, "gradient_buffers": 1}
 """The values of settings that need the least memory, besides offloading and recomputing."""
+MOST_COMPARED = 2_000
+"""Ranks of a node, times blocks, up to which it is found out which strategies do the same there."""
 MOST_EFFORT = 13_500
 """Of all pipelines together for which orders are made, see ``pipelines.effort``, after which no other is looked at."""
 MOST_IMPROVED = 12_000
@@ -456,25 +458,27 @@ def unplayed(request: PlanRequest, step: StepSpec) -> str:
 
 def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     """Why a strategy is no other than one before it on these machines, or nothing."""
-    if request.topology.num_nodes > 1 or strategy.axis:
+    model, topology = request.model, request.topology
+    if topology.num_nodes > 1 or strategy.axis or topology.world_size * len(model.blocks) > MOST_COMPARED:
         return ""
-    with suppress(UserError):  # of one that cannot run here at all
-        program = _program_here(strategy, request.model, request.topology)
-        for other in strategies().values():
-            if other is strategy:
-                break
-            if not other.axis and _program_here(other, request.model, request.topology) == program:
+    for other in strategies().values():
+        if other is strategy:
+            break
+        if other.axis or not set(other.refusals) <= set(strategy.refusals):  # it can do what the other cannot
+            continue
+        with suppress(UserError):  # of one that cannot run here at all
+            if _program_here(other, model, topology) == _program_here(strategy, model, topology):
                 return f"the same as {other.name} on one node"
     return ""
 
 
 @lru_cache(maxsize=32)
-def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> tuple[object, ...]:
-    """Where units live, and what ranks do in a step of two rounds; other settings mean the same to all."""
+def _program_here(strategy: Strategy, model: ModelSpec, topology: Topology) -> int:
+    """A hash of where units live, and of what ranks do in a step of two rounds; other settings mean the same to all."""
     settings = replace(DEFAULT, strategy=strategy.name)
     shares = shares_of(2 * topology.world_size, topology, settings, strategy)
     step = step_of(model, topology, settings, shares, strategy=strategy)
-    return step.homes, build(step).programs
+    return hash((step.homes, build(step).programs))
 
 
 def plays(request: PlanRequest, step: StepSpec) -> int:

@@ -139,17 +139,22 @@ def offload(world: World) -> Outcome:
     return Outcome(losses[0] == losses[1], note, {"seconds": taken, "losses": losses})
 
 
+def _warm_up(config: LlamaConfig, device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    """Compute a layer until the device is as warm as in a run; nothing of it is there afterwards."""
+    with torch.device("meta"):
+        bench = Bench(Chain(made(config)), device, dtype, tokens)
+    with bench.case(LAYER, [tokens]) as case:
+        warm_up(partial(forward_and_backward, bench, case), device)
+
+
 def _steps(
     world: World, config: LlamaConfig, dtype: torch.dtype, settings: ScheduleSettings, tokens: int
 ) -> tuple[list[TimedStep], list[int]]:
     """A few steps, without the first two of them; and the clock of the device before and after, in MHz."""
     with torch.device("meta"):
         model: Any = made(config)
-        other = Chain(made(config))
     if world.device.type == "cuda":
-        bench = Bench(other, world.device, dtype, tokens)
-        with bench.case(LAYER, [tokens]) as case:
-            warm_up(partial(forward_and_backward, bench, case), world.device)
+        _warm_up(config, world.device, dtype, tokens)
         give_back(world.device)
     pipeline = Pipeline(model, schedule=settings, dtype=dtype, check="never", world=world)
     steps, clocks = list[TimedStep](), [clock_mhz(world.device)]

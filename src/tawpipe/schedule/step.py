@@ -280,9 +280,6 @@ class Strategy(ABC):
             if value != neutral:
                 expected = "nothing" if neutral == "" else neutral
                 raise UserError(f"schedule.{name}", value, f"{expected} under {self.name}: {reason}")
-        for name in SPECIAL:
-            if (value := getattr(step.settings, name)) and name not in self.uses:
-                raise UserError(f"schedule.{name}", value, f"nothing under {self.name}, which has no stages")
 
 
 @dataclass(frozen=True)

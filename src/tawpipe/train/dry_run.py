@@ -86,7 +86,15 @@ def dry_run(config: TrainConfig, shape: Shape | None) -> int:
 
 def _examine(config: TrainConfig, world: World, console: Console, cache: str) -> None:
     _ = faults_of(config, world.size)
-    measure = _machine_of_one if world.group is None and world.size > 1 else probed
+    alone = world.group is None and world.size > 1
+    assumed: list[Machine] = []
+
+    def measure(world: World) -> Machine:
+        if not alone:
+            return probed(world)
+        assumed.append(_machine_of_one(world))
+        return assumed[0]
+
     prepared = prepare(
         config,
         world,
@@ -97,8 +105,8 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         show=lambda plan: console.line("\n".join(f"  {line}" for line in plan.table())),
     )
     config, chain, state, plan = prepared.config, prepared.chain, prepared.state, prepared.plan
-    if plan is not None and prepared.request is not None and measure is _machine_of_one:
-        console.notice(ASSUMED.format(rate=prepared.request.machine.inside.bytes_per_s / 1e9))
+    if assumed:  # for a plan that was made now
+        console.notice(ASSUMED.format(rate=assumed[0].inside.bytes_per_s / 1e9))
     if state is not None:
         refuse_other_run(config, state, chain, prepared.start.place)
     chain.quantise(config.quantize, prepared.dtype)

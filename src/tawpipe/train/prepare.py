@@ -21,7 +21,7 @@ from tawpipe.model.build import BuiltModel
 from tawpipe.model.chain import Chain
 from tawpipe.model.rope import rope_words
 from tawpipe.options import Open
-from tawpipe.pipeline.refuse import refuse_settings
+from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
 from tawpipe.plan.measure import Asked
 from tawpipe.plan.plan_file import SavedPlan
 from tawpipe.plan.predict import Needs
@@ -177,6 +177,7 @@ def prepare(
     if followed.line:
         console.line(followed.line)
     schedule = followed.schedule
+    refuse_cut_rows(chain, schedule)  # a plan from elsewhere may say what the user has not
     needs, request = check_memory(planning, schedule, batch, request=followed.request, tell=console.notice)
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
@@ -216,7 +217,9 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
     rows += step_rows(said, world.nodes)
-    return rows + (memory_rows(prepared.needs) if prepared.needs is not None else [])
+    if prepared.needs is None:  # why, a notice has said
+        return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]
+    return rows + memory_rows(prepared.needs)
 
 
 def tell_without_effect(settings: ScheduleSettings, world: World, console: Console) -> None:

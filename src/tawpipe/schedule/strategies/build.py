@@ -10,7 +10,7 @@ from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec
-from tawpipe.schedule.step import Schedule, StepSpec, Strategy
+from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
 
@@ -56,6 +56,9 @@ def step_of(
     if not 0 <= offloaded <= layers:
         raise UserError("schedule.offloaded_layers", offloaded, f"0 to {layers}, the layers of the model")
     strategy.check(step)
+    for name in SPECIAL:
+        if (value := getattr(settings, name)) and name not in strategy.uses:
+            raise UserError(f"schedule.{name}", value, f"nothing under {strategy.name}, which has no stages")
     if step.sequence_ranks > 1 and not settings.sequence_chunk and any(map(step.saves, range(layers + 1))):
         expected = "full with sequence_ranks, or selective if sequence_chunk is set as well"
         raise UserError("schedule.recompute", settings.recompute, expected)

@@ -1,0 +1,28 @@
+"""A pipeline of a chain that is there already."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from cases import llama
+from states import BATCHES, make
+from tawpipe import Pipeline, UserError
+from tawpipe.model.chain import Chain
+
+
+def twice(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def test_it_has_the_loss_of_its_chain() -> None:
+    chain = Chain(llama(torch.float32), loss=twice)
+    with pytest.raises(UserError, match=r"loss: got .*unset beside a Chain"):
+        Pipeline(chain, loss=twice)
+    with closing(make()) as plain, closing(Pipeline(chain, check="never")) as pipeline:
+        once = plain.step(BATCHES[0]).loss
+        assert once is not None and pipeline.step(BATCHES[0]).loss == pytest.approx(2 * once, rel=1e-5)
+    with pytest.raises(UserError):
+        Pipeline(chain)  # which is empty now
