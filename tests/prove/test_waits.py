@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
 from tawpipe.pipeline.batches import Deal
-from tawpipe.plan import profile
+from tawpipe.plan import measure, profile
 from tawpipe.prove import reserved, waits
 from tawpipe.prove.models import alone, llama
 from tawpipe.prove.outcome import FAILS
@@ -69,7 +69,8 @@ def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatc
     monkeypatch.setitem(reserved.TOKENS, "cuda", 256)
     monkeypatch.setattr(reserved, "ROOM", 200_000)  # of 1.4 MB
     if not given_back:
-        monkeypatch.setattr(profile, "give_back", lambda _: None)
+        for module in (profile, measure):
+            monkeypatch.setattr(module, "give_back", lambda _: None)
     with fake_cuda() as ledger, monkeypatch.context() as counts:
         for name, function in Driver(ledger, system).functions().items():
             counts.setattr(torch.cuda, name, function)
