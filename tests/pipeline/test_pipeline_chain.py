@@ -26,3 +26,9 @@ def test_it_has_the_loss_of_its_chain() -> None:
         assert once is not None and pipeline.step(BATCHES[0]).loss == pytest.approx(2 * once, rel=1e-5)
     with pytest.raises(UserError):
         Pipeline(chain)  # which is empty now
+
+
+def test_rows_of_a_chain_made_on_meta_can_be_cut() -> None:
+    """Masks are looked at on a device that has numbers."""
+    with torch.device("meta"):
+        assert Chain(llama(torch.float32)).alone == ""

@@ -73,10 +73,11 @@ class PackedMask:
             expected &= key > query - window
         zero = torch.zeros((), dtype=torch.long, device="cpu")
         try:
-            same = all(
-                torch.equal(torch.as_tensor(function(zero, zero + head, query, key)).expand_as(expected), expected)
-                for head in (0, 1)
-            )
+            with torch.device("cpu"):  # wherever new tensors go by default, as where a model is made on meta
+                same = all(
+                    torch.equal(torch.as_tensor(function(zero, zero + head, query, key)).expand_as(expected), expected)
+                    for head in (0, 1)
+                )
         except Exception:
             same = False  # it reads tensors of its own: not a function of the distance between two tokens
         if not same or not expected.any(dim=1).all():

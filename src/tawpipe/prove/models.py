@@ -46,7 +46,8 @@ def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConf
 def on_meta(config: LlamaConfig) -> Chain:
     """The model without values, to be measured and then trained."""
     with torch.device("meta"):
-        return Chain(LlamaForCausalLM(config))
+        model = LlamaForCausalLM(config)
+    return Chain(model)
 
 
 def made(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:

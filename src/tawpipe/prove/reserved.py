@@ -55,6 +55,7 @@ def reserved(world: World) -> Outcome:
     everyone = [words for words in world.gather_texts("; ".join(too_much)) if words]
     note = everyone[0] if everyone else f"{len(found)} ways to train"
     note += "" if cuda else "; tensors alone, as a CPU has one pool"
+    note += "".join(f"; not {name}: {why}" for name, why in refused.items())
     holds = False if everyone else True if cuda else None
     return Outcome(holds, note, {"ways": found, "refused": refused, "streams": streams, "too_much": everyone})
 

@@ -13,7 +13,6 @@ import torch
 from transformers import LlamaConfig
 
 from tawpipe.model.attention_kernel import kernel_of_model
-from tawpipe.model.chain import Chain
 from tawpipe.model.flops import chain_flops, mfu, peak_flops
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.bench import Bench, Case
@@ -141,8 +140,7 @@ def offload(world: World) -> Outcome:
 
 def _warm_up(config: LlamaConfig, device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     """Compute a layer until the device is as warm as in a run; nothing of it is there afterwards."""
-    with torch.device("meta"):
-        bench = Bench(Chain(made(config)), device, dtype, tokens)
+    bench = Bench(on_meta(config), device, dtype, tokens)
     with bench.case(LAYER, [tokens]) as case:
         warm_up(partial(forward_and_backward, bench, case), device)
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.bench import Bench
 from tawpipe.plan.profile import clock_mhz
-from tawpipe.prove.models import dtype_here, made, rows, sized, small
+from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward, warm_up
@@ -143,9 +142,7 @@ def beside(world: World) -> Outcome:
         for name, blocks in named.items()
     }
     config, dtype, tokens = sized(world.device), dtype_here(world), TOKENS[world.device.type]
-    with torch.device("meta"):
-        chain = Chain(made(config))
-    bench = Bench(chain, world.device, dtype, 1024)
+    bench = Bench(on_meta(config), world.device, dtype, 1024)
     seconds: dict[str, float] = {}
     clocks = [clock_mhz(world.device)]
     try:
