@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def llama(*, hidden: int, layers: int, heads: int, vocabulary: int) -> LlamaConf
 def on_meta(config: LlamaConfig) -> Chain:
     """The model without values, to be measured and then trained."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(deepcopy(config))  # a chain's attention is written into its model's
     return Chain(model)
 
 
