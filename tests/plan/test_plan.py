@@ -37,6 +37,7 @@ from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import load_plan, planned_settings, record_of, request_from, settings_of
 from tawpipe.plan.predict import _play, bound_of, memory_of, memory_quickly, predict
 from tawpipe.plan.profile import estimate, fit, measure, size_of
+from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import Candidate, search, with_settings
 from tawpipe.schedule.pipelines.limits import searched
 from tawpipe.schedule.pipelines.search import generate as generating
@@ -553,3 +554,20 @@ def test_what_transfers_cost_a_layer_beside_them_is_in_the_seconds():
             predict(one, step_of(one, "flat")).step_seconds for one in (plan_request(machine), plan_request(slower))
         )
         assert beside == pytest.approx(factor * alone, rel=1e-3)
+
+
+def test_on_one_node_strategies_that_do_the_same_are_planned_once(monkeypatch):
+    """By what ranks do; on two nodes, or where the earlier one is in no plan, nothing is left out."""
+    near = uniform(1, 4, between=LinkModel(1e9), inside=LinkModel(1e8), device=Device())
+    table = strategies()
+
+    def same(asked: PlanRequest) -> dict[str, str]:
+        kept = {name: searching._same_here(strategy, asked) for name, strategy in table.items()}
+        return {name: why for name, why in kept.items() if why}
+
+    found = same(plan_request(near))
+    names = ("tawpipe-step", "tawpipe-striped", "hsdp")
+    assert found == dict.fromkeys(names, "the same as tawpipe-spread on one node") and same(plan_request()) == {}
+    monkeypatch.setattr(type(table["tawpipe-spread"]), "candidate", False)
+    monkeypatch.setattr(type(table["tawpipe-step"]), "candidate", True)
+    assert "tawpipe-step" not in same(plan_request(near))

@@ -464,8 +464,8 @@ def _same_here(strategy: Strategy, request: PlanRequest) -> str:
     for other in strategies().values():
         if other is strategy:
             break
-        if other.axis or not set(other.refusals) <= set(strategy.refusals):  # it can do what the other cannot
-            continue
+        if other.axis or not other.candidate or not set(other.refusals) <= set(strategy.refusals):
+            continue  # it is not planned itself, or cannot do all that this one can
         with suppress(UserError):  # of one that cannot run here at all
             if _program_here(other, model, topology) == _program_here(strategy, model, topology):
                 return f"the same as {other.name} on one node"
