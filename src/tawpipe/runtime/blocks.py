@@ -17,9 +17,7 @@ from tawpipe.runtime.rows import Places, Room
 from tawpipe.runtime.sets import SetTokens
 from tawpipe.runtime.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane
-from tawpipe.schedule.buffers import (
-    Buffer,
-)
+from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.spec import ModelSpec
 
 T = TypeVar("T")
@@ -101,10 +99,10 @@ class Blocks:
 
     def drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
         """``forward()`` with the random numbers of this block and micro-batch."""
-        state = action.block, self.chain.model.training
-        return self.random.run(state, seed_of(given.seed or 0, given.step, action.micro_batch, action.block), forward)
+        return self.random.run(self.state(action), self.seed(action, given), forward)
 
     def state(self, action: Action) -> tuple[int, bool]:
+        """What a block's first run is the first of: of it in training, or in an evaluation."""
         return action.block, self.chain.model.training
 
     def seed(self, action: Action, given: StepInput) -> int:

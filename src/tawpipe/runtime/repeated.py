@@ -16,7 +16,7 @@ from tawpipe.schedule.actions import Action
 
 def sums_when_new(blocks: Blocks, action: Action) -> list[Tensor] | None:
     """Sums over the bits of a block's weights, if it runs for the first time."""
-    if (action.block, blocks.chain.model.training) in blocks.repeated:
+    if blocks.state(action) in blocks.repeated:
         return None
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     flats = [blocks.bound[unit] for unit in blocks.spec.blocks[action.block].units]
