@@ -312,6 +312,23 @@ def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     assert max(most) <= 2 * searched(4) + 1
 
 
+def test_what_does_not_fit_is_played_once_however_many_ways_were_looked_at(monkeypatch):
+    """Sets of several sizes and layouts need memory only to be compared."""
+    played_steps, predict = list[str](), searching.predict
+
+    def watched(request, step):
+        played_steps.append(step.strategy.name)
+        return predict(request, step)
+
+    monkeypatch.setattr(searching, "predict", watched)
+    cut = replace(profile(8), in_chunks=profile(8).blocks, cuts=True)
+    asked = replace(plan_request(global_batch=8, model=llama(8), profile=cut), memory_bytes=1)
+    candidates = search(asked)
+    assert asked.sets and not any(candidate.fits for candidate in candidates)
+    assert len(played_steps) == len(set(played_steps)) == sum(one.prediction is not None for one in candidates)
+    assert all(one.prediction.timeline is not None for one in candidates if one.prediction is not None)
+
+
 def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
     monkeypatch.setattr(searching, "PATIENCE_S", 0.0)
     words = "--model tiny --vocab-size 500 --topology 1x2 --device-name H100 --sequence-length 64 --global-batch 4"

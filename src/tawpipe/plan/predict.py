@@ -29,7 +29,7 @@ PLAYED_ROUNDS = 3
 """Full rounds of a step that are played where there are more; and one more."""
 LARGEST_WORK = 3_500
 """Ranks that are played, times blocks, beyond which a strategy is not played: a search should take seconds."""
-MOST_UNEVEN = 30_000
+MOST_UNEVEN = 6_000
 """Micro-batches, times blocks, beyond which devices that have one more or less are taken for equal ones."""
 
 

@@ -257,9 +257,8 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
     """
     outlook = outlook or Outlook()
     best = _best_of(request, strategy, axis, outlook)
-    if "sequence_ranks" in strategy.refusals or not (request.leaves_idle or not _on_device(best)):
-        return best
-    for ranks in request.sets:
+    spread = "sequence_ranks" not in strategy.refusals and (request.leaves_idle or not _on_device(best))
+    for ranks in request.sets if spread else ():
         other = _best_of(request.with_ranks(ranks), strategy, axis, outlook)
         if other.fits != best.fits:
             better = other.fits
@@ -268,6 +267,8 @@ def _best(request: PlanRequest, strategy: Strategy, axis: str = "", outlook: Out
         else:
             better = _peak(other) < _peak(best)
         best = other if better else best
+    if best.step is not None and best.prediction and best.prediction.timeline is None:
+        return replace(best, prediction=predict(request, best.step))
     return best
 
 
@@ -357,8 +358,11 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
             options = [with_settings(step, look_ahead=1, gradient_buffers=1) for step in options]
             best = _fastest(request, [*_offloaded(request, options), *_in_chunks(request, options)])
         if best is None:
-            good = fits(request, memory_quickly(request, least))
-            return replace(refused, step=least, prediction=predict(request, least), fits=good)
+            if fits(request, needs := memory_quickly(request, least)):
+                return Candidate(strategy.name, least, predict(request, least), True)
+            # Of several that do not fit, only the one that needs least is played, in ``_best``.
+            bound = bound_of(request, least)
+            return replace(refused, step=least, prediction=Prediction(bound, 0.0, 0.0, 0, needs, bound))
     return Candidate(strategy.name, *best, True)
 
 
