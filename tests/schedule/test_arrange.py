@@ -42,7 +42,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def problems(draw: st.DrawFn) -> tuple[Layout, PipelineCosts, int, bool]:
     """A layout, costs with a limit of memory or without, a number of micro-batches, whether backward passes part."""
     layout = draw(layouts())
-    blocks = tuple(BlockTimes(*(draw(TIMES) for _ in range(5))) for _ in range(layout.blocks))
+    blocks = tuple(BlockTimes(*(draw(TIMES) for _ in range(6))) for _ in range(layout.blocks))
     pace = tuple(draw(st.sampled_from([1.0, 0.7, 2.0])) for _ in range(layout.size)) if draw(st.booleans()) else ()
     nodes = tuple(draw(st.integers(0, 2)) for _ in range(layout.size)) if draw(st.booleans()) else ()
     costs = PipelineCosts(blocks, draw(TIMES), pace, near_hop=draw(TIMES), nodes=nodes)
@@ -52,8 +52,9 @@ def problems(draw: st.DrawFn) -> tuple[Layout, PipelineCosts, int, bool]:
 
 
 def least_memory(layout: Layout, costs: PipelineCosts) -> float:
-    """What the fullest position keeps of one micro-batch."""
-    return max(costs.stages(layout).micro_batch)
+    """What the fullest position holds for good, and keeps of one micro-batch."""
+    table = costs.stages(layout)
+    return max(map(sum, zip(table.resident, table.micro_batch, strict=True)))
 
 
 @given(problems())
@@ -133,6 +134,18 @@ def test_less_memory_means_more_time_until_one_micro_batch_does_not_fit():
     assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
     with pytest.raises(UserError, match=r"'1.5'; at least 2: position 0 keeps .* 0.5 more than there is"):
         arrange(layout, equal_blocks(8, memory=1.5), 8)
+
+
+def test_a_position_with_more_weights_has_fewer_micro_batches_under_way():
+    """The limit is one of each position: what is resident elsewhere takes nothing from it."""
+    end, layer = BlockTimes(0, 0, 0, kept=0.0), BlockTimes(1, 1, 1)
+    layout = Layout.even(6, 2)
+    heavy = PipelineCosts((end, layer, layer, *[replace(layer, resident=3.0)] * 2, end), memory=10.0)
+    light = replace(heavy, blocks=(end, *[layer] * 4, end), memory=10.0)
+    whole = {costs: peak(layout, arrange(layout, costs, 8, split=False), costs) for costs in (heavy, light)}
+    assert max(whole[heavy]) <= 10 and whole[heavy][0] == whole[light][0]
+    with pytest.raises(UserError, match="at least 8: position 1"):
+        arrange(layout, replace(heavy, memory=7.0), 8)
 
 
 def test_groups_that_interleaved_1f1b_can_use():

@@ -35,12 +35,16 @@ def problems(draw) -> tuple[Layout, PipelineCosts, int]:
     places = draw(st.permutations([*range(size), *(draw(st.integers(0, size - 1)) for _ in range(stages - size))]))
     times = st.sampled_from([0.5, 1.0, 1.5, 0.37])
     blocks = tuple(
-        BlockTimes(draw(times), draw(times), draw(times), draw(st.sampled_from([1.0, 2.0, 0.7])), draw(times))
+        BlockTimes(
+            *(draw(times), draw(times), draw(times), draw(st.sampled_from([1.0, 2.0, 0.7])), draw(times)),
+            resident=draw(st.sampled_from([0.0, 1.0, 2.5])),
+        )
         for _ in range(stages)
     )
     layout = Layout(stages, tuple(range(stages)), tuple(places))
     hop, host = draw(st.sampled_from([0.0, 0.3])), draw(st.sampled_from([0.2, 1.0, 3.0]))
-    limit = max(block.kept for block in blocks) * draw(st.sampled_from([1.0, 1.3, 2.0, 3.5]))
+    each = draw(st.sampled_from([1.0, 1.3, 2.0, 3.5])) * max(block.kept for block in blocks)
+    limit = each + max(PipelineCosts(blocks).stages(layout).resident)
     near = {"near_hop": 0.1, "nodes": (*range(size - 1), 0)} if draw(st.booleans()) else {}
     return layout, PipelineCosts(blocks, hop, memory=limit, host=host, **near), draw(st.integers(1, 4))
 
@@ -68,12 +72,13 @@ def delayed(seed: int) -> Callable[[Work], float]:
 
 def held(layout: Layout, times: dict[Work, tuple[float, float]], costs: PipelineCosts) -> list[float]:
     """The most memory of every position in one timing."""
-    most, table = [0.0] * layout.size, costs.stages(layout)
+    table = costs.stages(layout)
+    most = [*table.resident]
     for place in range(layout.size):
         own = [work for work in times if layout.places[work.stage] == place]
         events = [(times[work][0], 1, table.taken[work.kind, work.stage]) for work in own]
         events += [(times[work][1], 0, -table.given[work.kind, work.stage]) for work in own]
-        level = 0.0
+        level = table.resident[place]
         for _, _, change in sorted(events):
             level += change
             most[place] = max(most[place], level)

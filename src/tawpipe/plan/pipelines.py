@@ -6,6 +6,7 @@ Times are in microseconds and memory in boundary activations, rounded: what a ru
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -13,10 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.predict import memory_of, memory_quickly, short_schedule
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -96,10 +96,9 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     positions = strategy.positions(request.topology)
     costs, stages = pipeline_costs(request, positions, recompute), strategy.stages
     boundary = request.profile.memory.boundary * request.size.tokens
-    layout: Layout | None = None
     try:
         for _ in range(TRIES):
-            if strategy.searches_stages and (layout is None or max(costs.stages(layout).micro_batch) > costs.memory):
+            if strategy.searches_stages:  # anew where memory was too little: other stages may then be best
                 from tawpipe.schedule.pipelines.search.generate import generate
 
                 layout = generate(costs, positions.size, -(-request.micro_batches // positions.replicas), budget=budget)
@@ -111,8 +110,7 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
             needs = memory_quickly(request, request.step(settings, made))
             if (over := needs.device - request.memory_bytes) <= 0:
                 break
-            held = min(costs.memory, needs.parts["activations"] // boundary)
-            costs = replace(costs, memory=max(0, held - over // boundary - 1))
+            costs = replace(costs, memory=max(0, costs.memory - over // boundary - 1))
     except UserError as error:
         if error.setting != MEMORY_OF_A_POSITION:
             raise
@@ -131,6 +129,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     """
     costs, memory, blocks = request.costs, request.profile.memory, []
     boundary = memory.boundary * request.size.tokens
+    room, resident = _room(request, positions, recompute)
     for number, block in enumerate(request.model.blocks):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
         forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
@@ -140,13 +139,13 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         kept = memory.kept.get(saved, 0.0) / memory.boundary if saved else float(block.kind != "embedding")
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
         times = (round(one * MICRO) for one in (forward, back - weights, weights))
-        blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2)))
+        blocks.append(BlockTimes(*times, round(kept, 2), round(linear, 2), resident[number]))
     factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
     host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
     return PipelineCosts(
         tuple(blocks),
         pace=tuple(factors) if set(factors) != {1.0} else (),
-        memory=_room(request, positions, boundary),
+        memory=room,
         host=round(host * MICRO) if host < math.inf else math.inf,
         **hops(positions, boundary, between=costs.between, inside=costs.inside),
     )
@@ -169,11 +168,38 @@ def hops(positions: Positions, boundary: float, *, between: LinkModel, inside: L
     return {"hop": time(between), **near}
 
 
-def _room(request: PlanRequest, positions: Positions, boundary: float) -> float:
-    """Boundary activations that a device has room for, with the stages of an even pipeline."""
+def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[float, list[float]]:
+    """Memory of a position, and what every block takes of it for good: weights, gradients, optimizer state, and what
+    computing it needs beyond a layer. Both in boundary activations; no end and nothing where memory is not known.
+    """
+    blocks, widths = request.model.blocks, request.widths
     if not request.memory_bytes:
-        return math.inf
-    settings = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="")
-    parts = memory_quickly(request, request.step(settings)).parts
-    others = sum(size for name, size in parts.items() if name not in ("activations", "host"))
-    return max(0, (request.memory_bytes - others) // boundary - PASSING)
+        return math.inf, [0.0] * len(blocks)
+    fixed = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="", recompute=recompute)
+    step = request.step(fixed)
+    schedule, memory, tokens = (
+        short_schedule(request, step),
+        request.of(step).profile.memory,
+        round(request.size.tokens),
+    )
+    working = dict.fromkeys((block.kind for block in blocks), 0)
+    for action in itertools.chain.from_iterable(schedule.programs):
+        if action.block >= 0:
+            kind = blocks[action.block].kind
+            working[kind] = max(working[kind], memory.working_of(schedule, action, tokens))
+    usual = working.get("layer", 0)
+    resident = []
+    for block in blocks:
+        of_units = 0.0
+        for number in block.units:
+            home, unit = step.homes[number], request.model.units[number]
+            of_units += home.stripe * widths.at_home(number, trainable=unit.trainable)
+            if positions.replicas > 1:  # weights come from the others, and gradients go to them
+                summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
+                of_units += home.padded * widths.weight + summed
+        resident.append(of_units + max(0, working[block.kind] - usual))
+    parts = memory_of(request, schedule).parts
+    others = parts["system"] + parts.get("apart", 0) + usual + widths.unpacked * widths.weight
+    boundary = request.profile.memory.boundary * request.size.tokens
+    room = (request.memory_bytes - others) // boundary - PASSING
+    return max(0, room), [float(math.ceil(one / boundary)) for one in resident]

@@ -254,13 +254,14 @@ def held(
     outside = {kind: each for kind, each in activation_bytes.items() if kind in OUTSIDE}
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     programs = [activations_held(schedule, rank, on_device) for rank in ranks]
-    moments = [(total, working(action)) for program in programs for action, total in program]
-    activations, computing = max(moments, key=sum, default=(0, 0))
+    moments = [max(((total, working(action)) for action, total in own), key=sum, default=(0, 0)) for own in programs]
+    most = max(range(len(ranks)), key=lambda index: home[index] + buffers[index] + sum(moments[index]))
+    activations, computing = moments[most]
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
     return StepMemory(
-        home_bytes=max(home),
-        buffer_bytes=max(buffers),
+        home_bytes=home[most],
+        buffer_bytes=buffers[most],
         activation_bytes=activations,
         working_bytes=computing,
         host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),

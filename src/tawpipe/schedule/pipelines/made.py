@@ -64,8 +64,9 @@ class ZeroBubble(Made):
         stages and of one more while W runs, and what p of W wait for.
         """
         table = costs.stages(layout)
-        kept, waiting = max(table.kept), max(table.kept_for_weights)
-        return replace(costs, memory=min(costs.memory, (2 * layout.size + 1) * kept + layout.size * waiting))
+        kept, waiting, resident = max(table.kept), max(table.kept_for_weights), max(table.resident)
+        most = resident + (2 * layout.size + 1) * kept + layout.size * waiting
+        return replace(costs, memory=min(costs.memory, most))
 
 
 class Generated(Made):

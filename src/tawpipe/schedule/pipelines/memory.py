@@ -24,13 +24,13 @@ def fits(costs: PipelineCosts, memory: float) -> bool:
 
 
 def peak(layout: Layout, order: Order, costs: PipelineCosts) -> tuple[float, ...]:
-    """The most memory of every position over all timings that the order allows."""
+    """The most memory of every position over all timings that the order allows, what is resident included."""
     return worst(costs.stages(layout), order)
 
 
 def worst(table: StageCosts, order: Order) -> tuple[Any, ...]:
     """The same, in the numbers of the costs given."""
-    return tuple(_worst(place, order, table) for place in range(table.layout.size))
+    return tuple(table.resident[place] + _worst(place, order, table) for place in range(table.layout.size))
 
 
 def _worst(place: int, order: Order, table: StageCosts) -> float:
@@ -73,7 +73,7 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
     """
     after: dict[Work, Work] = {}
     hosts, table = order.host or ((),) * layout.size, costs.stages(layout)
-    for compute, host in zip(order.compute, hosts, strict=True):
+    for place, (compute, host) in enumerate(zip(order.compute, hosts, strict=True)):
         own, other = table.levels(compute), table.levels(host)
         for works, mine, others, theirs in ((compute, own, host, other), (host, other, compute, own)):
             started = 0
@@ -83,7 +83,7 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
                     started += 1
                 if not table.taken[work.kind, work.stage]:
                     continue
-                if wait := _least(table.limit - mine[2 * index + 1], theirs, started):
+                if wait := _least(table.limits[place] - mine[2 * index + 1], theirs, started):
                     after[work] = others[wait - 1]
     return replace(order, after=after)
 

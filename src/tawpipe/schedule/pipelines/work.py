@@ -135,7 +135,7 @@ class PipelineCosts:
         hop: time of a boundary activation, or of its gradient, from one position to another; links do not get in each
             other's way.
         pace: multiplies the times of every position; empty for 1.
-        memory: a position can keep at one time, besides what is resident there.
+        memory: of a position, in which its blocks' weights are resident and inputs are kept.
         host: time of a unit of kept memory on a position's link to its host; one transfer at a time, either way.
         near_hop: like ``hop``, between two positions of one node.
         nodes: the node of every position; empty where each is on one of its own.
@@ -170,11 +170,14 @@ class StageCosts:
     Args:
         seconds: time by (kind, stage).
         kept, kept_for_weights: by stage, memory of a micro-batch from F to B or I, and from I to W.
+        resident: by position, memory of weights, gradients and optimizer state.
     """
 
     def __init__(self, layout: Layout, costs: PipelineCosts) -> None:
         self.layout, self.costs = layout, costs
         self.kept, self.kept_for_weights = self._sums(attrgetter("kept")), self._sums(attrgetter("kept_for_weights"))
+        resident = self._sums(attrgetter("resident"))
+        self.resident = [sum(resident[stage] for stage in layout.stages_of(p)) for p in range(layout.size)]
         self.seconds: dict[tuple[str, int], Any] = {}
         for kind, time in TIMES.items():
             for stage, total in enumerate(self._sums(time)):
@@ -198,10 +201,15 @@ class StageCosts:
         kinds = {"B": self.kept, "I": self.kept, "O": self.kept, "W": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
-    @property
-    def limit(self) -> float:
-        """Memory of a position, and what sums of floats may exceed it by."""
-        return self.costs.memory * (1 + ROUNDING)
+    @cached_property
+    def rooms(self) -> list[Any]:
+        """By position, memory besides what is resident; below zero where that alone is too much."""
+        return [self.costs.memory - resident for resident in self.resident]
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """The same, and what sums of floats may exceed the memory by."""
+        return [self.costs.memory * (1 + ROUNDING) - resident for resident in self.resident]
 
     @property
     def micro_batch(self) -> list[Any]:

@@ -11,7 +11,7 @@ from tawpipe.schedule.pipelines.work import PipelineCosts, StageCosts
 def apart(table: StageCosts, stage: int) -> bool:
     """True if there is room for both, what I gives back and what it takes: else the backward pass has to be whole."""
     both = table.kept[stage] + table.kept_for_weights[stage]
-    return table.seconds["W", stage] > 0 and both <= table.limit
+    return table.seconds["W", stage] > 0 and both <= table.limits[table.layout.places[stage]]
 
 
 def _kinds(table: StageCosts, *, split: bool) -> list[str]:
@@ -59,7 +59,7 @@ def _late(table: StageCosts, micro_batches: int, place: int) -> float:
     most = micro_batches * sum(seconds for _, seconds in parts)
     if math.isinf(table.costs.memory) or not all(memory > 0 for memory, _ in parts):
         return most
-    room = table.limit - min(table.kept[stage] for stage in stages)
+    room = table.limits[place] - min(table.kept[stage] for stage in stages)
     counts = [room / memory if len(parts) > 1 else math.floor(room / memory) for memory, _ in parts]
     return min(
         most, max(0.0, max((count * seconds for count, (_, seconds) in zip(counts, parts, strict=True)), default=0))
@@ -92,7 +92,7 @@ def _memory(table: StageCosts, micro_batches: int, place: int, *, split: bool) -
         if (gain := (trip - own - link) * kept) > 0:
             saved.append((gain / max(link, 1e-12), micro_batches * link))
     saved.sort(reverse=True)
-    limit = table.limit
+    limit = table.limits[place]
     most = max(table.kept_for_weights[stage] for stage in stages)
     later = most * _late(table, micro_batches, place) if split else 0.0
     found = _held(total + max(0.0, more - later), saved, limit)

@@ -206,9 +206,10 @@ class Model:
         stages = layout.stages_of(place)
         kept = {stage: self.table.kept[stage] for stage in stages}
         parts = {stage: self.table.kept_for_weights[stage] if self._apart(stage) else 0.0 for stage in stages}
-        if fits(costs, self.micro_batches * sum([*kept.values(), *parts.values()])):
+        room = self.table.rooms[place]
+        if fits(costs, self.table.resident[place] + self.micro_batches * sum([*kept.values(), *parts.values()])):
             return
-        unit = unit_of([one for one in (*kept.values(), *parts.values()) if one > 0], costs.memory / GRAINS)
+        unit = unit_of([one for one in (*kept.values(), *parts.values()) if one > 0], room / GRAINS)
         held, demands = [], []
 
         def hold(first: Work, last: Work, memory: float, present: Any = True) -> None:
@@ -250,7 +251,7 @@ class Model:
                     hold(into, back, kept[stage], away)
                 if away is not True:
                     hold(front, back, kept[stage], True if away is False else ~away)
-        model.add_cumulative(held, demands, math.floor(costs.memory / unit + 1e-6))
+        model.add_cumulative(held, demands, math.floor(room / unit + 1e-6))
 
     def _transfers(self, stage: int, number: int) -> Any:
         """O and R, if they are there: true, false or a variable."""

@@ -46,9 +46,9 @@ def round_trips(layout: Layout, costs: PipelineCosts, spare: int = 0) -> list[in
 def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, share: float):
     """A fixed pattern: of every stage evenly spread micro-batches, as many times ``share`` as do not fit."""
     away, table = set(), costs.stages(layout)
-    for works in compute:
-        most = max(table.levels(works))
-        part = min(1.0, share * (1 - costs.memory / most)) if not fits(costs, most) else 0.0
+    for place, works in enumerate(compute):
+        most, room = max(table.levels(works)), table.rooms[place]
+        part = min(1.0, share * (1 - room / most)) if most > table.limits[place] else 0.0
         for work in works:
             number = work.micro_batch
             if work.kind == "F" and math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9):
@@ -59,9 +59,9 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
 def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCosts, margin: float):
     """Whenever something does not fit, what is wanted last goes (Belady's rule), by the order alone."""
     away, table = set(), costs.stages(layout)
-    for works in compute:
+    for place, works in enumerate(compute):
         unit = max(table.taken["F", work.stage] for work in works)
-        limit = max(costs.memory - margin * unit, unit) * (1 + ROUNDING)
+        limit = max(table.rooms[place] - margin * unit, unit) * (1 + ROUNDING)
         wanted = {(w.stage, w.micro_batch): number for number, w in enumerate(works) if w.kind in "BI"}
         here: dict[tuple[int, int], float] = {}
         parts = 0.0
@@ -166,10 +166,12 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
     """
     table = costs.stages(layout)
     if math.isinf(costs.host):
-        least = max(table.micro_batch)
+        each = table.micro_batch
         what = "one micro-batch in flight without the host's memory"
     else:
-        least, what = max(table.kept), "one stage's of one micro-batch, all else in the host's memory"
+        each = [max(table.kept[stage] for stage in layout.stages_of(place)) for place in range(layout.size)]
+        what = "one stage's of one micro-batch, all else in the host's memory"
+    least = max(resident + kept for resident, kept in zip(table.resident, each, strict=True))
     if not fits(costs, least):
         more = least - costs.memory
         expected = f"at least {least:.6g}, {more:.6g} more: {what}; or stages of fewer layers"

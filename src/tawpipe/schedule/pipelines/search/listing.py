@@ -50,7 +50,8 @@ class _Play:
 
     def room(self, work: Work) -> bool:
         """True if its memory fits beside what is held."""
-        return self.held[self.layout.places[work.stage]] + self.table.taken[work.kind, work.stage] <= self.table.limit
+        place = self.layout.places[work.stage]
+        return self.held[place] + self.table.taken[work.kind, work.stage] <= self.table.limits[place]
 
     def start(self, work: Work) -> None:
         place, places = self.layout.places[work.stage], self.layout.places
@@ -153,7 +154,7 @@ class _Listed:
         number = work.micro_batch
         holds[number] = holds.get(number, 0.0) + more
         wants[number] = wants.get(number, 0.0) - more
-        free, numbers = self.room * (1 + ROUNDING) - sum(holds.values()), sorted(holds)
+        free, numbers = self.room - sum(holds.values()), sorted(holds)
         return free >= 0 and all_end(free, [wants.get(one, 0.0) for one in numbers], [holds[one] for one in numbers])
 
 
@@ -174,7 +175,8 @@ def listed(
         late: W of a position that may wait while something else could run.
     """
     played = _Play(layout, costs)
-    places = [_Listed(played, place, micro_batches, caps, split, room, late) for place in range(layout.size)]
+    rooms = [room * (1 + ROUNDING) - resident for resident in played.table.resident]
+    places = [_Listed(played, place, micro_batches, caps, split, rooms[place], late) for place in range(layout.size)]
     while True:
         for place in played.woken():
             one = places[place]
@@ -218,14 +220,14 @@ def with_host(
         if not played.ready(work):
             return None
         level = played.held[place] + table.taken["R", work.stage]
-        if level > table.limit:
+        if level > table.limits[place]:
             return None
         if at[place] and played.busy[place][0]:
             last = works[at[place] - 1]
             level -= table.given[last.kind, last.stage]
         for one in works[at[place] : index[wants]]:
             level += table.taken[one.kind, one.stage]
-            if level > table.limit:
+            if level > table.limits[place]:
                 return None
             level -= table.given[one.kind, one.stage]
         return work

@@ -21,18 +21,19 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     Raises:
         UserError: memory does not hold one micro-batch.
     """
-    layout, limit, needed = stages.layout, stages.costs.memory, stages.micro_batch
+    layout, rooms = stages.layout, stages.rooms
     apart = [split and stages.seconds["W", stage] > 0 for stage in range(layout.stages)]
-    if max(needed) > limit:
+    needed = [resident + kept for resident, kept in zip(stages.resident, stages.micro_batch, strict=True)]
+    if max(needed) > stages.costs.memory:
         scale = stages.costs.memory_scale if isinstance(stages.costs, Ticks) else 1.0
         place = needed.index(max(needed))
-        least, there = max(needed) / scale, limit / scale
+        least, there = max(needed) / scale, stages.costs.memory / scale
         expected = f"at least {least:.6g}: position {place} keeps so much of one micro-batch in {layout}"
         raise UserError("memory of a position", f"{there:.6g}", f"{expected}, {least - there:.3g} more than there is")
     for place in range(layout.size):
         own = layout.stages_of(place)
         for stage, below in zip(own, accumulate(stages.kept[stage] for stage in own), strict=True):
-            apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= limit
+            apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= rooms[place]
     return tuple(apart)
 
 
@@ -63,7 +64,7 @@ class OrderMemory:
 
     def __init__(self, stages: StageCosts, micro_batches: int, split: Sequence[bool]) -> None:
         layout, self.count = stages.layout, micro_batches
-        self.limit = stages.costs.memory
+        self.rooms = stages.rooms
         places, kept = layout.places, stages.kept
         parts = [one if apart else 0 for one, apart in zip(stages.kept_for_weights, split, strict=True)]
         self.stages, self.split = layout.stages, split
@@ -103,7 +104,7 @@ class OrderMemory:
     def fits(self, place: int, work: int) -> bool:
         """True if there is room for a work, and then enough for all that is under way to end, the oldest first."""
         takes = self._takes(work)
-        free = self.limit - self.held[place] - takes
+        free = self.rooms[place] - self.held[place] - takes
         if free < 0 or work // self.count >= self.stages:
             return free >= 0
         mine, wanted, number = self.mine[place], self.wanted[place], work % self.count

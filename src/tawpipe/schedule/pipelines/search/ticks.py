@@ -46,6 +46,7 @@ class Ticks(PipelineCosts):
                 round(one.backward_weight * scale),
                 round(one.kept * memory_scale),
                 round(one.kept_for_weights * memory_scale),
+                round(one.resident * memory_scale),
             )
             for one in costs.blocks
         )
