@@ -6,6 +6,7 @@ A conversation goes through the tokenizer's chat template; a model without one c
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def model_folder(path: Path) -> Path:
             return folder
     expected = f"the output folder of a run that has exported its model, or a folder with {CONFIG} or {ADAPTER}"
     if (path / "checkpoints").is_dir():
-        expected += "; this run has checkpoints and no model/ yet, which it writes at its end"
+        expected += f"; this run has checkpoints and no model/ yet: tawpipe export {shlex.quote(str(path))} writes it"
     raise UserError(SETTING, str(path), expected)
 
 

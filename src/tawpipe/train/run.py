@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -26,13 +27,13 @@ from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.dtype import AUTO, DTYPES
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
+from tawpipe.train.exporting import TOKENIZER, Form
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left
@@ -94,7 +95,7 @@ def run(config: TrainConfig) -> int:
         console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
         begins.mark.write(config.output_path)
-        _save_settings(config, prepared.plan_text, console)
+        _save_settings(prepared, console)
     tell_without_effect(prepared.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
@@ -120,15 +121,7 @@ def run(config: TrainConfig) -> int:
         results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model
     if config.export.enabled and training.last and not stopped:
-        named, merge = config.export.dtype, config.export.merge
-        folder = pipeline.export(
-            config.output_path / "model",
-            dtype=built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named],
-            merge=merge,
-            max_shard_bytes=config.export.max_shard_mib * 2**20,
-            tokenizer=data.tokenizer,
-        )
-        results.append(("model", str(folder)))
+        results.append(("model", str(_export(prepared, pipeline))))
     results.append(("whole run", duration(time.perf_counter() - started)))
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
@@ -149,6 +142,18 @@ def run(config: TrainConfig) -> int:
         raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     # The launcher does so after ctrl-C, too.
     return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
+
+
+def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
+    """The folder with the model, which a checkpoint can make again if it could not be written."""
+    config, form = prepared.config, Form.of(prepared.config, prepared.built)
+    try:
+        return pipeline.export(config.output_path / "model", tokenizer=prepared.data.tokenizer, **vars(form))
+    except RunError as error:
+        if not config.checkpoint.every:
+            raise
+        again = f"tawpipe export {shlex.quote(config.output)}"
+        raise RunError(f"{error}. Nothing is lost: `{again}` writes it from the last checkpoint") from error
 
 
 def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
@@ -186,8 +191,9 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
     return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
 
 
-def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
-    """Write the settings and the plan beside the metrics; a run can do without these files."""
+def _save_settings(prepared: Prepared, console: Console) -> None:
+    """Write settings, plan and tokenizer beside the metrics; a run can do without these files."""
+    config, plan = prepared.config, prepared.plan_text
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / SETTINGS, config_text(config))
@@ -195,6 +201,7 @@ def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
             replace_text(config.output_path / PLAN, plan)
         else:
             (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+        prepared.data.tokenizer.save_pretrained(config.output_path / TOKENIZER)
     except OSError as error:
         console.notice(f"{error.filename} could not be written: {error.strerror}")
 
