@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.options import CommandParser
 
 SETTING = "MODEL"
@@ -76,7 +77,9 @@ def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple
         try:
             from peft import AutoPeftModelForCausalLM as kind
         except ImportError as error:
-            raise UserError(SETTING, str(folder), "peft installed, as this is an adapter: pip install peft") from error
+            raise UserError(
+                SETTING, str(folder), f"peft installed, as this is an adapter: {install_hint('peft')}"
+            ) from error
     logging.disable_progress_bar()
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.report.bars import Bar, first_of_nodes
 from tawpipe.report.describe import describe
 from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
@@ -155,7 +156,7 @@ def check_page(path: str | None, *, makes_folder: bool = False) -> None:
     if not path:
         return
     if importlib.util.find_spec("plotly") is None:
-        raise UserError("--report", path, "plotly installed: pip install 'tawpipe[plan]'")
+        raise UserError("--report", path, f"plotly installed: {install_hint('plan')}")
     if Path(path).is_dir() or not (makes_folder or Path(path).absolute().parent.is_dir()):
         raise UserError("--report", path, "a file in a folder that exists")
 
