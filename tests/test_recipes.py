@@ -20,7 +20,7 @@ MODELS = {"qwen3-8b": "qwen3", "llama3-8b": "llama", "gemma3-4b": "gemma3", "gpt
 MODELS |= {"qwen3-8b-131k": "qwen3"}
 WAYS = ("lora", "qlora", "full", "long-context")
 USUAL = [("qwen3-8b", "lora"), ("llama3-8b", "qlora"), ("gemma3-4b", "full"), ("gpt-oss-20b", "qlora")]
-USUAL += [("qwen3-8b-131k", "long-context")]
+USUAL += [pytest.param("qwen3-8b-131k", "long-context", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ class SampleConfig:
     """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
     prompt: list[str] = field(default_factory=lambda: ["def "])
-    """The beginning of every text; under chat what a user asks."""
+    """The beginning of every text; under chat what a user asks, if unset the first held-out question."""
     tokens: int = bounded(32, minimum=0)
     """Tokens that the model adds to each. 0 for no samples."""
     every: int = bounded(0, minimum=0)

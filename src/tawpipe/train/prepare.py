@@ -213,9 +213,10 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         said: of the next step, by its schedule.
         bins: of the next step, where documents are dealt.
     """
-    config, trained = prepared.config, f"{said.trainable / 1e6:.1f} M trained"
+    config = prepared.config
+    trained = f", {said.trainable / 1e6:.2f} M of them trained" if said.trainable < said.parameters else ""
     rows = [
-        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {trained}"),
+        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters{trained}"),
         ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
         ("dtype", f"{str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("attention", prepared.kernel(world.device)),
@@ -254,6 +255,9 @@ def _settled(
     )
     if chosen:
         console.line(chosen)
+    if 0 < config.steps <= config.optimizer.warmup_steps:
+        words = f"the learning rate rises for {config.optimizer.warmup_steps} steps, and the run has {config.steps}"
+        console.notice(f"{words}: it does not reach its highest (--optimizer.warmup-steps)")
     if counted or not epochs:
         check_steps(config)
     return config
