@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -39,7 +40,7 @@ from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
-from tawpipe.train.planned import PLAN
+from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.start import refuse_other_form, refuse_other_run
 from tawpipe.train.trackers import TrackedRun
@@ -72,7 +73,8 @@ def run(config: TrainConfig) -> int:
         stores.append(open_stores(config, world, injector))
         return _choose_start(config, console, *stores[0], injector, restarts)
 
-    prepared = prepare(config, world, console, start=start)
+    table = list[str]()
+    prepared = prepare(config, world, console, start=start, show=lambda plan: table.extend(plan.table()))
     config, data, begins, built = prepared.config, prepared.data, prepared.start, prepared.built
     disk, memory = stores[0]
     if prepared.machine is not None:
@@ -95,7 +97,7 @@ def run(config: TrainConfig) -> int:
         console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
         begins.mark.write(config.output_path)
-        _save_settings(prepared, console)
+        _save_settings(prepared, table, console)
     tell_without_effect(prepared.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
@@ -191,8 +193,12 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
     return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
 
 
-def _save_settings(prepared: Prepared, console: Console) -> None:
-    """Write settings, plan and tokenizer beside the metrics; a run can do without these files."""
+def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -> None:
+    """Write settings, plan and tokenizer beside the metrics; a run can do without these files.
+
+    Args:
+        table: of all strategies, where a plan was made now.
+    """
     config, plan = prepared.config, prepared.plan_text
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
@@ -200,7 +206,10 @@ def _save_settings(prepared: Prepared, console: Console) -> None:
         if plan:
             replace_text(config.output_path / PLAN, plan)
         else:
-            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+            for name in (PLAN, STRATEGIES):  # of the run that is gone on with
+                (config.output_path / name).unlink(missing_ok=True)
+        if table:
+            replace_text(config.output_path / STRATEGIES, "\n".join(table))
         prepared.data.tokenizer.save_pretrained(config.output_path / TOKENIZER)
     except OSError as error:
         console.notice(f"{error.filename} could not be written: {error.strerror}")
