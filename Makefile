@@ -1,4 +1,4 @@
-# `make train` and `make test` set everything up in .venv first; `make help` lists the rest.
+# `make train` sets up in .venv what training needs, `make test` the rest; `make help` lists more.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 INSTALL := $(PIP) install --no-compile
 SETTINGS := pyproject.toml requirements-ci.txt
 READY := .venv/.ready
+TESTED := .venv/.tested
 COMPILED := .venv/.compiled
 # What every process of a run imports.
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search, transformers.models.llama.modeling_llama
@@ -37,24 +38,24 @@ test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src
 test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
 	@$(PYTEST) -m slow $(ARGS)
 
-hunt: $(READY)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
+hunt: $(TESTED)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
 	@PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/hunt.py $(ARGS)
 
-count: $(READY)  ## count code lines, names and the way of the settings
+count: $(TESTED)  ## count code lines, names and the way of the settings
 	@$(BIN)/python benchmarks/house.py src $(ARGS)
 
-lint: $(READY)  ## check style, imports and types
+lint: $(TESTED)  ## check style, imports and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports --no-logo
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
-format: $(READY)  ## bring the code into style
+format: $(TESTED)  ## bring the code into style
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
 # Without build/, which would put files into the wheel that are gone from src/.
-wheel: $(READY)  ## build the wheel into dist/
+wheel: $(TESTED)  ## build the wheel into dist/
 	@rm -rf build dist
 	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	@rm -rf build
@@ -63,7 +64,7 @@ wheel: $(READY)  ## build the wheel into dist/
 try-wheel: wheel  ## build the wheel and use it in a fresh environment
 	@PYTHON=$(PYTHON) .ci/try-wheel
 
-docs: $(READY)  ## build the documentation as a site, in site/
+docs: $(TESTED)  ## build the documentation as a site, in site/
 	@$(BIN)/python docs/site
 	@$(BIN)/zensical build --strict --clean
 
@@ -83,13 +84,17 @@ else
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@cp requirements-ci.txt .venv/requirements.txt
 endif
-	@$(INSTALL) -r .venv/requirements.txt
-	@$(INSTALL) --no-deps --editable .
+	@$(INSTALL) --constraint .venv/requirements.txt --editable '.[peft,plan]'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(IMPORTED)'
 	@touch $(READY)
 
+$(TESTED): $(READY)
+	@echo "adding to .venv what tests, docs and linters need (once)"
+	@$(INSTALL) -r .venv/requirements.txt
+	@touch $(TESTED)
+
 # pip would translate 17,000 modules one by one before the first run, which needs a sixth of them: the line above makes
 # these. Tests import many more; here all processors translate what is left.
-$(COMPILED): $(READY)
+$(COMPILED): $(TESTED)
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $(COMPILED)

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import random
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs import rows, run
 from tawpipe.checkpoint.resume import read_run, refuse_other_trained
 from tawpipe.cli import main
-from tawpipe.data.chat import PLAIN
-from tawpipe.data.tokenizer import train_tokenizer
 from tawpipe.errors import UserError
 
 pytest.importorskip("peft")
 PAGE = Path(__file__).parent.parent / "docs" / "fine-tuning.md"
+EXAMPLES = PAGE.parent.parent / "examples"
 ANSWERS = {"Norila": "Limaro", "Befani": "Vanedo", "Vesoti": "Golise", "Tarika": "Cofelu"}
 SMALL = ["--nproc", "1", "--cache-dir", "cache", "--validation-fraction", "0", "--evaluation.every", "0"]
-TUNED = [*SMALL, "--global-batch", "2", "--learning-rate", "1e-2", "--steps", "60"]
-"""What a model of a few thousand parameters wants besides what the page says."""
-GIVEN = ["--model", "small-model", "--data", "chats.jsonl", "--sequence-length", "64"]
+GIVEN = ["--model", "small-model", "--data", "examples/chats.jsonl", "--sequence-length", "64"]
 SHORT = [*SMALL, "--global-batch", "2", "--steps", "2", "--plan", "none", "--check", "never", "--sample.tokens", "2"]
 
 
@@ -37,46 +33,10 @@ def question(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with chats, and a model that has learned for a few seconds how chats look, in bf16."""
+    """A folder with the examples, and the model that the page begins with."""
     folder = tmp_path_factory.mktemp("tuning")
-    draw = random.Random(0)
-
-    def word() -> str:
-        return "".join(draw.choice("bcdfgklmnrstv") + draw.choice("aeiou") for _ in range(draw.randint(2, 3))).title()
-
-    texts = [f"<|user|>\n{question(word())}\n<|assistant|>\n{word()}" for _ in range(400)]
-    tokenizer: Any = train_tokenizer(texts, 300)
-    tokenizer.chat_template = PLAIN
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model: Any = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = [torch.tensor(tokenizer(f"{one}<|endoftext|>", add_special_tokens=False).input_ids) for one in texts]
-    for _ in range(50):
-        batch = torch.nn.utils.rnn.pad_sequence(draw.sample(ids, 16), batch_first=True, padding_value=-100)
-        model(input_ids=batch.clamp(min=0), labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.to(torch.bfloat16).save_pretrained(folder / "small-model")
-    tokenizer.save_pretrained(folder / "small-model")
-    lines = [
-        {"messages": [{"role": "user", "content": question(name)}, {"role": "assistant", "content": town}]}
-        for name, town in ANSWERS.items()
-    ]
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (folder / "examples").symlink_to(EXAMPLES)
+    runpy.run_path(str(EXAMPLES / "small_model.py"))["main"](str(folder / "small-model"))
     return folder
 
 
@@ -103,7 +63,7 @@ def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path,
     monkeypatch.chdir(place)
     plan, train, ask, *others = commands()
     assert main(plan[1:]) == 0
-    assert main([*train[1:], *TUNED, "--sample.prompt", "<|user|>\nWhat", "--sample.tokens", "4"]) == 0
+    assert main([*train[1:], *SMALL, "--sample.prompt", "<|user|>\nWhat", "--sample.tokens", "4"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"\nadapter: LoRA of rank 16, alpha 32, on 14 modules \(.*\): 32,768 parameters\n", said)
     assert "layers checked against the model's own forward pass" in said and "plan: measured and chosen" in said

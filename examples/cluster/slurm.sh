@@ -3,8 +3,8 @@
 #
 #     sbatch --nodes 4 slurm.sh
 #
-# The environment that is active when you type this must have tawpipe (`pip install tawpipe`), and must be on a disk that
-# all nodes see. What `sbatch` is given on the command line beats the lines below.
+# The environment that is active when you type this must have tawpipe (`pip install .` in a clone), and must be on a disk
+# that all nodes see. What `sbatch` is given on the command line beats the lines below.
 #SBATCH --job-name=tawpipe
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8

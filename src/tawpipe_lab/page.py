@@ -8,7 +8,7 @@ from typing import Any
 
 from tawpipe.report.bars import executed_bars
 from tawpipe.report.figures import lines, stacked_bars
-from tawpipe.report.page import Section, Table, page_text, timeline_section
+from tawpipe.report.page import Section, Table, page_text, timeline_section, write_text
 from tawpipe_lab.table import cells_of, describe, order_of, title
 
 HEAD = ("strategy", "origin", "s/step", "of the bound", "not computing s", "MB sent per node", "GiB", "")
@@ -19,7 +19,7 @@ def write_compare_page(
 ) -> None:
     """Write the page, see ``compare_page``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(compare_page(name, environment, rows, recordings), encoding="utf-8")
+    write_text(path, compare_page(name, environment, rows, recordings))
 
 
 def compare_page(

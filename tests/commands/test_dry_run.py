@@ -57,7 +57,7 @@ def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path
     assert said.startswith("4 processes = 2 nodes x 2 on CPU")
     assert "chosen" in said and "plan: measured and chosen" in said and "links: 2 GB/s assumed" in said
     found = rows(said, "would run")
-    assert {"model", "weights", "batch", "strategy", "schedule", "memory", "memory there"} <= found.keys()
+    assert {"model", "weights", "batch", "strategy", "memory", "memory there"} <= found.keys()
     assert "of which the run takes" in found["memory there"] and "sent" in found["link of a node"]
     assert [path.name for path in folder.iterdir()] == ["text.txt"] and torch.get_num_threads() == threads
 
@@ -69,8 +69,10 @@ def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_
     would = rows(capsys.readouterr().out, "would run")
     assert main([*words, "--output", str(tmp_path / "run"), f"--cache-dir={tmp_path / 'of-the-run'}"]) == 0
     does = rows(capsys.readouterr().out, "plan")
-    for name in ("model", "batch", "dtype", "attention", "strategy", "schedule", "homes", "buffers", "activations"):
+    for name in ("model", "batch", "dtype", "attention", "strategy"):
         assert would[name] == does[name]
+    before_system = lambda row: row.partition(": ")[2].partition(" while")[0]  # noqa: E731
+    assert before_system(would["memory"]) == before_system(does["memory"]) != ""
 
     before = sorted(tmp_path.rglob("run/**/*"))
     words += ["--output", str(tmp_path / "run"), "--resume", "auto", "--steps", "2", "--dry-run"]

@@ -21,6 +21,7 @@ from tawpipe.cli import main
 from tawpipe.commands import open as command
 from tawpipe.commands.open import find_pages
 from tawpipe.errors import UserError
+from tawpipe.report.page import PLOTLY
 from tawpipe.report.site import Page, Site
 
 pytest.importorskip("plotly")
@@ -68,6 +69,7 @@ def status(site: Site, name: str, **headers: str) -> int:
 def test_a_run_that_goes_on_is_read_anew_at_every_request(folder):
     with served(find_pages(folder)) as site:
         index = get(site, "")
+        assert len(get(site, PLOTLY)) > 2**20
         check_page_text(index)
         assert 'href="run.html"' in index and "as they are now" in index
         before = get(site, "run.html")
@@ -111,8 +113,8 @@ def test_an_empty_file_of_metrics_is_a_run_without_steps(folder):
 
 def test_results_of_the_lab_become_a_page(capsys, tmp_path):
     assert main(["open", str(RESULTS), "--out", str(tmp_path / "site")]) == 0
-    assert {path.name for path in (tmp_path / "site").iterdir()} == {"index.html", "compare.html"}
-    for path in (tmp_path / "site").iterdir():
+    assert {path.name for path in (tmp_path / "site").iterdir()} == {"index.html", "compare.html", PLOTLY}
+    for path in (tmp_path / "site").glob("*.html"):
         check_page_text(path.read_text())
     assert "physical bound" in (tmp_path / "site" / "compare.html").read_text()
     assert "wrote" in capsys.readouterr().out

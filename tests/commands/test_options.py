@@ -177,7 +177,7 @@ def test_places_in_a_file(tmp_path: Path) -> None:
     assert place_in(str(file), ["b", "d"]) == ""
     file.write_text("")
     assert read_mapping(str(file)) == {}
-    with pytest.raises(UserError, match=r"--config: got .*a readable YAML file"):
+    with pytest.raises(UserError, match=r"--config: got .*a YAML file that can be read: no such file"):
         read_mapping(str(tmp_path / "missing.yaml"))
 
 

@@ -273,6 +273,11 @@ def test_every_row_is_computed_once(pool, nodes, local):
     assert [row for own in shares for row in own] == list(range(7))
 
 
+def test_batches_that_differ_between_ranks_are_said_in_their_step(pool):
+    told = {words for rank in pool.run("cases:batches_that_differ", 1, 2) for words in rank}
+    assert len(told) == 1 and "different ones on different ranks" in told.pop()
+
+
 def test_what_is_not_alike_is_named():
     pipeline = stepped()
     pipeline.check_copies()

@@ -29,11 +29,15 @@ from tawpipe.runtime.limits import FACTOR
 from tawpipe.schedule.balance import LayerTime
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 
-FINE = {"alike": True, "finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
+FINE = {"finite": True, "tokens": 8, "took_s": 0.0, "loss": 1.0, "grad_norm": 1.0}
 
 
-def result(**changes: Any) -> Any:
-    return SimpleNamespace(**FINE | changes, wait=lambda: None)
+def result(*, alike: bool = True, **changes: Any) -> Any:
+    def require_alike() -> None:
+        if not alike:
+            raise UserError("batch", "different ones", "the same")
+
+    return SimpleNamespace(**FINE | changes, wait=lambda: None, require_alike=require_alike)
 
 
 def results(skip_limit: int = 0) -> Results:

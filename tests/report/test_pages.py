@@ -23,7 +23,7 @@ from tawpipe.plan.predict import timeline_of
 from tawpipe.plan.search import search
 from tawpipe.report import Bar, predicted_bars
 from tawpipe.report.figures import lines
-from tawpipe.report.page import Section, check_page, page_text, timeline_section
+from tawpipe.report.page import PLOTLY, Section, check_page, page_text, timeline_section
 from tawpipe.report.summary import differences, matched
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -129,7 +129,9 @@ def test_a_plan_without_what_the_clock_needs_is_named(file, tmp_path, damage, ca
 def test_trace_draws_a_plan(file, tmp_path, capsys):
     assert main(["trace", str(file), "--out", str(tmp_path), "--report", str(tmp_path / "page.html")]) == 0
     assert "predicted:" in capsys.readouterr().out
-    assert {"trace.json", "timeline.svg", "timeline.png", "page.html"} == {path.name for path in tmp_path.iterdir()}
+    assert {"trace.json", "timeline.svg", "timeline.png", "page.html", PLOTLY} == {
+        path.name for path in tmp_path.iterdir()
+    }
     assert "The step, predicted" in whole(tmp_path / "page.html")
 
 
@@ -229,8 +231,11 @@ def test_the_page_of_a_run(file, tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "plan.yaml").write_text(file.read_text())
+    (run / "strategies.txt").write_text("flat  1.5  32 % slower")
     write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [("model", "tiny")], [("steps", "2 in 1 s")])
     text = whole(tmp_path / "page.html")
+    assert "<title>Run: tiny: run</title>" in text and "32 % slower" in text and "def &#x27;" not in text
+    assert text.count('<div class="charts">') == 1  # of all curves, side by side where there is room
     assert "Loss" in text and "predicted" in text and "2 in 1 s" in text and "Gradient norm" not in text
     plan = yaml.safe_load(file.read_text())
     strategy = plan["schedule"]["strategy"]

@@ -89,7 +89,7 @@ def test_gradients_of_a_step_are_added_up_and_divided_by_its_tokens(early: bool)
     result = alone.step()
     mean = (1 + 2 + 3 + 4) / (2.0 * 8)  # of all micro-batches; the backward pass multiplies by the scale
     assert torch.allclose(alone.weights, torch.full_like(alone.weights, -0.5 * mean))
-    assert result.loss == (0 + 1 + 2 + 3) / 8 and result.tokens == 8 and result.finite and result.alike
+    assert result.loss == (0 + 1 + 2 + 3) / 8 and result.tokens == 8 and result.finite
     assert result.grad_norm == pytest.approx(mean * len(alone.weights) ** 0.5 if not early else result.grad_norm)
     alone.step(rate=2.0)
     assert torch.allclose(alone.weights, torch.full_like(alone.weights, -1.5 * mean))

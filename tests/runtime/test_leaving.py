@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tawpipe.errors import UserError
 from tawpipe.launch.launcher import Shape, reserved_port, worker_environment
 from tawpipe.runtime import leaving
 from tawpipe.runtime.leaving import leave_at_exit
@@ -47,6 +48,9 @@ else:
         raise ValueError("the script's own")
     if how == "exit":
         sys.exit(7)
+    if how == "other batches":  # in one more step, whose numbers nobody reads
+        ids = ids.roll(rank)
+        step(pipeline)
     if how == "hang":
         dist.destroy_process_group = lambda: time.sleep(1000)
 """
@@ -87,11 +91,17 @@ def test_a_script_that_does_not_close_its_pipeline(how, nproc, code):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peers_are_gone_ends_with_its_own_code():
-    """It says that its last step came to nothing."""
+def test_a_rank_whose_peers_are_gone_says_so_and_ends_with_an_error():
     done = run("one rank alone", 2)
-    assert [one.returncode for one in done] == [7, 7], done
+    assert [one.returncode for one in done] == [1, 7], done
     assert "the last step was not finished" in done[0].stderr
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_an_error_if_the_batches_of_its_last_step_differed():
+    done = run("other batches", 2)
+    assert [one.returncode for one in done] == [1, 1], done
+    assert all("tawpipe: error: batch: got 'different ones on different ranks'" in one.stderr for one in done)
 
 
 @pytest.mark.slow
@@ -117,7 +127,8 @@ class Pipeline:
 
 def look_after(pipeline: Pipeline, executor: Any, *savings: Any):
     world: Any = SimpleNamespace()
-    return leave_at_exit(pipeline, executor, savings, world)
+    steps = SimpleNamespace(drain=lambda: None)
+    return leave_at_exit(pipeline, executor, steps, savings, world)
 
 
 @pytest.fixture
@@ -160,3 +171,16 @@ def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_
     executor.failure = None
     threading.Timer(0.1, lambda: (setattr(saving, "done", True), setattr(executor, "idle", True))).start()
     assert one.end(failing=False) and executor.closed  # more than the patience: nothing has failed
+
+
+def test_a_last_step_that_was_no_good_is_said_once_the_script_has_ended(looked_after, capsys):
+    executor, pipeline = Busy(idle=True), Pipeline()
+
+    def drain() -> None:
+        raise UserError("batch", "different ones", "the same")
+
+    world: Any = SimpleNamespace()
+    leave_at_exit(pipeline, executor, SimpleNamespace(drain=drain), (), world)
+    (one,) = looked_after.values()
+    assert not one.end(failing=False) and "tawpipe: error: batch: got 'different ones'" in capsys.readouterr().err
+    assert one.end(failing=True) and not capsys.readouterr().err  # the script's own error says more

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
-from tawpipe.errors import RunError
+from tawpipe.errors import RunError, UserError
 from tawpipe.model.quantized import NF4
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import InitSource
@@ -277,6 +277,25 @@ def probed(world: World) -> Any:
 def rank_without_rows(world: World) -> float:
     """A batch smaller than the world."""
     return _exact(world, dtype="float64", tied=False, rows=1, strategy="tawpipe-spread")
+
+
+def batches_that_differ(world: World) -> list[str]:
+    """What this rank is told by a step and by an evaluation whose batches are not those of the other ranks."""
+    import pytest
+
+    pipeline = make_pipeline(llama(torch.float64), dtype=torch.float64, world=world, strict=True)
+    before = pipeline.parameter(pipeline.parameter_names[0])
+    batch = {name: tensor.roll(world.rank, 0) for name, tensor in batches(7)[0].items()}
+    with pytest.raises(UserError) as stepped:
+        print(pipeline.step(batch).loss)
+    with pytest.raises(UserError):
+        pipeline.drain()
+    after = pipeline.parameter(pipeline.parameter_names[0])
+    assert before is None or (after is not None and torch.equal(before, after))
+    with pytest.raises(UserError) as evaluated:
+        pipeline.evaluate(batch)
+    pipeline.close()
+    return [str(stepped.value), str(evaluated.value)]
 
 
 def packed_rows(world: World) -> list[int]:

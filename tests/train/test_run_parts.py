@@ -307,7 +307,7 @@ def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None
 
 def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:
     rows = dict(memory_rows(Needs({"homes": 2**31, "working": 2**20, "kept": 2**22}, 0)))
-    assert rows["homes"].startswith("2.00 GiB per process: weights") and rows["kept"].startswith("up to 4.0 MiB")
-    assert rows["memory"].startswith("2.00 GiB per process at the highest") and "host memory" not in rows
+    said = "2.00 GiB per process at the highest: 2.00 GiB weights, gradients, optimizer state; 1.0 MiB while a layer"
+    assert rows["memory"].startswith(said) and "4.0 MiB at most" in rows["memory"] and "host memory" not in rows
     rows = dict(memory_rows(Needs({"homes": 2**31}, 2**32, 2**33)))
     assert rows["host memory"].startswith("4.00 GiB of a node") and rows["files"].startswith("8.00 GiB of a node")

@@ -109,7 +109,7 @@ def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: 
     [
         (["tensorbord"], "tensorbord", "one or several of tensorboard, wandb, mlflow, trackio; or none"),
         (["none", "wandb"], "none wandb", "none alone"),
-        (["mlflow"], "mlflow", r"pip install 'tawpipe\[mlflow\]'"),
+        (["mlflow"], "mlflow", r"pip install -e '.*\[mlflow\]'"),
     ],
 )
 def test_trackers_that_cannot_be_are_refused(names, value, expected, monkeypatch: pytest.MonkeyPatch):

@@ -6,12 +6,14 @@ A conversation goes through the tokenizer's chat template; a model without one c
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.options import CommandParser
 
 SETTING = "MODEL"
@@ -56,7 +58,7 @@ def model_folder(path: Path) -> Path:
             return folder
     expected = f"the output folder of a run that has exported its model, or a folder with {CONFIG} or {ADAPTER}"
     if (path / "checkpoints").is_dir():
-        expected += "; this run has checkpoints and no model/ yet, which it writes at its end"
+        expected += f"; this run has checkpoints and no model/ yet: tawpipe export {shlex.quote(str(path))} writes it"
     raise UserError(SETTING, str(path), expected)
 
 
@@ -75,7 +77,9 @@ def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple
         try:
             from peft import AutoPeftModelForCausalLM as kind
         except ImportError as error:
-            raise UserError(SETTING, str(folder), "peft installed, as this is an adapter: pip install peft") from error
+            raise UserError(
+                SETTING, str(folder), f"peft installed, as this is an adapter: {install_hint('peft')}"
+            ) from error
     logging.disable_progress_bar()
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:

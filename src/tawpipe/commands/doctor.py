@@ -10,8 +10,6 @@ from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.options import CommandParser
 from tawpipe.train.names import ELSEWHERE
 
-FILE = "tawpipe-topology.yaml"
-
 
 def run(argv: Sequence[str]) -> int:
     """Runs ``tawpipe doctor`` with the words ``argv`` and returns the exit code."""
@@ -23,15 +21,15 @@ def _parser() -> argparse.ArgumentParser:
         elsewhere=ELSEWHERE,
         prog="tawpipe doctor",
         description="Says what is installed and what devices there are; on several processes or nodes also measures "
-        "the links between them, which takes a few seconds, and writes a topology file. On several machines: "
+        "the links between them, which takes a few seconds. On several machines: "
         "torchrun --nnodes N --nproc-per-node L ... -m tawpipe doctor",
     )
-    add_processes(parser, out=FILE, what="the topology file")
+    add_processes(parser, out=None, what="a topology file with what was measured, for `tawpipe plan --topology`")
     return parser
 
 
 def _examine(arguments: argparse.Namespace) -> int:
     from tawpipe.plan.doctor import examine
 
-    examine(Path(arguments.out), device=arguments.device)
+    examine(Path(arguments.out) if arguments.out else None, device=arguments.device)
     return 0

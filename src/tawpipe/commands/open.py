@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tawpipe.commands.brought import brought
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.options import CommandParser
 from tawpipe.report.site import INDEX, Page, Site, write_pages
 
@@ -80,7 +81,7 @@ def _check_plotly(path: Path) -> None:
     from importlib.util import find_spec
 
     if find_spec("plotly") is None:
-        raise UserError(SETTING, str(path), "plotly installed, which draws the figures: pip install 'tawpipe[plan]'")
+        raise UserError(SETTING, str(path), f"plotly installed, which draws the figures: {install_hint('plan')}")
 
 
 def _of_run(folder: Path) -> Iterator[Page]:

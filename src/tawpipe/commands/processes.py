@@ -17,17 +17,17 @@ TORCHRUNS = {"nproc": "nproc-per-node", "nodes": "nnodes"}
 """What torchrun calls our options."""
 
 
-def add_processes(parser: argparse.ArgumentParser, *, out: str, what: str) -> None:
+def add_processes(parser: argparse.ArgumentParser, *, out: str | None, what: str) -> None:
     """Options that say where to run, and which file to write.
 
     Args:
-        out: its usual name.
+        out: its usual name; None where it is written only if it is asked for.
         what: the file in words.
     """
     parser.add_argument("--nproc", type=int, metavar="N", help="processes to start here (default: one for each GPU)")
     parser.add_argument("--nodes", type=int, metavar="N", help="virtual nodes that they are grouped into")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--out", default=out, metavar="FILE", help=f"{what} (default: {out})")
+    parser.add_argument("--out", default=out, metavar="FILE", help=what + (f" (default: {out})" if out else ""))
 
 
 def on_processes(
@@ -41,8 +41,7 @@ def on_processes(
     for name in ("nproc", "nodes"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise UserError(f"--{name}", value, "at least 1")
-    out = Path(arguments.out)
-    if out.is_dir() or not out.parent.is_dir():
+    if arguments.out and ((out := Path(arguments.out)).is_dir() or not out.parent.is_dir()):
         raise UserError("--out", arguments.out, "a file in a folder that exists")
     if started_by_local_launcher():
         return act(arguments)

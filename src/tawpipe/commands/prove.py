@@ -24,8 +24,8 @@ def _parser() -> argparse.ArgumentParser:
         elsewhere=ELSEWHERE,
         prog="tawpipe prove",
         description="Checks on these devices what the tests check elsewhere: numbers against one plain process, memory "
-        "and seconds against their predictions, the kernels that run, how processes end. Writes one JSON file. On "
-        "several machines: torchrun --nnodes N --nproc-per-node L ... -m tawpipe prove",
+        "and seconds against their predictions, the kernels that run, how processes end. Takes about ten minutes and "
+        "writes one JSON file. On several machines: torchrun --nnodes N --nproc-per-node L ... -m tawpipe prove",
     )
     add_processes(parser, out=FILE, what="the file")
     parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help="some checks (default: all)")

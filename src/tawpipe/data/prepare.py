@@ -21,7 +21,7 @@ from tawpipe.data.render import Document
 from tawpipe.data.report import ENOUGH_DOCUMENTS, ENOUGH_TOKENS, DataReport, PartReport, ReadCounts, SetSize, too_small
 from tawpipe.data.rows import WHOLE, PackedDataset, nothing_learned
 from tawpipe.data.settings import DataSettings, Packed
-from tawpipe.data.sources import SourceFile, SourceSet, find_sets
+from tawpipe.data.sources import STDLIB, SourceFile, SourceSet, find_sets
 from tawpipe.data.stream import StreamedDataset
 from tawpipe.data.tokenised import TokenisedText, no_documents, stamps
 from tawpipe.data.tokenizer import vocabulary_size
@@ -339,7 +339,7 @@ class _Preparation:
             work = self.dealing.work(vocabulary_size(self.text.tokenizer))
             balance = Balance.of(together.step_lengths, self.dealing, length, work)
         held_out_size = None if validation is None else _size(validation)
-        if held_out_size is not None:
+        if held_out_size is not None and settings.data != [STDLIB]:  # a try, whose loss nobody needs to the digit
             own = bool(self.validation_files) or settings.streaming
             if said := too_small(held_out_size, None if own else settings.validation_fraction):
                 self.notes.append(said)

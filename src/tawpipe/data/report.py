@@ -265,7 +265,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """Lines for the console."""
         lines = [f"tokenizer: {self.tokenizer}"]
-        if self.why:
+        if self.why and self.packing != "split":  # which is the usual one
             lines.append(f"packing: {self.packing}, because {self.why}")
         size = self.train.text(self.sequence_length, self.packing)
         if self.streamed:

@@ -123,7 +123,7 @@ def find_files(entries: Iterable[str], setting: str = "--data") -> list[SourceFi
     files: dict[str, SourceFile] = {}
     for entry in entries:
         if entry == STDLIB:
-            found = [_source_file(path) for path in _stdlib_files()]
+            found = [file for path in _stdlib_files() if (file := _source_file(path)).size]
         elif entry.startswith(HUB):
             found = [SourceFile(entry, 0, 0)]
         elif Path(entry).expanduser().is_dir():
@@ -132,9 +132,9 @@ def find_files(entries: Iterable[str], setting: str = "--data") -> list[SourceFi
             matches = glob.glob(str(Path(entry).expanduser()), recursive=True)  # noqa: PTH207 (absolute patterns)
             found = [_source_file(Path(match)) for match in matches if not Path(match).is_dir()]
             if not found:
-                raise UserError(
-                    setting, entry, f"files, folders or globs that match at least one file each, {STDLIB}, or {HUB}NAME"
-                )
+                missing = "no file matches" if glob.has_magic(entry) else "no such file"
+                expected = f"{missing}; files, folders or globs, {STDLIB}, or {HUB}NAME are taken"
+                raise UserError(setting, entry, expected)
         files |= {file.path: file for file in found}
     return sorted(files.values())
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.settings import ALL_LINEAR, LoraSettings
 from tawpipe.model.weights import base_name, canonical_names, is_adapter
@@ -48,7 +49,7 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str) -> 
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UserError("lora.rank", lora.rank, "the package peft: pip install 'tawpipe[peft]'") from error
+        raise UserError("lora.rank", lora.rank, f"the package peft: {install_hint('peft')}") from error
     if lora.adapter:
         config = _config_of(lora)
     else:

@@ -20,17 +20,26 @@ def read_mapping(file: str) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            "--config", file, f"a readable YAML file ({getattr(error, 'strerror', None) or error})"
-        ) from error
+        there = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        raise UserError("--config", file, f"a YAML file that can be read: {there}") from error
     except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise UserError("--config", file, f"plain YAML without tags ({where})") from error
+        raise UserError("--config", file, f"plain YAML without tags: {_in_words(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError("--config", file, f"a mapping of settings to values, not {type(values).__name__}")
     return values
+
+
+def _in_words(error: yaml.YAMLError) -> str:
+    """What is wrong in a file, and in which line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    problem = error.problem or ""
+    if "\\t" in problem:
+        return f"line {error.problem_mark.line + 1} has a tab; use spaces"
+    mark = error.context_mark or error.problem_mark  # where it began
+    return f"line {mark.line + 1}: {problem}"
 
 
 def place_in(file: str, path: Sequence[str]) -> str:

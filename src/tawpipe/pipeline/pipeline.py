@@ -206,7 +206,7 @@ class Pipeline:
         self._results = Results(wiring, self._limits, skip_limit)
         self._steps = Steps(wiring, self._rows, self._costs, self._limits)
         self._state = State(wiring, self._results, world_of_saves)
-        self._closed = leave_at_exit(self, self.executor, self._state.savings, world)
+        self._closed = leave_at_exit(self, self.executor, self._results, self._state.savings, world)
         chain.hand_over()
 
     @property
@@ -371,7 +371,7 @@ class Pipeline:
         self._state.require_whole()
         result = self._steps.play(local, self.step_number, UpdateRule(rate=0.0), seed=None, measure=measure)
         self.executor.drain()
-        self._results.check_batch(result)
+        result.require_alike()
         return result
 
     def drain(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from math import isfinite
 
-from tawpipe.errors import RunError, UserError
+from tawpipe.errors import RunError
 from tawpipe.pipeline.limits import Limits
 from tawpipe.pipeline.wiring import Wiring
 from tawpipe.runtime.executor import StepResult
@@ -43,6 +43,7 @@ class Results:
 
         Raises:
             RunError: one of them had a loss or gradient norm that was not finite.
+            UserError: ranks were given different batches.
         """
         for result in self._recent:  # so that it is seen how long they take
             result.wait()
@@ -57,19 +58,9 @@ class Results:
         self._recent.clear()
         self.skipped = 0
 
-    def check_batch(self, result: StepResult) -> None:
-        """Raises UserError if the ranks were given different batches."""
-        if not result.alike:
-            raise UserError(
-                "batch",
-                "different ones on different ranks",
-                "the same global batch (and learning rates) on all ranks, each of which computes its own part of it; a "
-                "rank that knows only its own rows gives a LocalBatch of what Pipeline.shares says",
-            )
-
     def judge(self, result: StepResult) -> None:
         """Count a step that was left out, and raise for one that must not be."""
-        self.check_batch(result)
+        result.require_alike()
         self._limits.took(result.took_s)
         if result.finite and result.tokens:
             self.skipped = 0

@@ -39,9 +39,11 @@ VARIABLES = (
 )
 
 
-def examine(out: Path, *, device: str) -> None:
-    """Say on rank 0 what is here, measure the links, write the topology file; call on all processes that a launcher
-    started.
+def examine(out: Path | None, *, device: str) -> None:
+    """Say on rank 0 what is here, and measure the links; call on all processes that a launcher started.
+
+    Args:
+        out: the topology file to write.
     """
     world = connect(device=device)
     console = Console(world.rank)
@@ -55,10 +57,12 @@ def examine(out: Path, *, device: str) -> None:
         console.line(f"note: {links.loopback}")
     for finding in links.findings:
         console.line(f"odd: {finding}")
-    if world.rank == 0:
+    if world.size == 1:
+        console.line("links are measured by several processes: tawpipe doctor --nproc 2, or on every machine torchrun")
+    if world.rank == 0 and out is not None:
         notes = [f"{world.nodes}, measured by tawpipe doctor", links.loopback, *links.findings]
         save_machine(links.machine, out, notes="\n".join(filter(None, notes)))
-    console.line(f"wrote {out}")
+    console.line(f"wrote {out}" if out else "--out FILE keeps this for tawpipe plan --topology FILE")
     world.leave()
 
 

@@ -21,6 +21,7 @@ from math import isfinite
 
 import numpy as np
 
+from tawpipe.extras import install_hint
 from tawpipe.plan.predict import PLAYED_ROUNDS, memory_quickly, shortened
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.footprint import far_widths
@@ -292,7 +293,7 @@ def _solve(task: _Task, start: Sequence[int]) -> tuple[tuple[int, ...], float, s
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        return (), 0.0, "the solver is not installed: pip install 'tawpipe[plan]'"
+        return (), 0.0, f"the solver is not installed: {install_hint('plan')}"
 
     model = cp_model.CpModel()
     lives = [[model.new_bool_var(f"unit {u} on node {n}") for n in range(nodes)] for u in range(units)]

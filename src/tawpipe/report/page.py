@@ -1,7 +1,8 @@
-"""One HTML page with figures and tables, which opens without a network.
+"""One HTML page with figures and tables, which opens without a network. What draws figures is a file of megabytes,
+which lies once beside all pages of a folder.
 
-A page is a list of sections; each has words, perhaps a table, and figures. It follows the reader's light or dark theme
-and the width of the window.
+A page is a list of sections; each has words, perhaps a table, and figures. Charts stand side by side where there is
+room. It follows the reader's light or dark theme and the width of the window.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.metadata import version
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.report.bars import Bar, first_of_nodes
 from tawpipe.report.describe import describe
 from tawpipe.report.figures import is_timeline, stacked_bars, timeline_figure
@@ -29,7 +31,9 @@ MOST_RANKS = 48
 """Ranks in a figure."""
 LONG = 40
 """Characters of a cell, beyond which it is wrapped."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+PLOTLY = "plotly.min.js"
+"""The file beside pages that draws their figures."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'self' file:; img-src data: blob:"
 """Content-Security-Policy: a browser refuses whatever a page would ask a network for."""
 INDEX = "<!-- index -->"
 """Where the link to the list of pages comes, in a page that is one of several: see ``with_index``."""
@@ -58,6 +62,7 @@ class Section:
         lines: text that is shown as it is.
         figures: of plotly.
         markup: HTML that stands before the figures.
+        beside: whether it may stand beside its neighbours of that kind.
     """
 
     title: str
@@ -66,12 +71,27 @@ class Section:
     figures: list[Any] = field(default_factory=list)
     lines: str = ""
     markup: str = ""
+    beside: bool = False
 
 
 def write_page(path: Path, kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> None:
     """Write a page, see ``page_text``."""
+    write_text(path, page_text(kind, title, sections, subtitle=subtitle))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the text of a page, and beside it what draws its figures."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_text(kind, title, sections, subtitle=subtitle), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    if PLOTLY in text and not (path.parent / PLOTLY).exists():
+        (path.parent / PLOTLY).write_text(plotly_script(), encoding="utf-8")
+
+
+def plotly_script() -> str:
+    """What draws figures."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
 
 
 def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
@@ -82,7 +102,11 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
     """
     given = list(sections)
     numbers = count(1)
-    parts = [_section(f"part-{number}", one, numbers) for number, one in enumerate(given, 1)]
+    texts = [_section(f"part-{number}", section, numbers) for number, section in enumerate(given, 1)]
+    parts = []
+    for beside, group in groupby(zip(given, texts, strict=True), key=lambda pair: pair[0].beside):
+        joined = "".join(text for _, text in group)
+        parts.append(f'<div class="charts">{joined}</div>' if beside else joined)
     links = "".join(f'<li><a href="#part-{n}">{html.escape(one.title)}</a></li>' for n, one in enumerate(given, 1))
     contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
@@ -97,8 +121,8 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         f'<header><p class="brand"><b>tawpipe</b> <span>{html.escape(kind)}</span>{INDEX}</p>'
         f"<h1>{html.escape(title)}</h1>{quiet}{contents}</header>\n"
         f'<main id="main">{"".join(parts)}</main>\n'
-        f"<footer>Made by tawpipe {version('tawpipe')}. The page holds all that it shows and asks no network for "
-        f"anything.</footer>\n{code}</body></html>\n"
+        f"<footer>Made by tawpipe {version('tawpipe')}. The page asks no network for anything; {PLOTLY}, which draws "
+        f"figures, lies beside it.</footer>\n{code}</body></html>\n"
     )
 
 
@@ -130,12 +154,13 @@ def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
 
 
 def _figure(figure: Any, title: str, number: int) -> str:
-    """HTML of a figure: its legend, its buttons and the drawing, which is described in words. The first brings the
+    """HTML of a figure: its legend, its buttons and the drawing, which is described in words. The first asks for the
     script that draws all of them.
     """
     config = {"displayModeBar": False, "responsive": True}
     name = f"figure-{number}"
-    drawing = figure.to_html(full_html=False, include_plotlyjs=number == 1, config=config, div_id=name)
+    script = PLOTLY if number == 1 else False
+    drawing = figure.to_html(full_html=False, include_plotlyjs=script, config=config, div_id=name)
     words = html.escape(f"{title}. {describe(figure)}")
     return (
         f'<figure aria-label="{html.escape(title)}">{_legend(figure)}{_zoom(figure)}'
@@ -155,7 +180,7 @@ def check_page(path: str | None, *, makes_folder: bool = False) -> None:
     if not path:
         return
     if importlib.util.find_spec("plotly") is None:
-        raise UserError("--report", path, "plotly installed: pip install 'tawpipe[plan]'")
+        raise UserError("--report", path, f"plotly installed: {install_hint('plan')}")
     if Path(path).is_dir() or not (makes_folder or Path(path).absolute().parent.is_dir()):
         raise UserError("--report", path, "a file in a folder that exists")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tawpipe.errors import UserError
-from tawpipe.report.page import Section, page_text, with_index
+from tawpipe.report.page import PLOTLY, Section, page_text, plotly_script, with_index, write_text
 
 HOST = "127.0.0.1"
 """Loopback: nobody on another machine can ask."""
@@ -62,7 +62,7 @@ def write_pages(title: str, pages: Sequence[Page], out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (out / name).write_text(text, encoding="utf-8")
+            write_text(out / name, text)
     except OSError as error:
         raise UserError("--out", str(out), f"a folder that can be written to ({error.strerror})") from error
     return [out / name for name in texts]
@@ -126,14 +126,17 @@ class _Handler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         if host not in OWN_NAMES:
             return self._answer(HTTPStatus.FORBIDDEN, _message("Not for others", "Pages are for this machine alone."))
-        return self._answer(*self.server.text(unquote(urlsplit(self.path).path).removeprefix("/")))
+        name = unquote(urlsplit(self.path).path).removeprefix("/")
+        if name == PLOTLY:
+            return self._answer(HTTPStatus.OK, plotly_script(), "text/javascript")
+        return self._answer(*self.server.text(name))
 
     do_HEAD = do_GET
 
-    def _answer(self, status: HTTPStatus, text: str) -> None:
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/html") -> None:
         content = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()

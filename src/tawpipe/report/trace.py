@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tawpipe.extras import install_hint
 from tawpipe.report.bars import Bar, label
-from tawpipe.report.page import timeline_page
+from tawpipe.report.page import timeline_page, write_text
 from tawpipe.report.picture import draw_timeline
 from tawpipe.report.rounds import waiting
 from tawpipe.report.summary import differences, summary
@@ -38,9 +39,9 @@ def write_trace(
             draw_timeline(timelines, picture, ranks=ranks, title=title)
     except ImportError:
         files = files[:1]
-        yield "no picture: matplotlib is not installed (pip install 'tawpipe[lab]')"
+        yield f"no picture: matplotlib is not installed ({install_hint('lab')})"
     if page is not None:
-        page.write_text(trace_page(timelines, ranks=ranks, title=title), encoding="utf-8")
+        write_text(page, trace_page(timelines, ranks=ranks, title=title))
         files.append(page)
     yield f"wrote {', '.join(map(str, files))}; ui.perfetto.dev opens the first"
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tawpipe.errors import RunError
+from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
 from tawpipe.runtime.optimizer import sum_of_squares
@@ -94,8 +94,21 @@ class StepResult:
             self._took_s = time.monotonic() - self._begin if waited else 0.0
 
     def _read(self, name: str) -> float:
-        self.wait()
+        self.require_alike()
         return float(self._values[VALUES.index(name)])
+
+    def require_alike(self) -> None:
+        """Raises UserError, on all ranks, if they were given different batches or rates. The weights were not touched,
+        unless updates are early. Whatever number of the step is read asks for it first.
+        """
+        self.wait()
+        if not self._values[VALUES.index("alike")]:
+            raise UserError(
+                "batch",
+                "different ones on different ranks",
+                "the same global batch (and learning rates) on all ranks, each of which computes its own part of it; a "
+                "rank that knows only its own rows gives a LocalBatch of what Pipeline.shares says",
+            )
 
     @property
     def took_s(self) -> float:
@@ -119,13 +132,6 @@ class StepResult:
     def tokens(self) -> int:
         """Tokens that count, on all ranks."""
         return int(self._read("tokens"))
-
-    @property
-    def alike(self) -> bool:
-        """False if the ranks were given different global batches or rates. The weights were not touched, unless updates
-        are early.
-        """
-        return bool(self._read("alike"))
 
     @property
     def finite(self) -> bool:

@@ -2,7 +2,8 @@
 
 Lanes and background saves are threads inside C++ code, and an interpreter that goes down under such a thread aborts the
 process ("terminate called"). So what is under way is waited for before that. What can never end, because something here
-has failed or peers are gone, is given up after a stated time, and ends with the process.
+has failed or peers are gone, is given up after a stated time, and ends with the process. Steps that nobody has looked
+at are judged: a script of one step, whose batch was wrong, ends with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tawpipe.runtime.world import World, joined_by_us
 PATIENCE_S = 5.0
 """Seconds for what is under way after a failure, and for leaving groups."""
 EXIT_CODE = 1
-"""Of a process some of whose threads do not end: the code that the script has given cannot be kept."""
+"""Of a process whose last steps were no good or some of whose threads do not end, whatever code the script gave."""
 
 
 class BackgroundSave(Protocol):
@@ -37,14 +38,21 @@ class BackgroundSave(Protocol):
     def done(self) -> bool: ...
 
 
+class UnreadSteps(Protocol):
+    """Results of steps that nobody may have read."""
+
+    def drain(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Running:
     executor: Executor
+    steps: UnreadSteps
     savings: Sequence[BackgroundSave]
     world: World
 
     def end(self, *, failing: bool) -> bool:
-        """Wait until nothing is under way; True if that is so."""
+        """Wait until nothing is under way, and judge the last steps; True if that is so and they were good."""
         given_up_at: float | None = None
         closed = [False]
         while not all(closed) or any(not saving.done for saving in self.savings):
@@ -54,8 +62,16 @@ class _Running:
                 return False
             closed = self.executor.end_lanes(0.05)
         self.executor.watchdog.close()
-        if not failing and (error := self.executor.failure) is not None:
+        if failing:  # the script's error says more
+            return True
+        if (error := self.executor.failure) is not None:
             print(f"tawpipe: the last step was not finished: {error}", file=sys.stderr)
+            return False
+        try:
+            self.steps.drain()
+        except Exception as error:
+            print(f"tawpipe: error: {error}", file=sys.stderr)
+            return False
         return True
 
 
@@ -64,14 +80,14 @@ _running: dict[int, _Running] = {}
 
 
 def leave_at_exit(
-    pipeline: object, executor: Executor, savings: Sequence[BackgroundSave], world: World
+    pipeline: object, executor: Executor, steps: UnreadSteps, savings: Sequence[BackgroundSave], world: World
 ) -> Callable[[], object]:
     """Look after a pipeline at the end of the process, unless what is returned has been called.
 
     Its lanes go on when nobody holds it any more: it is remembered until they are idle.
     """
     number = next(_numbers)
-    _running[number] = _Running(executor, savings, world)
+    _running[number] = _Running(executor, steps, savings, world)
     closed = weakref.finalize(pipeline, _forget, number)
     closed.atexit = False
     return lambda: (closed.detach(), _running.pop(number, None))

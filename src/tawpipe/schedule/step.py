@@ -223,8 +223,9 @@ class Strategy(ABC):
 
     def in_words(self, step: StepSpec) -> str:
         """How the micro-batches of a step go."""
-        rounds, settings = f"{step.rounds} round{'s' * (step.rounds != 1)}", step.settings
-        return f"in {rounds}, {settings.micro_batches_per_visit} per visit, look-ahead {settings.look_ahead}"
+        passes = f"{step.rounds} pass{'es' * (step.rounds != 1)} over the layers"
+        together = step.settings.micro_batches_per_visit
+        return f"in {passes}" + (f", {together} on a process in each" if together > 1 else "")
 
     def view(self, topology: Topology) -> Topology:
         """What the strategy takes for nodes; the real ones, unless it ignores them on purpose."""

@@ -130,8 +130,8 @@ class LogConfig:
     lines everywhere."""
     trackers: list[str] = field(default_factory=lambda: ["none"])
     """Where the numbers of every step go besides metrics.jsonl, which `tawpipe open` shows: tensorboard (files under
-    tensorboard/ in the output folder), wandb, mlflow, trackio; none for nowhere. Each needs its library:
-    pip install 'tawpipe[wandb]'."""
+    tensorboard/ in the output folder), wandb, mlflow, trackio; none for nowhere. Each needs its library, the extra of
+    that name."""
     project: str = ""
     """Project of the run in wandb and trackio, its experiment in mlflow. Empty: what WANDB_PROJECT or
     MLFLOW_EXPERIMENT_NAME says, or tawpipe."""
@@ -167,7 +167,7 @@ class SampleConfig:
     """Texts that the model writes, on the console and in samples.jsonl in the output folder."""
 
     prompt: list[str] = field(default_factory=lambda: ["def "])
-    """The beginning of every text; under chat what a user asks."""
+    """The beginning of every text; under chat what a user asks, if unset the first held-out question."""
     tokens: int = bounded(32, minimum=0)
     """Tokens that the model adds to each. 0 for no samples."""
     every: int = bounded(0, minimum=0)

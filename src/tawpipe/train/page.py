@@ -16,7 +16,7 @@ from tawpipe.report.bars import executed_bars, predicted_bars, recordings
 from tawpipe.report.figures import heat_map, lines
 from tawpipe.report.page import Section, Table, page_text, timeline_section, write_page
 from tawpipe.train.config import TrainConfig
-from tawpipe.train.planned import PLAN
+from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.retrieval import Retrieval
 from tawpipe.train.sample import FILE as SAMPLES
 
@@ -61,7 +61,7 @@ def write_run_page(
     rows, damage = read_rows(folder / METRICS)
     sections = [
         *_damage(damage),
-        Section("Result", table=Table(("", ""), [list(row) for row in after])),
+        Section("Result", table=Table(("", ""), [list(row) for row in after if row[0] != "sample"])),
         Section("Setting", table=Table(("", ""), [list(row) for row in before])),
         *_lengths(data),
         *_plan(folder, rows),
@@ -71,7 +71,7 @@ def write_run_page(
         *_samples(folder),
         *_recorded(folder),
     ]
-    write_page(path, "Run", config.output, sections, subtitle=f"{config.model}, {config.steps} steps")
+    write_page(path, "Run", _title(config.model, folder), sections, subtitle=f"{config.output}, {config.steps} steps")
 
 
 def run_page(folder: Path) -> str:
@@ -82,7 +82,7 @@ def run_page(folder: Path) -> str:
     """
     rows, damage = read_rows(folder / METRICS)
     settings = _settings(folder)
-    known = [[name.replace("_", " "), str(settings[name])] for name in SAID if settings.get(name) is not None]
+    known = [[name.replace("_", " "), _in_words(settings[name])] for name in SAID if settings.get(name) is not None]
     sections = [
         *_damage(damage),
         Section("So far", table=Table(("", ""), _so_far(rows, settings))),
@@ -92,8 +92,18 @@ def run_page(folder: Path) -> str:
         *_by_position(rows),
         *_samples(folder),
     ]
-    words = f"{settings['model']}, " if settings.get("model") else ""
-    return page_text("Run", folder.resolve().name, sections, subtitle=f"{words}{len(rows)} rows of {METRICS}")
+    title = _title(settings.get("model") or "", folder)
+    return page_text("Run", title, sections, subtitle=f"{folder}, {len(rows)} rows of {METRICS}")
+
+
+def _title(model: str, folder: Path) -> str:
+    """The model's name and that of the run."""
+    return ": ".join(filter(None, (Path(model).name, folder.resolve().name)))
+
+
+def _in_words(value: Any) -> str:
+    """A setting as people write it."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -192,7 +202,9 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
         table = Table(("", "predicted", "median", "difference"), [["seconds per step", *cells]])
     strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # plans to train by need not repeat it
-    yield Section("Plan", f"{strategy}: {plan['reason']}", table)
+    others = folder / STRATEGIES
+    listed = others.read_text(encoding="utf-8") if others.is_file() else ""
+    yield Section("Plan, and why no other strategy", f"{strategy}: {plan['reason']}", table, lines=listed)
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
@@ -201,7 +213,8 @@ def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
         series = {name.replace("_", " "): [row.get(name) for row in rows] for name in names}
         series = {name: values for name, values in series.items() if any(value is not None for value in values)}
         if series:
-            yield Section(title, figures=[lines(steps, series, x_title="step", y_title=unit, log=False)])
+            chart = lines(steps, series, x_title="step", y_title=unit, log=False)
+            yield Section(title, figures=[chart], beside=True)
 
 
 def _by_position(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STRATEGIES = "strategies.txt"
+"""The file in a run's output folder with what every strategy would have cost, by the plan."""
 PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "

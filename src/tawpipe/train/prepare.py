@@ -34,6 +34,7 @@ from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.train.checks import check_steps
 from tawpipe.train.config import TrainConfig
 from tawpipe.train.decided import BatchShape
+from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs
 from tawpipe.train.memory import check_memory, room_to_keep
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import Planning, probed
@@ -64,6 +65,7 @@ class Prepared:
         machine: as it was measured for the plan; None without one.
         request: what memory and a plan were asked by; None where blocks could not be measured.
         needs: memory of a step; None where that could not be found out.
+        disk: what it will write.
         retrieval: part of every evaluation; None without.
     """
 
@@ -80,6 +82,7 @@ class Prepared:
     machine: Machine | None
     request: PlanRequest | None
     needs: Needs | None
+    disk: DiskNeeds
     retrieval: RetrievalCheck | None
 
     @property
@@ -182,6 +185,8 @@ def prepare(
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
+    disk = disk_needs(config, built, chain, dtype, done=begins.state.step if begins.state is not None else 0)
+    check_disk(config, disk, world)
     return Prepared(
         config=config,
         data=data,
@@ -196,6 +201,7 @@ def prepare(
         machine=followed.machine,
         request=request,
         needs=needs,
+        disk=disk,
         retrieval=check_start(config, built, data, ranks=schedule.sequence_ranks or 1),
     )
 
@@ -207,16 +213,17 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         said: of the next step, by its schedule.
         bins: of the next step, where documents are dealt.
     """
-    config, trained = prepared.config, f"{said.trainable / 1e6:.1f} M trained"
+    config = prepared.config
+    trained = f", {said.trainable / 1e6:.2f} M of them trained" if said.trainable < said.parameters else ""
     rows = [
-        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters, {trained}"),
+        ("model", f"{config.model}: {said.parameters / 1e6:.1f} M parameters{trained}"),
         ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
         ("dtype", f"{str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("attention", prepared.kernel(world.device)),
     ]
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
-    rows += step_rows(said, world.nodes)
+    rows += [*step_rows(said, world.nodes), ("disk", str(prepared.disk))]
     if prepared.needs is None:  # why, a notice has said
         return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]
     return rows + memory_rows(prepared.needs)
@@ -248,6 +255,9 @@ def _settled(
     )
     if chosen:
         console.line(chosen)
+    if 0 < config.steps <= config.optimizer.warmup_steps:
+        words = f"the learning rate rises for {config.optimizer.warmup_steps} steps, and the run has {config.steps}"
+        console.notice(f"{words}: it does not reach its highest (--optimizer.warmup-steps)")
     if counted or not epochs:
         check_steps(config)
     return config

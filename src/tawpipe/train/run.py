@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
@@ -26,19 +28,19 @@ from tawpipe.environment import restart_count, started_by_local_launcher
 from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.pipeline.pipeline import Pipeline
-from tawpipe.runtime.dtype import AUTO, DTYPES
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.memory import Taken
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
 from tawpipe.train.evaluation import Best, loss_words
+from tawpipe.train.exporting import TOKENIZER, Form
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
 from tawpipe.train.memory import check_left
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
-from tawpipe.train.planned import PLAN
+from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_effect
 from tawpipe.train.start import refuse_other_form, refuse_other_run
 from tawpipe.train.trackers import TrackedRun
@@ -71,7 +73,8 @@ def run(config: TrainConfig) -> int:
         stores.append(open_stores(config, world, injector))
         return _choose_start(config, console, *stores[0], injector, restarts)
 
-    prepared = prepare(config, world, console, start=start)
+    table = list[str]()
+    prepared = prepare(config, world, console, start=start, show=lambda plan: table.extend(plan.table()))
     config, data, begins, built = prepared.config, prepared.data, prepared.start, prepared.built
     disk, memory = stores[0]
     if prepared.machine is not None:
@@ -94,7 +97,7 @@ def run(config: TrainConfig) -> int:
         console.line(f"adapter: {built.adapter_words}")
     if world.rank == 0:
         begins.mark.write(config.output_path)
-        _save_settings(config, prepared.plan_text, console)
+        _save_settings(prepared, table, console)
     tell_without_effect(prepared.schedule, world, console)
     before_rows = _rows_of_next(prepared, pipeline)
     console.plan(before_rows)
@@ -120,15 +123,7 @@ def run(config: TrainConfig) -> int:
         results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model
     if config.export.enabled and training.last and not stopped:
-        named, merge = config.export.dtype, config.export.merge
-        folder = pipeline.export(
-            config.output_path / "model",
-            dtype=built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named],
-            merge=merge,
-            max_shard_bytes=config.export.max_shard_mib * 2**20,
-            tokenizer=data.tokenizer,
-        )
-        results.append(("model", str(folder)))
+        results.append(("model", str(_export(prepared, pipeline))))
     results.append(("whole run", duration(time.perf_counter() - started)))
     if config.report and world.rank == 0:
         from tawpipe.train.page import write_run_page
@@ -149,6 +144,18 @@ def run(config: TrainConfig) -> int:
         raise RunError(f"the last checkpoint could not be written: {saves.unsaved}")
     # The launcher does so after ctrl-C, too.
     return 128 + signal.SIGINT if stopped and training.stopped == signal.SIGINT else 0
+
+
+def _export(prepared: Prepared, pipeline: Pipeline) -> Path:
+    """The folder with the model, which a checkpoint can make again if it could not be written."""
+    config, form = prepared.config, Form.of(prepared.config, prepared.built)
+    try:
+        return pipeline.export(config.output_path / "model", tokenizer=prepared.data.tokenizer, **vars(form))
+    except RunError as error:
+        if not config.checkpoint.every:
+            raise
+        again = f"tawpipe export {shlex.quote(config.output)}"
+        raise RunError(f"{error}. Nothing is lost: `{again}` writes it from the last checkpoint") from error
 
 
 def _results(training: Training, pipeline: Pipeline, data: PreparedData, seconds: float) -> list[tuple[str, str]]:
@@ -186,15 +193,24 @@ def _tracking(prepared: Prepared, world: World, console: Console) -> Tracking:
     return Tracking(config.log.trackers if world.rank == 0 else (), tracked, console.notice)
 
 
-def _save_settings(config: TrainConfig, plan: str, console: Console) -> None:
-    """Write the settings and the plan beside the metrics; a run can do without these files."""
+def _save_settings(prepared: Prepared, table: Sequence[str], console: Console) -> None:
+    """Write settings, plan and tokenizer beside the metrics; a run can do without these files.
+
+    Args:
+        table: of all strategies, where a plan was made now.
+    """
+    config, plan = prepared.config, prepared.plan_text
     try:
         config.output_path.mkdir(parents=True, exist_ok=True)
         replace_text(config.output_path / SETTINGS, config_text(config))
         if plan:
             replace_text(config.output_path / PLAN, plan)
         else:
-            (config.output_path / PLAN).unlink(missing_ok=True)  # of the run that is gone on with
+            for name in (PLAN, STRATEGIES):  # of the run that is gone on with
+                (config.output_path / name).unlink(missing_ok=True)
+        if table:
+            replace_text(config.output_path / STRATEGIES, "\n".join(table))
+        prepared.data.tokenizer.save_pretrained(config.output_path / TOKENIZER)
     except OSError as error:
         console.notice(f"{error.filename} could not be written: {error.strerror}")
 

@@ -19,6 +19,7 @@ from tawpipe.console import Console
 from tawpipe.data.chat import ChatRenderer
 from tawpipe.data.encode import Encoder
 from tawpipe.data.prepared import PreparedData
+from tawpipe.data.rows import PackedDataset
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.build import longest_allowed
 from tawpipe.model.chain import Chain
@@ -157,7 +158,11 @@ class Samples:
     ) -> None:
         self._settings, self._console, self._pipeline, self._seed = settings, console, pipeline, seed
         self._tokenizer: Any = data.tokenizer
+        self._asked = dict[str, list[int]]()
+        """By what is said of them, beginnings that are tokens already."""
         self._chat = {"auto": data.report.read.chat > 0, "on": True, "off": False}[settings.chat]
+        if self._chat and settings.prompt == SampleConfig().prompt and (ids := first_question(data.some_text)):
+            self._asked[self._tokenizer.decode(ids, skip_special_tokens=True).strip()] = ids
         self._stops = stops_of(pipeline.chain.model, self._tokenizer)
         self._window = min(window, longest_allowed(pipeline.chain.config))
         self._path = folder / FILE
@@ -171,7 +176,8 @@ class Samples:
 
     def write(self, step: int) -> list[Sample]:
         """The texts of the model as it is after ``step``; on all ranks."""
-        prompts = [self._encode(prompt) for prompt in self._settings.prompt]
+        asked = self._asked or {prompt: self._encode(prompt) for prompt in self._settings.prompt}
+        prompts = list(asked.values())
         texts = generate(
             self._pipeline,
             prompts,
@@ -183,7 +189,7 @@ class Samples:
         )
         self.last = [
             Sample(prompt, self._written(ids, len(start)))
-            for prompt, start, ids in zip(self._settings.prompt, prompts, texts, strict=True)
+            for prompt, start, ids in zip(asked, prompts, texts, strict=True)
         ]
         if self._pipeline.world.rank == 0:
             lines = [json.dumps({"step": step, "prompt": one.prompt, "text": one.text}) for one in self.last]
@@ -204,6 +210,17 @@ class Samples:
         """What was added, in the place where it stands: some tokenizers spell a beginning otherwise."""
         whole, before = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:prompt]))
         return whole.removeprefix(before).strip() if self._chat else whole.removeprefix(before)
+
+
+def first_question(documents: PackedDataset) -> list[int]:
+    """The tokens of a chat up to its first answer, as the template has them; empty if the first rows have none."""
+    for number in range(min(len(documents), 8)):
+        row = documents.sample(number)
+        length = row.lengths[0]
+        learned = (row.labels[0, :length] != IGNORE).nonzero()
+        if len(learned) and (end := int(learned[0]) + 1) < length:  # a label is that of the token before it
+            return row.input_ids[0, :end].tolist()
+    return []
 
 
 def stops_of(model: Any, tokenizer: Any) -> list[int]:

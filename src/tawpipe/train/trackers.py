@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 
 NONE = "none"
 """The word that stands alone for no tracker."""
@@ -223,7 +224,7 @@ def check_trackers(names: Sequence[str], *, here: bool = True) -> None:
         if name not in TRACKERS and name != NONE:
             raise UserError("--log.trackers", name, f"one or several of {known}; or {NONE}")
         if here and name != NONE and not _is_installed(name):
-            raise UserError("--log.trackers", name, f"a library that is installed: pip install 'tawpipe[{name}]'")
+            raise UserError("--log.trackers", name, f"a library that is installed: {install_hint(name)}")
 
 
 def _is_installed(name: str) -> bool:

@@ -56,7 +56,7 @@ def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -
 
 def step_rows(said: Costs, nodes: Topology) -> list[tuple[str, str]]:
     """Rows that say what a step does, and what it sends between nodes."""
-    rows = [("strategy", said.strategy), ("schedule", said.schedule)]
+    rows = [("strategy", f"{said.strategy}: {said.schedule}")]
     if nodes.num_nodes > 1:
         most = max(said.link_sent_bytes)
         rows.append(("link of a node", f"{gib(most)} sent and {gib(max(said.link_received_bytes))} received per step"))
@@ -65,24 +65,21 @@ def step_rows(said: Costs, nodes: Topology) -> list[tuple[str, str]]:
 
 PARTS = {
     "homes": "weights, gradients, optimizer state",
-    "buffers": "units on their way",
-    "activations": "what layers keep for their backward passes",
-    "working": "what one block needs while it computes",
-    "system": "what libraries and the driver take",
-    "apart": "what the device's allocator holds for one stream alone",
+    "buffers": "weights and gradients on their way",
+    "activations": "kept for backward passes",
+    "working": "while a layer computes",
+    "system": "libraries and the driver",
+    "apart": "of the allocator, for one stream alone",
     "host": "inputs of layers that wait",
-    "kept": "what need not be computed again then",
+    "kept": "at most, of what need not be computed again then",
 }
 """The parts of ``Needs`` in words."""
 
 
 def memory_rows(needs: Needs) -> list[tuple[str, str]]:
-    """Rows that say what a device holds, part by part, and what its node's host and disk hold."""
-    up_to = {"kept": "up to "}
-    rows = [
-        (name, f"{up_to.get(name, '')}{gib(size)} per process: {PARTS[name]}") for name, size in needs.parts.items()
-    ]
-    rows.append(("memory", f"{gib(needs.device)} per process at the highest, all of this together"))
+    """Rows that say what a device holds, and of what, and what its node's host and disk hold."""
+    parts = "; ".join(f"{gib(size)} {PARTS[name]}" for name, size in needs.parts.items())
+    rows = [("memory", f"{gib(needs.device)} per process at the highest: {parts}")]
     if needs.host:
         rows.append(("host memory", f"{gib(needs.host)} of a node: inputs of layers that wait there"))
     if needs.files:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tawpipe.errors import UserError
+from tawpipe.extras import install_hint
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.search.bounds import bound
@@ -133,7 +134,7 @@ class _Solving:
         try:
             from ortools.sat.python import cp_model
         except ImportError as error:
-            raise UserError("schedule.strategy", "solved", "OR-tools installed: pip install 'tawpipe[plan]'") from error
+            raise UserError("schedule.strategy", "solved", f"OR-tools installed: {install_hint('plan')}") from error
         self.cp = cp_model
         self.layout, self.costs, self.micro_batches, self.split = layout, costs, micro_batches, split
         self.begin, self.workers = begin, workers

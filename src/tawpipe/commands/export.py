@@ -1,0 +1,37 @@
+"""``tawpipe export``: the model of a run once more, from a checkpoint of it; also of a run that was interrupted."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tawpipe.options import CommandParser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs ``tawpipe export`` with the words ``argv`` and returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    from tawpipe.train.exporting import export_again
+
+    folder = Path(arguments.output) if arguments.output else None
+    exported, source = export_again(Path(arguments.run), step=arguments.step, merge=arguments.merge, folder=folder)
+    print(f"{exported}: the model of {source}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="tawpipe export",
+        description="Writes the model of a run from one of its checkpoints as a Hugging Face folder, on one process "
+        "that holds a layer of it at a time; the run may have been interrupted, or its own export have failed.",
+    )
+    parser.add_argument("run", metavar="RUN", help="the output folder of a run")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint after this step (default: the best kept, or the newest)"
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="the whole model with the adapter in its weights, not the adapter alone"
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="to be made or replaced (default: model in RUN)")
+    return parser

@@ -1,0 +1,134 @@
+"""The disk before the first step: what checkpoints and the exported model will take, and a refusal if that is more than
+is free.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tawpipe.checkpoint.names import complete_states
+from tawpipe.errors import UserError
+from tawpipe.model.build import BuiltModel
+from tawpipe.model.chain import Chain
+from tawpipe.model.pretrained import stored_dtype
+from tawpipe.model.quantized import NONE, matrices_of
+from tawpipe.model.units import Packing, Unit
+from tawpipe.plan.updates import states_of
+from tawpipe.runtime.dtype import master_dtype
+from tawpipe.runtime.storage import is_of_layer
+from tawpipe.train.config import TrainConfig
+from tawpipe.train.exporting import Form
+from tawpipe.train.optimizers import factory_of
+from tawpipe.train.words import gib
+
+if TYPE_CHECKING:
+    from tawpipe.runtime.world import World
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """What a run will write into its output folder.
+
+    Args:
+        state: bytes of a checkpoint.
+        states: checkpoints that come and are there at one time, at most.
+        model: bytes of the exported model; 0 without.
+        free: bytes on that disk.
+    """
+
+    state: int
+    states: int
+    model: int
+    free: int
+
+    @property
+    def most(self) -> int:
+        """Bytes at the highest. When the model is written, no checkpoint is."""
+        return max(self.state * self.states, self.state * max(0, self.states - 1) + self.model)
+
+    def __str__(self) -> str:
+        plural = "s" if self.states > 1 else ""
+        parts = [f"{self.states} checkpoint{plural} of {gib(self.state)}"] if self.states else []
+        parts += [f"the model, {gib(self.model)}"] if self.model else []
+        return f"{' and '.join(parts) or 'nothing large'}, where {gib(self.free)} are free"
+
+
+def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype, *, done: int) -> DiskNeeds:
+    """The needs of a run's output folder.
+
+    Args:
+        computed: dtype in which blocks compute.
+        done: steps before this start.
+    """
+    folder, form = config.output_path.absolute(), Form.of(config, built)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    whole = form.merge or not built.adapter_settings
+    slots = [slot for unit in chain.units for slot in unit.slots if whole or unit.trainable]
+    model = sum(slot.numel for slot in slots if not (form.merge and ".lora_" in slot.name)) * form.dtype.itemsize
+    return DiskNeeds(
+        state=state_bytes(config, built, chain, computed),
+        states=checkpoints_at_most(config, done=done, there=len(complete_states(folder / "checkpoints"))),
+        model=model if config.export.enabled and config.steps > done else 0,
+        free=shutil.disk_usage(there).free,
+    )
+
+
+def state_bytes(config: TrainConfig, built: BuiltModel, chain: Chain, computed: torch.dtype) -> int:
+    """Of a checkpoint: master weights and optimizer states of what is trained, and what is frozen as it lives."""
+    master, states = master_dtype(computed), states_of(factory_of(config), chain.units)
+    stored = torch.float32 if built.folder is None else stored_dtype(built.folder)
+    exact = master if torch.promote_types(stored, computed) != computed else computed
+    matrices = matrices_of(chain.model)
+
+    def of(unit: Unit) -> float:
+        if unit.trainable:
+            return unit.numel * master.itemsize * (1 + (states[unit.index] if isinstance(states, tuple) else states))
+        if config.quantize != NONE and is_of_layer(unit, chain.units):
+            return Packing.of(unit.slots, matrices, config.quantize, computed).elements * computed.itemsize
+        return unit.numel * exact.itemsize
+
+    return int(sum(map(of, chain.units)))
+
+
+def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
+    """Checkpoints that come and stay at one time; an old one goes when the new one is complete.
+
+    Args:
+        done: steps before this start.
+        there: checkpoints that there are.
+    """
+    settings, left = config.checkpoint, config.steps - done
+    every, evaluated = settings.every, config.evaluation.every if settings.best else 0
+    come = sum(len(range(done // n, config.steps // n)) + bool(config.steps % n) for n in (every, evaluated) if n)
+    if left <= 0 or not come:
+        return 0
+    if not settings.keep:
+        return come
+    lasting = config.steps // math.lcm(settings.keep_every, every) if settings.keep_every and every else 0
+    stay = settings.keep + lasting + bool(evaluated)
+    return max(1, min(come, stay + 1 - min(there, settings.keep)))
+
+
+def check_disk(config: TrainConfig, needs: DiskNeeds, world: World) -> None:
+    """Refuse a run that its disk has no room for; call on all ranks, of which the first looks.
+
+    Raises:
+        UserError: there is less than it will write; on all ranks.
+    """
+
+    def look() -> str:
+        if needs.most > needs.free:
+            raise UserError(
+                "--output",
+                config.output,
+                f"a disk with {gib(needs.most)} free: the run writes {needs}. --checkpoint.keep 1, "
+                "--checkpoint.every 0 or --export.enabled false take less",
+            )
+        return ""
+
+    _ = world.text_of_rank_0(look)

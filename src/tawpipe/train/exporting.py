@@ -1,0 +1,117 @@
+"""A run's model as a folder: how its settings want it, and once more from a checkpoint, on one process.
+
+What that needs besides the checkpoint lies in the run's folder: its settings, and the tokenizer, which may have been
+trained for it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tawpipe.checkpoint.format import read_manifest
+from tawpipe.checkpoint.names import complete_states, step_of
+from tawpipe.checkpoint.resume import RunState
+from tawpipe.checkpoint.values import SavedParameters
+from tawpipe.data.tokenizer import TOKENIZER_FILES, load_tokenizer, vocabulary_size
+from tawpipe.errors import UserError
+from tawpipe.model.build import BuiltModel
+from tawpipe.model.export import export_hugging_face
+from tawpipe.model.merged import refuse_unmergeable
+from tawpipe.model.quantized import NONE
+from tawpipe.runtime.dtype import AUTO, DTYPES, master_dtype
+from tawpipe.train.config import SETTINGS, TrainConfig, load_config
+from tawpipe.train.run_model import RunModel
+
+TOKENIZER = "tokenizer"
+"""The folder with the tokenizer in a run's output folder."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of an exported model; see ``ExportConfig``."""
+
+    dtype: torch.dtype
+    merge: bool
+    max_shard_bytes: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, built: BuiltModel) -> Form:
+        named, merge = config.export.dtype, config.export.merge
+        dtype = built.dtype_on_disk(merge=merge) if named == AUTO else DTYPES[named]
+        return cls(dtype, merge, config.export.max_shard_mib * 2**20)
+
+
+def export_again(run: Path, *, step: int | None, merge: bool, folder: Path | None) -> tuple[Path, str]:
+    """Export the model of a run from one of its checkpoints; the folder, and from what.
+
+    Args:
+        run: its output folder.
+        step: the checkpoint after this one; None for the best one where the run keeps that, else the newest.
+        merge: with the adapter in the weights, whatever the run's settings say.
+        folder: to be made or replaced; ``model`` in the run's folder by default.
+
+    Raises:
+        UserError: no run with checkpoints, no such step, or a model that is not there any more.
+        RunError: it could not be written.
+    """
+    if not (run / SETTINGS).is_file():
+        raise UserError("RUN", str(run), f"the output folder of a run, which holds {SETTINGS}")
+    checkpoint = _checkpoint(run, step)
+    manifest = read_manifest(checkpoint)
+    state = RunState.of(manifest, str(checkpoint))
+    config = load_config(["--config", str(run / SETTINGS), "--output", str(run)])
+    if merge:
+        config = replace(config, export=replace(config.export, merge=True))
+    if config.export.merge and not config.lora.active:
+        raise UserError("--merge", True, "left out: this run has no adapter that could be merged")
+    model = RunModel(config)
+    tokenizer = _tokenizer(run, config, model)
+    built, chain = model.followed(None if model.folder is not None else vocabulary_size(tokenizer))
+    if config.export.merge:
+        refuse_unmergeable(built.model)
+    form, computed = Form.of(config, built), DTYPES[state.dtype or "float32"]
+    buffers = built.source(chain, seed=config.seed).buffers()
+    chain.quantise(manifest.get("quantize", NONE), computed)
+    chain.prepare("cpu", computed)
+    chain.load_buffers(buffers)
+    with SavedParameters(checkpoint, chain.units, master_dtype(computed)) as saved:
+        exported = export_hugging_face(
+            chain,
+            folder or run / "model",
+            saved.parameter,
+            dtype=form.dtype,
+            merge=form.merge,
+            max_shard_bytes=form.max_shard_bytes,
+            is_writer=True,
+            tokenizer=tokenizer,
+        )
+    return exported, f"{checkpoint}, step {state.step}"
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    if not (states := {step_of(path): path for path in complete_states(run / "checkpoints")}):
+        raise UserError("RUN", str(run), "a run with a complete checkpoint under checkpoints/")
+    if step is not None:
+        if step not in states:
+            raise UserError("--step", step, f"one of {', '.join(map(str, states))}, which have checkpoints in {run}")
+        return states[step]
+    newest = states[max(states)]
+    with suppress(UserError, KeyError):  # what is damaged is refused later, by what reads it
+        config = load_config(["--config", str(run / SETTINGS)])
+        best = RunState.of(read_manifest(newest), str(newest)).best
+        if config.checkpoint.best and best:
+            return states.get(best["step"], newest)
+    return newest
+
+
+def _tokenizer(run: Path, config: TrainConfig, model: RunModel) -> Any:
+    if any((run / TOKENIZER / name).exists() for name in TOKENIZER_FILES):
+        return load_tokenizer(str(run / TOKENIZER), "RUN")
+    if name := config.tokenizer or (None if model.folder is None else str(model.folder)):
+        return load_tokenizer(name)
+    raise UserError("RUN", str(run), f"a run whose folder holds {TOKENIZER}/: nothing else knows its vocabulary")

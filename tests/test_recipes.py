@@ -1,0 +1,70 @@
+"""Recipes in examples/ are ways to train that nothing speaks against, shown on small models of their families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from family_configs import tiny_config
+from tawpipe.cli import main
+from tawpipe.data.chat import PLAIN
+from tawpipe.data.tokenizer import train_tokenizer
+from tawpipe.train.config import load_config
+
+RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
+CHATS = RECIPES.parent / "chats.jsonl"
+MODELS = {"qwen3-8b": "qwen3", "llama3-8b": "llama", "gemma3-4b": "gemma3", "gpt-oss-20b": "gpt_oss"}
+MODELS |= {"qwen3-8b-131k": "qwen3"}
+WAYS = ("lora", "qlora", "full", "long-context")
+USUAL = [("qwen3-8b", "lora"), ("llama3-8b", "qlora"), ("gemma3-4b", "full"), ("gpt-oss-20b", "qlora")]
+USUAL += [pytest.param("qwen3-8b-131k", "long-context", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model of every family, and a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer: Any = train_tokenizer([CHATS.read_text()], 300)
+    tokenizer.chat_template = PLAIN
+    for family in set(MODELS.values()):
+        config = tiny_config(family)
+        text = config.get_text_config()
+        text.vocab_size, text.max_position_embeddings = len(tokenizer), 256
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+    return folder
+
+
+def config_words(*names: str) -> list[str]:
+    return [word for name in names for word in ("--config", str(RECIPES / f"{name}.yaml"))]
+
+
+def dry_run(small_models: Path, model: str, *others: str) -> int:
+    here = ["--model", str(small_models / MODELS[model]), "--data", str(CHATS), "--device", "cpu", "--plan", "none"]
+    here += ["--output", str(small_models / "run"), "--validation-data", str(CHATS), "--nproc", "4", "--nodes", "2"]
+    short = ["--sequence-length", "512", "--schedule.sequence-chunk", "128"]  # chunks as they are, but small ones
+    here += short if "long-context" in others else []
+    return main(["train", *config_words(model, *others), *here, "--dry-run"])
+
+
+@pytest.mark.parametrize(("model", "way"), USUAL)
+def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(small_models, model, way, "machines") == 0, capsys.readouterr().err
+    assert "nothing speaks against this run" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [name for name in MODELS if not name.endswith("131k")])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_recipe_goes_with_every_model(small_models: Path, model: str, way: str) -> None:
+    assert dry_run(small_models, model, way) == 0
+
+
+def test_every_file_is_tried_and_names_a_model_or_a_way() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*MODELS, *WAYS, "machines"}
+    for model in MODELS:
+        assert "/" in load_config(config_words(model)).model
+    assert load_config(config_words("qwen3-8b-131k", "long-context")).rope.factor == 4

@@ -1,0 +1,100 @@
+"""The disk is looked at before a run, and ``tawpipe export`` writes from a checkpoint what the run itself does."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from tawpipe.cli import main
+from tawpipe.model.build import build_model
+from tawpipe.model.chain import Chain
+from tawpipe.runtime.dtype import DTYPES
+from tawpipe.train import disk
+from tawpipe.train.config import load_config
+from tawpipe.train.disk import checkpoints_at_most, state_bytes
+
+WORDS = (
+    *("--data", __file__, "--sequence-length", "32", "--global-batch", "2", "--nproc", "1", "--device", "cpu"),
+    *("--sample.tokens", "0", "--evaluation.every", "0", "--validation-fraction", "0", "--plan", "none"),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with weights, and an adapter trained on it in 4 bits; both as runs, with checkpoints."""
+    folder = tmp_path_factory.mktemp("runs")
+    steps = ["--steps", "4", "--checkpoint.every", "2", "--checkpoint.keep", "0"]
+    base = ["train", "--model", "tiny", "--vocab-size", "300", *steps, *WORDS, "--output", str(folder / "base")]
+    assert main(base) == 0
+    adapter = ["--model", str(folder / "base" / "model"), "--lora.rank", "2", "--quantize", "nf4", "--export.merge"]
+    assert main(["train", *adapter, *steps, *WORDS, "--output", str(folder / "adapter")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["base", "adapter"])
+def test_an_export_from_a_checkpoint_is_that_of_the_run(runs: Path, name: str, capsys) -> None:
+    written = load_file(runs / name / "model" / "model.safetensors")
+    moved = runs / f"{name}-moved"  # a run is where its folder is
+    shutil.copytree(runs / name, moved)
+    shutil.rmtree(moved / "model")
+    assert main(["export", str(moved)]) == 0
+    assert "step 4" in capsys.readouterr().out
+    again = load_file(moved / "model" / "model.safetensors")
+    assert written.keys() == again.keys() and all(written[key].equal(again[key]) for key in written)
+    assert (moved / "model" / "tokenizer.json").read_bytes() == (runs / name / "model" / "tokenizer.json").read_bytes()
+    assert main(["export", str(moved), "--step", "2", "--output", str(moved / "earlier")]) == 0
+    earlier = load_file(moved / "earlier" / "model.safetensors")
+    assert not all(earlier[key].equal(written[key]) for key in written)
+
+
+def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: Path, capsys) -> None:
+    for words, said in (
+        (["--step", "3"], "--step: got 3; one of 2, 4"),
+        (["--merge"], "--merge: got True; left out"),
+    ):
+        assert main(["export", str(runs / "base"), *words]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["export", str(tmp_path)]) == 2
+    assert "which holds config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["base", "adapter"])
+def test_bytes_of_a_checkpoint_are_known_before(runs: Path, name: str) -> None:
+    config = load_config(["--config", str(runs / name / "config.yaml")])
+    built = build_model(config.model, vocab_size=300, max_positions=32, lora=config.lora)
+    said = state_bytes(config, built, Chain(built.model), DTYPES["float32"])
+    written = sum(path.stat().st_size for path in (runs / name / "checkpoints" / "step-00000004").iterdir())
+    assert said <= written <= 1.1 * said + 100_000  # names and the manifest come to it
+
+
+def test_a_run_without_room_on_its_disk_is_refused_before_it_begins(runs: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 << 20))
+    output = runs / "no-room"
+    words = ["train", "--model", "tiny", "--vocab-size", "300", "--steps", "9", *WORDS, "--output", str(output)]
+    assert main([*words, "--checkpoint.every", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--output: got" in said and "3 checkpoints of" in said and "10.0 MiB are free" in said
+    assert not list(output.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "done", "there", "most"),
+    [
+        ({"every": 3, "keep": 2}, 0, 0, 3),  # the oldest goes when the third is there
+        ({"every": 3, "keep": 2}, 6, 2, 1),
+        ({"every": 3, "keep": 0}, 0, 0, 4),  # 3, 6, 9 and the last
+        ({"every": 20, "keep": 2}, 0, 0, 1),
+        ({"every": 0}, 0, 0, 0),
+        ({"every": 1, "keep": 2, "keep_every": 4}, 0, 0, 5),
+        ({"every": 3, "keep": 2}, 10, 2, 0),  # all steps are done
+    ],
+)
+def test_checkpoints_that_are_there_at_one_time(changes: dict[str, int], done: int, there: int, most: int) -> None:
+    config = load_config(["--steps", "10"])
+    config = replace(config, checkpoint=replace(config.checkpoint, **changes))
+    assert checkpoints_at_most(config, done=done, there=there) == most
