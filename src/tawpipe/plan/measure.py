@@ -47,6 +47,12 @@ LATENCY_S = 3e-5
 DEALT = "documents are dealt by time, --packing balanced"
 MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
 """The longest rows that a profile runs; longer ones follow from the fit."""
+SHARE = 0.1
+"""Of a run's time that planning it may take."""
+MEASURED_TIMES = 20
+"""So many passes of the longest row that is measured, forward and backward, do all runs of a layer's take together."""
+SHORTEST_MEASURED = 256
+"""Tokens of the same at least, below which times say little."""
 _SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -91,6 +97,7 @@ class Asked:
         compiled: layers are compiled, on whole rows.
         dealt: documents are dealt by their time; a pipeline needs documents that take its positions equally long.
         optimizer: whose states and updates are planned for.
+        steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -109,6 +116,7 @@ class Asked:
     compiled: bool = False
     dealt: bool = False
     optimizer: OptimizerFactory = USUAL
+    steps: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -237,7 +245,8 @@ def _request_of(
         "tell": tell,
     }
     if asked.timed:
-        profile = _profile(chain, machine, asked.profile, row, tokens, peak, measuring)
+        most = _affordable(chain, asked, machine.world_size)
+        profile = _profile(chain, machine, asked.profile, min(row, most), tokens, peak, measuring)
     else:
         profile = measure(chain, tokens=tokens, timed=False, **measuring)
     if why := why_whole or profile.why_whole:
@@ -281,6 +290,16 @@ def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
 def device_name(here: torch.device) -> str:
     """The device's name as topology files spell it."""
     return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
+
+
+def _affordable(chain: Chain, asked: Asked, devices: int) -> int:
+    """Tokens of the longest row that is run to measure blocks, so that this takes a small share of the run: work grows
+    with layers and tokens on any device.
+    """
+    if not asked.steps:
+        return asked.row
+    run = asked.steps * asked.global_batch * asked.row * chain.spec.num_layers / devices
+    return max(SHORTEST_MEASURED, round(SHARE * run / MEASURED_TIMES))
 
 
 def _profile(

@@ -14,6 +14,7 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.predict import memory_quickly
+from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.layout import Layout
@@ -31,7 +32,6 @@ QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
-MEMORY_OF_A_POSITION = "memory of a position"
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
@@ -116,10 +116,7 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     except UserError as error:
         if error.setting != MEMORY_OF_A_POSITION:
             raise
-        expected = (
-            "more: beside weights, gradients and optimizer state that holds no micro-batch of a pipeline's stages"
-        )
-        raise UserError("memory of a device", f"{request.memory_bytes / 2**30:.4g} GiB", expected) from error
+        raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
     return made
 
 
