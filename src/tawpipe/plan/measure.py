@@ -41,6 +41,9 @@ DRIVER_BYTES = 700 << 20
 COMMUNICATOR_BYTES = 512 << 20
 """Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
 the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
+THREADS_BYTES = 32 << 20
+"""Of a process on a CPU, that threads of lanes and groups take as it runs: stacks, scratch of kernels, what falls
+between small blocks in the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
@@ -169,9 +172,11 @@ def request_of(
     here = here or torch.device("cpu")
     try:
         with chain.borrowed():
-            return _request_of(chain, machine, asked, here, tell)
+            request = _request_of(chain, machine, asked, here, tell)
     finally:
         give_back(here)  # with what the chain held while it was borrowed
+    # Libraries are there when blocks have run with them.
+    return replace(request, system_bytes=system_of(machine, here)[0]) if not request.has_host else request
 
 
 def _request_of(
@@ -274,12 +279,12 @@ def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:
 def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
     """Bytes of a device that the driver and libraries take, and those of each communicator.
 
-    On a CPU they are this process's, which has loaded the libraries. On a GPU like the plan's they are what is in use
-    and not by torch's allocator, if that is more than what is usual. The communicator of all processes, which every
-    run has besides its groups', is among it.
+    On a CPU they are this process's, which has loaded the libraries, and what its threads will take. On a GPU like the
+    plan's they are what is in use and not by torch's allocator, if that is more than what is usual. The communicator of
+    all processes, which every run has besides its groups', is among it.
     """
     if machine.device.name == "CPU":
-        return resident_memory(), 0
+        return resident_memory() + THREADS_BYTES, 0
     each = machine.device.communicator_bytes or COMMUNICATOR_BYTES
     used, usual = 0, DRIVER_BYTES + (each if machine.world_size > 1 else 0)
     if here.type == "cuda" and device_name(here) == machine.device.name:

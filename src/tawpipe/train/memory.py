@@ -34,6 +34,7 @@ def check_memory(
     batch: BatchShape,
     *,
     others: Callable[[PlanRequest], WouldFit],
+    saves: bool = True,
     request: PlanRequest | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest | None]:
@@ -43,6 +44,7 @@ def check_memory(
     Args:
         schedule: that will run.
         others: finds what would fit in place of a request that does not.
+        saves: the run saves its state.
         request: what was measured for a plan, if anything was.
 
     Raises:
@@ -65,6 +67,11 @@ def check_memory(
         needs = memory_quickly(measured, measured.step(schedule))
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
+    if not measured.has_host:  # no two processes have loaded and read as much
+        system = max(world.gather_numbers(float(measured.system_bytes)))
+        measured = replace(measured, system_bytes=int(system))
+        kept = {name: size for name, size in needs.parts.items() if saves or name != "saving"}
+        needs = replace(needs, parts=kept | {"system": int(system)})
     lacking = bool(shortage(_all_of(machine, measured), needs))
     if any(world.gather_numbers(float(lacking))):
         if request is None:
@@ -72,6 +79,15 @@ def check_memory(
             measured = timed or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     return needs, measured
+
+
+def said_bytes(needs: Needs | None, device: torch.device) -> int:
+    """What was said of the memory that ``peak_memory_bytes`` measures: on a GPU tensors alone; 0 if nothing was, or
+    only a limit.
+    """
+    if needs is None or "kept" in needs.parts:
+        return 0
+    return needs.device - sum(needs.parts.get(name, 0) for name in ("system", "apart") if device.type == "cuda")
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:

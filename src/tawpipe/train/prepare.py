@@ -193,6 +193,7 @@ def prepare(
         schedule,
         batch,
         others=lambda short: WouldFit(short, config, ask),
+        saves=bool(config.checkpoint.every or config.checkpoint.memory_every or config.checkpoint.best),
         request=followed.request,
         tell=console.notice,
     )
