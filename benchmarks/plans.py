@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,7 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import LEAN, fits, search, unplayed
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.simulate import LinkModel
+from tawpipe.train.config import TrainConfig
 
 HERE = Path(__file__).resolve().parent.parent
 GOAL_S = 20.0
@@ -138,7 +139,7 @@ def check(case: dict[str, Any]) -> str:
         raise
     try:
         plan = Plan.of(request, search(request))
-        said = [*lines(plan), *map(str, (one.why_not for one in plan.candidates))]
+        said = [*lines(plan, config_of(case), ask_with(case)), *map(str, (one.why_not for one in plan.candidates))]
     except Exception:
         return traceback.format_exc()
     took = time.process_time() - begin
@@ -154,8 +155,19 @@ def check(case: dict[str, Any]) -> str:
     return "\n".join(wrong)
 
 
-def ask(case: dict[str, Any]) -> PlanRequest:
+def config_of(case: dict[str, Any]) -> TrainConfig:
+    """The settings of a case's run."""
+    return replace(TrainConfig(), lora=LoraSettings(rank=case["lora"] or None))
+
+
+def ask_with(case: dict[str, Any]) -> Callable[[TrainConfig], PlanRequest]:
+    """Makes the request for a case's plan with other settings of the run."""
+    return lambda config: ask(case, config)
+
+
+def ask(case: dict[str, Any], config: TrainConfig | None = None) -> PlanRequest:
     """The request for a case's plan."""
+    config = config or config_of(case)
     rate = case["gbit"] / 8 * 1e9
     between, slower = LinkModel(rate, LATENCY_S), LinkModel(rate / 4, LATENCY_S)
     machine = Machine(
@@ -168,8 +180,9 @@ def ask(case: dict[str, Any]) -> PlanRequest:
         host_bytes=case["host_gib"] << 30,
     )
     asked = Asked(case["tokens"], case["rows"], case["micro_batch"], memory_bytes=int(case["memory_gib"] * 2**30))
-    lora = LoraSettings(rank=case["lora"] or None)
-    built = build_model(model_folder(**case["model"]), max_positions=asked.row, longest=asked.longest, lora=lora)
+    asked = replace(asked, quantize=config.quantize, settings=config.schedule)
+    folder = model_folder(**case["model"])
+    built = build_model(folder, max_positions=asked.row, longest=asked.longest, lora=config.lora)
     return request_of(Chain(built.model), machine, asked)
 
 
@@ -227,7 +240,7 @@ def measured(
     asked = time.process_time()
     plan = Plan.of(request, search(request))
     found = time.process_time()
-    said = list(lines(plan))
+    said = list(lines(plan, config_of(case), ask_with(case)))
     end = time.process_time()
     chosen = plan.chosen
     return {

@@ -249,3 +249,18 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def span(seconds: float) -> str:
+    """The length of a step, or of what is in it, to compare it with others.
+
+    >>> span(0.0712), span(23.54), span(5525), span(0)
+    ('71.2 ms', '23.540 s', '1.53 h', '0 s')
+    """
+    if seconds >= 3600:
+        return f"{seconds / 3600:.2f} h"
+    if seconds >= 100:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.1 or not seconds:
+        return f"{seconds:.3f} s" if seconds else "0 s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.3f} ms"

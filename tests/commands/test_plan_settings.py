@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import LlamaConfig
 
 from tawpipe.cli import main
 from tawpipe.commands.plan import _vocabulary
-from tawpipe.commands.plan_words import PlanWords, parse, plan_parser
+from tawpipe.commands.plan_words import PlanWords, parse, plan_parser, schedule_of
 from tawpipe.model.chain import Chain
 from tawpipe.plan import measure
 from tawpipe.plan.machine import Device
@@ -62,7 +63,7 @@ def table(text: str) -> list[list[str]]:
     """The rows of the comparison in what was printed."""
     lines = text.splitlines()
     first = next(place for place, line in enumerate(lines) if line.split()[:1] == ["strategy"])
-    return [line.split() for line in lines[first : first + 13]]
+    return [line.split() for line in takewhile(lambda line: line and not line.startswith("plan:"), lines[first:])]
 
 
 def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(monkeypatch, capsys) -> None:
@@ -126,7 +127,7 @@ def test_rows_whose_answers_are_told_apart_are_computed_by_one_device() -> None:
     free = {**RUN, "schedule": {}}
     for lengths, ranks in (([], None), ([32], 1)):
         Path("run.yaml").write_text(yaml.safe_dump(free | {"evaluation": {"retrieval_lengths": lengths}}))
-        assert read(["--config", "run.yaml", *TOPOLOGY]).schedule.sequence_ranks == ranks
+        assert schedule_of(read(["--config", "run.yaml", *TOPOLOGY]).config).sequence_ranks == ranks
 
 
 def test_a_preset_has_the_vocabulary_of_the_run() -> None:

@@ -194,7 +194,7 @@ def test_a_row_ends_with_the_models_positions(tmp_path):
     for name in ("tawpipe-spread", "hsdp"):
         row = _longest_of(asked, find(name), POSITIONS)
         assert (row.tokens, row.binds) == (4096, POSITIONS)
-    assert "at most 2 processes" in _longest_of(asked, find("weipipe"), POSITIONS).why_not
+    assert "at least " in _longest_of(asked, find("weipipe"), POSITIONS).why_not
 
 
 # the command

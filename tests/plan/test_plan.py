@@ -529,7 +529,9 @@ def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp
     assert "--sequence-length: got 64; at most 40" in capsys.readouterr().err
 
 
-def test_what_fits_nowhere_ends_with_1(capsys):
+def test_what_fits_nowhere_ends_with_1(capsys, monkeypatch):
+    monkeypatch.setattr("tawpipe.plan.would_fit.SECONDS", 0.0)
+    monkeypatch.setattr("tawpipe.plan.would_fit.MOST_NODES", 1)
     assert main([*WORDS, "--memory", "0.001"]) == 1
     assert "nothing fits" in capsys.readouterr().out
 

@@ -16,6 +16,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.plan.machine import Device, Machine
 from tawpipe.plan.measure import Asked
+from tawpipe.plan.would_fit import WouldFit
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.simulate import LinkModel
@@ -52,7 +53,12 @@ def check(
     machine = Machine((1,), FREE, FREE, device=Device("CPU", memory_bytes))
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: machine)
     asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure")
-    return memory.check_memory(Planning(ALONE, chain, asked), schedule, BATCH)[0]
+    planning = Planning(ALONE, chain, asked)
+    return memory.check_memory(planning, schedule, BATCH, others=lambda short: WouldFit(short, CONFIG, no_other))[0]
+
+
+def no_other(config: TrainConfig) -> Any:
+    raise UserError("model", "tiny", "one with weights")
 
 
 def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch, chain):

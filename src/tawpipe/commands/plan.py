@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse
+from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse, schedule_of
 from tawpipe.commands.plan_words import plan_parser as _parser
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
     from tawpipe.plan.plan import Plan
     from tawpipe.plan.request import PlanRequest
+    from tawpipe.train.config import TrainConfig
 
 MOST_IN_BIN = 1000
 """Documents of a bin by which memory and seconds are measured."""
@@ -39,18 +41,15 @@ def _run(words: PlanWords) -> int:
     import torch
 
     from tawpipe.model.attention_kernel import activate_flash
-    from tawpipe.model.build import PRESETS, build_model, text_config_of
-    from tawpipe.model.chain import Chain
-    from tawpipe.model.refuse import settle_mtp
-    from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
+    from tawpipe.model.build import text_config_of
+    from tawpipe.pipeline.refuse import refuse_settings
     from tawpipe.plan.doctor import probe_machine
-    from tawpipe.plan.measure import Asked, device_name, request_of
+    from tawpipe.plan.measure import device_name
     from tawpipe.plan.page import write_plan_page
     from tawpipe.plan.plan import Plan, explain, json_text
     from tawpipe.plan.search import search
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
-    from tawpipe.train.optimizers import factory_of
 
     config, talk = words.config, not words.json
     # Before this process looks for a GPU: links are measured as in a run, whose processes each begin with their own.
@@ -73,15 +72,63 @@ def _run(words: PlanWords) -> int:
         compile_layers=config.compile,
         quantize=config.quantize,
     )
+    ask = partial(_request, words, machine=machine, here=here, dtype=getattr(torch, dtype), corpus=corpus)
+    request = ask(config, tell=tell)
+    if talk:
+        print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
+    if words.longest:
+        return _longest(request, words, tell)
+    if corpus is not None:
+        return corpus.say(request, words, tell)
+    plan = Plan.of(request, search(request, waiting=tell))
+    if words.json:
+        print(json_text(plan))
+    else:
+        for line in lines(plan, config, ask, everything=words.all):
+            print(line, flush=True)
+    if words.explain:
+        for line in explain(plan, words.explain):
+            print(line, file=sys.stdout if talk else sys.stderr)
+    _write_page(words, lambda path: write_plan_page(plan, path))
+    if words.save and plan.chosen:
+        plan.save(Path(words.save))
+        if talk:
+            print(f"wrote {words.save}; tawpipe train --plan {words.save} follows it")
+    return 0 if plan.chosen else 1
+
+
+def _request(
+    words: PlanWords,
+    config: TrainConfig,
+    *,
+    machine: Machine,
+    here: Any,
+    dtype: Any,
+    corpus: _Corpus | None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> PlanRequest:
+    """What is asked for, with these settings of a run.
+
+    Args:
+        here: this process's device.
+        corpus: of ``--lengths``.
+    """
+    from tawpipe.model.build import PRESETS, build_model
+    from tawpipe.model.chain import Chain
+    from tawpipe.model.refuse import settle_mtp
+    from tawpipe.pipeline.refuse import refuse_cut_rows
+    from tawpipe.plan.measure import Asked, request_of
+    from tawpipe.train.optimizers import factory_of
+
     asked = Asked(
         words.row if corpus is None else corpus.row,
         words.batch or machine.world_size,
         config.micro_batch,
-        dtype=getattr(torch, dtype),
+        dtype=dtype,
         lengths=_documents(words.lengths) if corpus is None else corpus.documents,
         profile=words.profile,
         memory_bytes=None if words.memory is None else int(words.memory * 2**30),
-        settings=words.schedule,
+        settings=schedule_of(config),
         quantize=config.quantize,
         compiled=config.compile,
         optimizer=factory_of(config),
@@ -100,28 +147,7 @@ def _run(words: PlanWords) -> int:
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
     refuse_cut_rows(chain, config.schedule)
-    request = request_of(chain, machine, asked, here=here, tell=tell)
-    if talk:
-        print(f"{request.machine.topology}; {dtype} ({why}); {request.profile.source}")
-    if words.longest:
-        return _longest(request, words, tell)
-    if corpus is not None:
-        return corpus.say(request, words, tell)
-    plan = Plan.of(request, search(request, tell=tell, waiting=tell))
-    if words.json:
-        print(json_text(plan))
-    else:
-        for line in lines(plan):
-            print(line)
-    if words.explain:
-        for line in explain(plan, words.explain):
-            print(line, file=sys.stdout if talk else sys.stderr)
-    _write_page(words, lambda path: write_plan_page(plan, path))
-    if words.save and plan.chosen:
-        plan.save(Path(words.save))
-        if talk:
-            print(f"wrote {words.save}; tawpipe train --plan {words.save} follows it")
-    return 0 if plan.chosen else 1
+    return request_of(chain, machine, asked, here=here, tell=tell)
 
 
 def _vocabulary(words: PlanWords) -> int | None:
@@ -163,17 +189,27 @@ def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
     return machine
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """What is printed of a plan: the candidates, the reasons of the choice, and other ways."""
-    from tawpipe.plan.plan import crossing
-    from tawpipe.plan.remedy import smaller
+def lines(
+    plan: Plan, config: TrainConfig, ask: Callable[[TrainConfig], PlanRequest], *, everything: bool = False
+) -> Iterator[str]:
+    """What is printed of a plan: the candidates, the reasons of the choice, and other ways.
 
-    yield from plan.table()
+    Args:
+        config: of the run that it is for.
+        ask: makes the request for a plan with other settings.
+        everything: see ``Plan.listed``.
+    """
+    from tawpipe.plan.plan import crossing
+    from tawpipe.plan.would_fit import WouldFit
+
+    if plan.listed(everything=everything):
+        yield from plan.table(everything=everything)
+    yield from plan.left_out(everything=everything)
     yield from ("", plan.reason)
     if plan.memory:
         yield plan.memory
-    if plan.chosen is None and plan.least is not None and plan.least.step is not None:
-        yield from (f"would fit: {line}" for line in smaller(plan.request, plan.least.step))
+    if plan.chosen is None:
+        yield from (f"would fit: {line}" for line in WouldFit(plan.request, config, ask).lines())
     if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):
         yield words
 

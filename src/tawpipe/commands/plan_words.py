@@ -60,6 +60,7 @@ class PlanWords:
         lengths: of documents.
         memory: GiB of a device.
         profile, explain, report, save: as the help says.
+        all: every strategy is shown.
         json: nothing else is printed.
     """
 
@@ -76,6 +77,7 @@ class PlanWords:
     explain: str | None
     report: str | None
     save: str | None
+    all: bool
     json: bool
 
     def given(self, name: str) -> Any:
@@ -96,13 +98,6 @@ class PlanWords:
     def batch(self) -> int | None:
         """Rows of a step; None where the longest row is asked for, of which every device gets one."""
         return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
-
-    @property
-    def schedule(self) -> ScheduleSettings:
-        """The settings of the schedule, with what the run's evaluations leave no choice of."""
-        by_row = self.config.micro_batch > 1 and self.config.evaluation.retrieval_lengths
-        settings = self.config.schedule
-        return replace(settings, sequence_ranks=1) if by_row and settings.sequence_ranks is None else settings
 
     def located(self, error: UserError) -> UserError:
         """The same error with the file and the line of its setting, if it is from one."""
@@ -147,6 +142,13 @@ class PlanWords:
         check_page(self.report)
         if self.explain and self.explain not in strategies():
             raise UserError("--explain", self.explain, f"one of {', '.join(strategies())}")
+
+
+def schedule_of(config: TrainConfig) -> ScheduleSettings:
+    """The settings of the schedule, with what the run's evaluations leave no choice of."""
+    by_row = config.micro_batch > 1 and config.evaluation.retrieval_lengths
+    settings = config.schedule
+    return replace(settings, sequence_ranks=1) if by_row and settings.sequence_ranks is None else settings
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
@@ -220,6 +222,9 @@ def plan_parser() -> argparse.ArgumentParser:
         "--device-name", metavar="NAME", help="what computes, if not what the topology says: H100, A100, CPU, ..."
     )
     parser.add_argument("--profile", default="auto", help="measure here, estimate from the device's peak, or auto")
+    parser.add_argument(
+        "--all", action="store_true", help="show every strategy, those as well that others have overtaken"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--explain", metavar="STRATEGY", help="where the time and the memory of one candidate go")
     parser.add_argument("--report", metavar="FILE", help="write a page (HTML) with the comparison and timelines")

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tawpipe.environment import LaunchEnvironment, restart_count, started_by_local_launcher
 from tawpipe.errors import UserError
+from tawpipe.launch.forked import import_once
 from tawpipe.launch.gpus import Gpu, find_gpus
 from tawpipe.launch.launcher import Shape, in_this_process, launch, local_shape
 from tawpipe.options.library import as_option
@@ -103,7 +104,15 @@ def _train_here(config: TrainConfig) -> int:
 
 
 def _look(config: TrainConfig, shape: Shape | None) -> int:
-    """``--dry-run``; without a shape in every process that torchrun started."""
+    """``--dry-run``; without a shape in every process that torchrun started.
+
+    Workers of ours are forked from a process that has imported what they need, and so hold less memory than one that
+    imports it itself: where they would be, it is such a one that looks.
+    """
+    if shape is not None and shape.nproc > 1 and import_once(IMPORTS, {}):
+        sys.stdout.flush()
+        if (worker := os.fork()) > 0:
+            return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     from tawpipe.train.dry_run import dry_run
 
     return dry_run(config, shape)

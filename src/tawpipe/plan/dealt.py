@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.plan.lengths import Lengths
 from tawpipe.plan.plan_file import settings_of
@@ -109,7 +110,7 @@ class DealFound:
             UserError: a document is longer than any bin can be.
         """
         alone = request.with_ranks(request.settings.sequence_ranks or 1)  # which documents are shared, the deal says
-        candidates = search(alone, tell=tell, waiting=tell)
+        candidates = search(alone, waiting=tell)
         good = [one for one in candidates if one.fits and one.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
@@ -126,7 +127,7 @@ class DealFound:
         strategies: dict[str, DealTried] = {}
         for one in good:
             if one.step is not None and (made := _played(request, one.step, BALANCED, median)) is not None:
-                tell(f"{one.strategy}: {made.seconds:.3f} s")
+                tell(f"{one.strategy}: {span(made.seconds)}")
                 strategies[one.strategy] = made
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
         deals: list[DealTried] = []

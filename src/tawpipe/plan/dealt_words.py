@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tawpipe.console import columns
+from tawpipe.console import columns, span
 from tawpipe.plan.dealt import BALANCED, IN_TURN, ROWS, DealFound, DealTried
 from tawpipe.plan.search import GAIN
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
 from tawpipe.report.page import Section, Table, check_page, timeline_section, write_page
 
-HEAD = ("s/step", "tokens/s", "tokens/s/device", "not hidden s", "over the mean", "over the floor", "rounds")
+HEAD = ("step", "tokens/s", "tokens/s/device", "not hidden", "over the mean", "over the floor", "rounds")
 PHRASES = {ROWS: "rows of one length", IN_TURN: "documents packed by tokens and dealt in turn"}
 SHOWN_RANKS = 48
 """Ranks in a figure."""
@@ -97,7 +97,7 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
     told = numbers(dealt, deal)
     floor = told["imbalance_over_floor"]
     return (
-        f"{deal.seconds:.3f}",
+        span(deal.seconds),
         f"{deal.tokens_per_second:,.0f}",
         f"{deal.tokens_per_second / deal.bins.world_size:,.0f}",
         f"{deal.exposed_s:.3f}",
@@ -137,7 +137,7 @@ def reason(dealt: DealFound) -> str:
     if best is None:
         tokens = dealt.request.sequence_length
         return f"no strategy can run bins of {tokens:,} tokens here; a smaller --bin-tokens may fit"
-    words = [f"{dealt.chosen} takes {best.seconds:.3f} s for a step, {best.tokens_per_second:,.0f} tokens a second"]
+    words = [f"{dealt.chosen} takes {span(best.seconds)} for a step, {best.tokens_per_second:,.0f} tokens a second"]
     for name in (IN_TURN, ROWS):
         if (other := dealt.deal_of(name)) is not None:
             words.append(f"{other.seconds / best.seconds:.2f} times as fast as {PHRASES[name]}")

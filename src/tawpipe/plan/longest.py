@@ -14,12 +14,13 @@ from functools import cache, cached_property
 from math import ceil, isqrt
 from typing import Any
 
-from tawpipe.console import columns
+from tawpipe.console import columns, span
 from tawpipe.errors import UserError
 from tawpipe.plan.hiding import EXPOSED, hides_from, keys_hide_from, weights_hide_from
 from tawpipe.plan.plan import held, of_ranks
 from tawpipe.plan.plan_file import settings_of
 from tawpipe.plan.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
+from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.schedule.buffers import Kind
@@ -106,7 +107,7 @@ class LongestRow:
             f"{own.sequence_chunk:,}" if own.sequence_chunk else "whole",
             str(self.step.sequence_ranks),
             f"{own.offloaded_layers} of {self.step.model.num_layers}",
-            f"{made.step_seconds:.3f}",
+            span(made.step_seconds),
             f"{self.tokens_per_second:,.0f}",
             f"{made.peak_bytes / 2**30:.2f}",
             f"{made.needs.host / 2**30:.1f}",
@@ -121,7 +122,7 @@ HEAD = (
     "chunk",
     "devices a row",
     "layers offloaded",
-    "s/step",
+    "step",
     "tokens/s/device",
     "GiB",
     "host GiB/node",
@@ -185,7 +186,7 @@ class Longest:
             return f"no strategy can train on a row of {SHORTEST} tokens on these machines"
         words = f"{best.strategy} has the longest row, {best.tokens:,} tokens; what binds is {best.binds}"
         assert fastest.prediction is not None
-        seconds = f"{fastest.prediction.step_seconds:.3f} s a step"
+        seconds = f"{span(fastest.prediction.step_seconds)} a step"
         if fastest is best:
             words += f"; within {NEAR:.0%} of that length nothing is faster than its {seconds}"
         else:
@@ -296,7 +297,7 @@ def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow
             step = usual
         return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
     except UserError as error:
-        return LongestRow(strategy.name, why_not=str(error))
+        return LongestRow(strategy.name, why_not=in_plain_words(error))
 
 
 class _Lean:

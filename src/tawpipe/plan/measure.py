@@ -41,12 +41,21 @@ DRIVER_BYTES = 700 << 20
 COMMUNICATOR_BYTES = 512 << 20
 """Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
 the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
+THREADS_BYTES = 32 << 20
+"""Of a process on a CPU, that threads of lanes and groups take as it runs: stacks, scratch of kernels, what falls
+between small blocks in the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
 DEALT = "documents are dealt by time, --packing balanced"
 MEASURED_TOKENS = {"cpu": 2048, "cuda": 16384}
 """The longest rows that a profile runs; longer ones follow from the fit."""
+SHARE = 0.1
+"""Of a run's time that planning it may take."""
+MEASURED_TIMES = 20
+"""So many passes of the longest row that is measured, forward and backward, do all runs of a layer's take together."""
+SHORTEST_MEASURED = 256
+"""Tokens of the same at least, below which times say little."""
 _SHORT = re.compile(r"(\d+)x(\d+)(?:@(\d+(?:\.\d+)?)\s*(k|m|g)bit)?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
@@ -91,6 +100,7 @@ class Asked:
         compiled: layers are compiled, on whole rows.
         dealt: documents are dealt by their time; a pipeline needs documents that take its positions equally long.
         optimizer: whose states and updates are planned for.
+        steps: of the run, of whose time measuring takes about ``SHARE`` at most; 0 if that is not known.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -109,6 +119,7 @@ class Asked:
     compiled: bool = False
     dealt: bool = False
     optimizer: OptimizerFactory = USUAL
+    steps: int = 0
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -161,9 +172,11 @@ def request_of(
     here = here or torch.device("cpu")
     try:
         with chain.borrowed():
-            return _request_of(chain, machine, asked, here, tell)
+            request = _request_of(chain, machine, asked, here, tell)
     finally:
         give_back(here)  # with what the chain held while it was borrowed
+    # Libraries are there when blocks have run with them.
+    return replace(request, system_bytes=system_of(machine, here)[0]) if not request.has_host else request
 
 
 def _request_of(
@@ -237,7 +250,8 @@ def _request_of(
         "tell": tell,
     }
     if asked.timed:
-        profile = _profile(chain, machine, asked.profile, row, tokens, peak, measuring)
+        most = _affordable(chain, asked, machine.world_size)
+        profile = _profile(chain, machine, asked.profile, min(row, most), tokens, peak, measuring)
     else:
         profile = measure(chain, tokens=tokens, timed=False, **measuring)
     if why := why_whole or profile.why_whole:
@@ -265,12 +279,12 @@ def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:
 def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
     """Bytes of a device that the driver and libraries take, and those of each communicator.
 
-    On a CPU they are this process's, which has loaded the libraries. On a GPU like the plan's they are what is in use
-    and not by torch's allocator, if that is more than what is usual. The communicator of all processes, which every
-    run has besides its groups', is among it.
+    On a CPU they are this process's, which has loaded the libraries, and what its threads will take. On a GPU like the
+    plan's they are what is in use and not by torch's allocator, if that is more than what is usual. The communicator of
+    all processes, which every run has besides its groups', is among it.
     """
     if machine.device.name == "CPU":
-        return resident_memory(), 0
+        return resident_memory() + THREADS_BYTES, 0
     each = machine.device.communicator_bytes or COMMUNICATOR_BYTES
     used, usual = 0, DRIVER_BYTES + (each if machine.world_size > 1 else 0)
     if here.type == "cuda" and device_name(here) == machine.device.name:
@@ -281,6 +295,16 @@ def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
 def device_name(here: torch.device) -> str:
     """The device's name as topology files spell it."""
     return torch.cuda.get_device_name(here) if here.type == "cuda" else "CPU"
+
+
+def _affordable(chain: Chain, asked: Asked, devices: int) -> int:
+    """Tokens of the longest row that is run to measure blocks, so that this takes a small share of the run: work grows
+    with layers and tokens on any device.
+    """
+    if not asked.steps:
+        return asked.row
+    run = asked.steps * asked.global_batch * asked.row * chain.spec.num_layers / devices
+    return max(SHORTEST_MEASURED, round(SHARE * run / MEASURED_TIMES))
 
 
 def _profile(

@@ -84,12 +84,14 @@ def _subtitle(request: PlanRequest, rows: str) -> str:
 def _sections(plan: Plan) -> Iterator[Section]:
     request = plan.request
     shown = [one for one in plan.candidates if one.prediction is not None]
-    rows = [line.split("\t") for line in plan.table(separator="\t")]
-    marked = [i for i, one in enumerate(plan.candidates) if one is plan.chosen]
+    rows = [line.split("\t") for line in plan.table(separator="\t", everything=True)]
+    marked = [i for i, one in enumerate(plan.listed(everything=True)) if one is plan.chosen]
     equal = ", ".join(one.strategy for one in plan.as_fast)
     words = plan.reason + (
         f". As fast, within {GAIN:.1%}: {equal}. Chosen is what loads the links least." if equal else ""
     )
+    if left_out := list(plan.left_out(everything=True)):
+        words += f". Not in the table: {'; '.join(left_out)}."
     yield Section("Strategies", words, Table(rows[0], rows[1:], marked))
     chosen = plan.chosen.strategy if plan.chosen else None
     names = [one.strategy for one in shown]

@@ -15,6 +15,7 @@ from typing import Any
 
 from tawpipe.errors import UserError
 from tawpipe.plan.predict import memory_of, memory_quickly, short_schedule
+from tawpipe.plan.refused import MEMORY_OF_A_POSITION, NO_ROOM
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
@@ -31,7 +32,6 @@ QUICK_EFFORT = 2_000
 """Micro-batches, times blocks, of a pipeline for which all orders are looked at."""
 TRIES = 4
 """Limits of memory for which something is made, each lower by what the one before was too high."""
-MEMORY_OF_A_POSITION = "memory of a position"
 PASSING = 3
 """Boundary activations, and gradients of them, that come and go while a stage computes."""
 
@@ -114,10 +114,7 @@ def _made(request: PlanRequest, strategy: ActivationPipeline, recompute: str, *,
     except UserError as error:
         if error.setting != MEMORY_OF_A_POSITION:
             raise
-        expected = (
-            "more: beside weights, gradients and optimizer state that holds no micro-batch of a pipeline's stages"
-        )
-        raise UserError("memory of a device", f"{request.memory_bytes / 2**30:.4g} GiB", expected) from error
+        raise UserError(NO_ROOM, f"{request.memory_bytes / 2**30:.4g} GiB", "more, for a pipeline's stages") from error
     return made
 
 
@@ -130,7 +127,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     costs, memory, blocks = request.costs, request.profile.memory, []
     boundary = memory.boundary * request.size.tokens
     room, resident = _room(request, positions, recompute)
-    for number, block in enumerate(request.model.blocks):
+    for number, (block, taken) in enumerate(zip(request.model.blocks, resident, strict=True)):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
         forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
         back = costs.backward_s(0, number, 0, recompute if layer else "full") if trains else 0.0
@@ -139,7 +136,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
         kept = memory.kept.get(saved, 0.0) / memory.boundary if saved else float(block.kind != "embedding")
         linear = memory.kept.get(Kind.LINEAR, 0.0) / memory.boundary if layer else 0.0
         times = (round(one * MICRO) for one in (forward, back - weights, weights))
-        blocks.append(BlockTimes(*times, round(kept, 2), round(linear, 2), resident[number]))
+        blocks.append(BlockTimes(*times, kept=round(kept, 2), kept_for_weights=round(linear, 2), resident=taken))
     factors = [costs.compute_factor.get(positions.rank(place, 0), 1.0) for place in range(positions.size)]
     host = costs.host.latency_s + boundary / costs.host.bytes_per_s if request.has_host else math.inf
     return PipelineCosts(
@@ -177,11 +174,8 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
         return math.inf, [0.0] * len(blocks)
     fixed = replace(request.settings, strategy="1f1b", stages=positions.axis, block_times="", recompute=recompute)
     step = request.step(fixed)
-    schedule, memory, tokens = (
-        short_schedule(request, step),
-        request.of(step).profile.memory,
-        round(request.size.tokens),
-    )
+    schedule, memory = short_schedule(request, step), request.of(step).profile.memory
+    tokens = round(request.size.tokens)
     working = dict.fromkeys((block.kind for block in blocks), 0)
     for action in itertools.chain.from_iterable(schedule.programs):
         if action.block >= 0:

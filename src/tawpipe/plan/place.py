@@ -21,6 +21,7 @@ from math import isfinite
 
 import numpy as np
 
+from tawpipe.console import span
 from tawpipe.extras import install_hint
 from tawpipe.plan.predict import PLAYED_ROUNDS, memory_quickly, shortened
 from tawpipe.plan.request import PlanRequest
@@ -62,10 +63,10 @@ class Homes:
     note: str = ""
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {seconds:.4f} s" for name, seconds in self.seconds.items())
+        said = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.seconds.items())
         if SOLVER in self.seconds:
             other = min(seconds for name, seconds in self.seconds.items() if name != SOLVER)
-            said += f" ({max(0.0, 1 - self.seconds[SOLVER] / other):.1%} less; at least {self.bound_s:.4f} s)"
+            said += f" ({max(0.0, 1 - self.seconds[SOLVER] / other):.1%} less; at least {span(self.bound_s)})"
         return f"exchanges between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
 
 

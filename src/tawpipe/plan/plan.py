@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tawpipe.console import columns
+from tawpipe.console import columns, span
 from tawpipe.errors import UserError
 from tawpipe.plan.plan_file import FORMAT, record_of, settings_of
 from tawpipe.plan.predict import Needs, bound_of, predict
@@ -18,11 +18,11 @@ from tawpipe.plan.request import PlanRequest
 from tawpipe.plan.search import GAIN, QUICK_PLAYED, Candidate, gib, plays, settle, shortage
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "step_seconds": ("s/step", "{:.3f}".format),
+    "step_seconds": ("step", span),
     "tokens_per_second_per_device": ("tokens/s/device", "{:.0f}".format),
     "mfu": ("MFU", "{:.1%}".format),
-    "exposed_communication_s": ("not hidden s", "{:.3f}".format),
-    "idle_s": ("idle s", "{:.3f}".format),
+    "exposed_communication_s": ("not hidden", span),
+    "idle_s": ("idle", span),
     "link_bytes": ("MB/link", lambda amount: f"{amount / 1e6:.0f}"),
     "peak_gib": ("GiB", "{:.2f}".format),
 }
@@ -168,12 +168,26 @@ class Plan:
             "runner_up": self.runner_up.strategy if self.runner_up else None,
         }
 
-    def table(self, *, separator: str = "") -> Iterator[str]:
+    def listed(self, *, everything: bool = False) -> list[Candidate]:
+        """The candidates of the table: those that can run.
+
+        Args:
+            everything: with strategies that others have overtaken on machines like these, see ``Strategy.usual``.
+        """
+        leading = [id(candidate) for candidate in (self.chosen, self.runner_up, *self.as_fast)]
+        return [
+            candidate
+            for candidate in self.candidates
+            if candidate.prediction is not None and candidate.step is not None
+            if everything or candidate.step.strategy.usual or id(candidate) in leading
+        ]
+
+    def table(self, *, separator: str = "", everything: bool = False) -> Iterator[str]:
         """Lines of text, in columns; or with a separator between the cells."""
         rows: list[tuple[str, ...]] = [("strategy", *(title for title, _ in COLUMNS.values()), "")]
-        for one in self.candidates:
-            row, note = self.row(one), one.why_not
-            if one.prediction is not None and (one is self.chosen or not one.fits):
+        for one in self.listed(everything=everything):
+            row, note = self.row(one), ""
+            if one is self.chosen or not one.fits:
                 note = "chosen" if one.fits else "does not fit"
             elif any(one is other for other in self.as_fast):
                 note = "as fast"
@@ -183,6 +197,19 @@ class Plan:
             yield from (separator.join(row) for row in rows)
             return
         yield from columns(rows)
+
+    def left_out(self, *, everything: bool = False) -> Iterator[str]:
+        """A line for every reason why some candidates are not in the table."""
+        reasons: dict[str, list[str]] = {}
+        for candidate in self.candidates:
+            if candidate.prediction is None:
+                reasons.setdefault(candidate.why_not, []).append(candidate.strategy)
+        yield from (f"{', '.join(names)}: {why}" for why, names in reasons.items())
+        shown = {candidate.strategy for candidate in self.listed(everything=everything)}
+        shown.update(*reasons.values())
+        hidden = [candidate.strategy for candidate in self.candidates if candidate.strategy not in shown]
+        if hidden:
+            yield f"with --all: {', '.join(hidden)}"
 
     def save(self, path: Path) -> None:
         """A file that ``tawpipe train --plan`` follows.
@@ -280,8 +307,8 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
         if value not in ("", None):
             yield f"  {name}: {value}"
     made = candidate.prediction
-    yield f"  step {made.step_seconds:.4f} s, at least {made.bound_s:.4f} s by computing and links"
-    yield f"  devices idle {made.idle_s:.4f} s, of it {made.exposed_communication_s:.4f} s for transfers"
+    yield f"  step {span(made.step_seconds)}, at least {span(made.bound_s)} by computing and links"
+    yield f"  devices idle {span(made.idle_s)}, of it {span(made.exposed_communication_s)} for transfers"
     if plan.request.topology.num_nodes > 1:
         share = plan.link_share(candidate)
         yield f"  the busiest link carries {made.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
@@ -290,7 +317,7 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
         if settled.homes is not None:
             yield f"  {settled.homes}"
         if settled.step != candidate.step:
-            yield f"  with the best of these homes a step takes {settled.seconds:.4f} s"
+            yield f"  with the best of these homes a step takes {span(settled.seconds)}"
     for name, size in made.memory.items():
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {made.peak_bytes / 2**30:.3f} GiB"

@@ -9,6 +9,7 @@ more the second time, and what the round took is added for all that are left (``
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -109,6 +110,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         if apart := max(held_apart(schedule, rank, sizes) for rank in schedule.played):
             parts["apart"] = apart
         return Needs(parts, said.host_bytes * devices, said.file_bytes * devices)
+    parts["saving"] = saved_bytes(request, schedule.step)
     return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices)
 
 
@@ -172,6 +174,17 @@ def timeline_of(request: PlanRequest, step: StepSpec) -> Timeline:
         short, _, _ = shortened(request, step, PLAYED_ROUNDS)
         return _play(request, _build(request, short))
     return play(build(step), request.of(step).costs, steps=PLAYED_STEPS, physical=request.machine.topology)
+
+
+def saved_bytes(request: PlanRequest, step: StepSpec) -> int:
+    """Bytes of the copy of its state, weights and optimizer's, that a process holds while it is written."""
+    widths, most = request.widths, defaultdict[int, float](float)
+    for number, (home, unit) in enumerate(zip(step.homes, request.model.units, strict=True)):
+        if unit.trainable:
+            gradient = widths.master + (widths.weight if widths.weight != widths.master else 0)
+            for rank in home.ranks:
+                most[rank] += home.stripe * (widths.at_home(number, trainable=True) - gradient)
+    return round(max(most.values(), default=0))
 
 
 def memory_quickly(request: PlanRequest, step: StepSpec) -> Needs:

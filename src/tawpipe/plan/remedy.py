@@ -1,12 +1,13 @@
-"""Ways out where memory does not suffice: what would fit, and what it costs in time."""
+"""Ways out where memory does not suffice for the settings of a schedule: others, and what they cost in time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, count, takewhile
+from itertools import accumulate
 from operator import or_
 from typing import Any
 
+from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.plan.plan import Plan
 from tawpipe.plan.plan_file import settings_of
@@ -22,12 +23,11 @@ LEANER: tuple[dict[str, Any], ...] = (
     {"step_cache": 0, "gradients_scope": "visit"},
 )
 """Changes that need less memory, those that cost the least time first."""
-SMALLEST_ROW = 128
 
 
 def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
-    """What would fit, with its seconds a step: other settings for the same batch, the best strategy for it, smaller
-    micro-batches, shorter rows.
+    """Settings of the schedule with which the same run would fit, with its seconds a step: those that are nearest, and
+    those of the best plan.
 
     Args:
         step: what does not fit.
@@ -35,25 +35,7 @@ def remedies(request: PlanRequest, step: StepSpec) -> Iterator[str]:
     yield from _leaner(request, step)
     best = Plan.of(request, search(request)).chosen
     if best is not None and best.step is not None:
-        yield f"{' '.join(_options(best.step, step))}: {_time(best.seconds)}"
-    yield from smaller(request, step)
-
-
-def smaller(request: PlanRequest, step: StepSpec) -> Iterator[str]:
-    """Smaller micro-batches, and shorter rows, that would fit: with the settings of ``step``, or with leaner ones."""
-    halves = lambda size, least: takewhile(lambda one: one >= least, (size >> n for n in count(1)))  # noqa: E731
-    asked = [(f"--micro-batch {one}", request.with_micro_batch(one), "") for one in halves(request.micro_batch, 1)]
-    rows = [
-        (f"--sequence-length {one}", request.with_length(one), " of as many rows")
-        for one in halves(request.sequence_length, SMALLEST_ROW)
-    ]
-    *_, lean = (step, *_changed(step, _together(request, step)))
-    for ways in (asked, rows):
-        found = ((words, _seconds(other, one), one, of) for one in (step, lean) for words, other, of in ways)
-        for words, seconds, one, of in found:
-            if seconds is not None:
-                yield f"{' '.join([words, *_options(one, step)])}: {_time(seconds)}{of}"
-                break
+        yield f"{' '.join(_options(best.step, step))}: {span(best.seconds)} a step"
 
 
 def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
@@ -90,7 +72,7 @@ def _leaner(request: PlanRequest, step: StepSpec) -> Iterator[str]:
         tried = ((other, _seconds(request, other)) for other in _changed(step, changes))
         fitting = [(other, seconds) for other, seconds in tried if seconds is not None]
         for other, seconds in fitting[:most]:
-            yield f"{' '.join(_options(other, step))}: {_time(seconds)}"
+            yield f"{' '.join(_options(other, step))}: {span(seconds)} a step"
         if fitting:
             return
 
@@ -109,7 +91,3 @@ def _options(after: StepSpec, before: StepSpec) -> list[str]:
     values, others = settings_of(after), settings_of(before)
     named = ((name.replace("_", "-"), value) for name, value in values.items() if value != others[name])
     return [f"--schedule.{name} {value}" for name, value in named]
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s a step"

@@ -153,6 +153,12 @@ class PlanRequest:
         """The same batch, computed in micro-batches of so many rows."""
         return replace(self, micro_batch=sequences, size=self.size.times(sequences / self.micro_batch))
 
+    def with_rows(self, rows: int) -> PlanRequest:
+        """Steps of so many rows."""
+        size = self.size.times(min(1.0, rows / self.micro_batch))
+        few = min(self.micro_batch, rows)
+        return replace(self, global_batch=rows, micro_batch=few, size=size, flops=self.flops * rows / self.global_batch)
+
     def with_length(self, length: int) -> PlanRequest:
         """As many rows of another length: a document that fills its row still does, shorter ones stay as they are."""
         fills = self.size.pairs * self.micro_batch >= self.size.tokens**2

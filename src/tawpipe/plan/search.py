@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.garbage import rarely_collected
 from tawpipe.plan import pipelines
@@ -35,6 +36,7 @@ from tawpipe.plan.predict import (
     short_schedule,
     shortened,
 )
+from tawpipe.plan.refused import in_plain_words
 from tawpipe.plan.request import PlanRequest
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.settings import DEFAULT, spell_homes
@@ -71,6 +73,7 @@ HOPELESS = 1.35
 """Multiple of the best step time beyond which a strategy is not improved knob by knob: recomputing nothing, the largest
 gain there is, makes a step a quarter shorter.
 """
+TOO_LONG = "not looked at: planning has taken as long as it may"
 NEAR = 1.05
 """The same beyond which what is long to make is not made anew: another search gains a few per cent."""
 
@@ -96,7 +99,7 @@ class Candidate:
         if self.prediction is None:
             return f"Candidate({self.strategy}: {self.why_not})"
         fits = "" if self.fits else ", does not fit"
-        return f"Candidate({self.strategy}: {self.seconds:.3f} s/step, {gib(self.prediction.peak_bytes)} GiB{fits})"
+        return f"Candidate({self.strategy}: {span(self.seconds)} a step, {gib(self.prediction.peak_bytes)} GiB{fits})"
 
     @property
     def seconds(self) -> float:
@@ -117,6 +120,7 @@ class Outlook:
         ahead: seconds of the best step so far.
         effort: what is left for pipelines that are made for costs, see ``pipelines.effort``.
         plays: what is left for changes of settings, see ``MOST_IMPROVED``.
+        most_s: see ``search``.
     """
 
     waiting: Callable[[str], None] = lambda _: None
@@ -125,7 +129,14 @@ class Outlook:
     effort: int = MOST_EFFORT
     plays: int = MOST_IMPROVED
     patience_s: float = PATIENCE_S
+    most_s: Callable[[float], float] = lambda _: math.inf
     begin: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.thread_time)
+
+    @property
+    def over(self) -> bool:
+        """True if something fits, and looking further would take more time than it may."""
+        return self.ahead < math.inf and time.thread_time() - self.began > self.most_s(self.ahead)
 
     def at(self, what: str) -> None:
         """Say what is looked at, if that has taken a while."""
@@ -141,7 +152,7 @@ class Outlook:
         """
         long, effort = pipelines.long(request, way), pipelines.effort(request, way)
         if long and not hopeful:
-            return f"not looked at: others take {self.ahead:.3g} s a step, pipelines of a fixed order far more"
+            return f"not looked at: others take {span(self.ahead)} a step, pipelines of a fixed order far more"
         if long and effort > self.effort and self.ahead < math.inf:
             return "not looked at: orders for so many micro-batches and devices take too long to make"
         self.effort -= effort
@@ -152,52 +163,44 @@ class Outlook:
 def search(
     request: PlanRequest,
     *,
-    tell: Callable[[str], None] = lambda _: None,
     waiting: Callable[[str], None] = lambda _: None,
+    most_s: Callable[[float], float] = lambda _: math.inf,
 ) -> list[Candidate]:
     """The best settings of every strategy, the fastest that fits first.
 
     Args:
-        tell: is given a line for every strategy.
         waiting: is given a line that says what is looked at, after ``PATIENCE_S`` and then less and less often.
+        most_s: seconds that the search may compute where the best step so far takes so long, as soon as something fits.
     """
     candidates: list[Candidate] = []
-    outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S)
+    outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s)
     # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
     # alone no row is taken apart.
     for asked in [request.with_ranks(1), request] if request.drops and request.sets else [request]:
         if any(one.fits for one in candidates):
             break
         candidates = []
-        for strategy in strategies().values():
+        for strategy in sorted(strategies().values(), key=lambda one: not one.usual):
             if strategy.candidate:
                 axis, outlook.hopeful = _best_pipeline(candidates)
                 outlook.ahead = min((one.seconds for one in candidates if one.fits), default=math.inf)
+                if outlook.over:
+                    candidates.append(Candidate(strategy.name, None, None, False, TOO_LONG))
+                    continue
                 made = _best(asked, strategy, axis, outlook)
                 if not outlook.hopeful and _best_pipeline([*candidates, made])[1]:  # balanced, it is not far behind
                     outlook.hopeful = True
                     made = _best(asked, strategy, axis, outlook)
                 candidates.append(made)
-                tell(describe(request, candidates[-1]))
     candidates.sort(key=lambda one: (not one.fits, one.seconds))
     outlook.effort = MOST_EFFORT
     for i, one in enumerate(candidates):
         outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
-        if one.fits and one.step is not None and one.prediction and one.seconds < outlook.ahead * HOPELESS:
+        near = one.seconds < outlook.ahead * HOPELESS and not outlook.over
+        if one.fits and one.step is not None and one.prediction and near:
             step, made = _improve(request, one.step, one.prediction, outlook)
             candidates[i] = settle(request, replace(one, step=step, prediction=made))
-            tell(describe(request, candidates[i]))
     return sorted(candidates, key=lambda one: (not one.fits, one.seconds))
-
-
-def describe(request: PlanRequest, candidate: Candidate) -> str:
-    """The candidate in one line."""
-    if candidate.prediction is None:
-        return f"{candidate.strategy}: {candidate.why_not}"
-    gib = candidate.prediction.peak_bytes / 2**30
-    fits = "" if candidate.fits else ", does not fit"
-    homes = f"; {candidate.homes}" if candidate.homes and len(candidate.homes.seconds) > 1 else ""
-    return f"{candidate.strategy}: {candidate.seconds:.3f} s, {gib:.1f} GiB{fits}{homes}"
 
 
 def fits(request: PlanRequest, needs: Needs) -> bool:
@@ -225,6 +228,22 @@ def whole_rows_fit(request: PlanRequest) -> bool:
             lean = replace(request.settings, strategy=strategy.name, sequence_chunk=0, **LEAN)
             if fits(request, memory_quickly(request, request.step(lean, strategy))):
                 return True
+    return False
+
+
+def some_fit(request: PlanRequest) -> bool:
+    """True if some strategy fits with the settings that need the least memory."""
+    for strategy in strategies().values():
+        if not strategy.candidate or strategy.made:
+            continue
+        for ranks in (request.settings.sequence_ranks, *request.sets[-1:]):
+            asked = request if ranks is None or "sequence_ranks" in strategy.refusals else request.with_ranks(ranks)
+            for way in strategy.layouts(request.topology):
+                with suppress(UserError):
+                    least = leanest(asked, asked.step(replace(asked.settings, strategy=strategy.name), way))
+                    here = {least, with_settings(least, offloaded_layers=0)}
+                    if not unplayed(asked, least) and any(fits(asked, memory_quickly(asked, step)) for step in here):
+                        return True
     return False
 
 
@@ -301,7 +320,7 @@ def _best_of(request: PlanRequest, strategy: Strategy, axis: str, outlook: Outlo
                 way = pipelines.made_for(request, way, hopeful=outlook.hopeful)
             ways.append(replace(refused, why_not=why) if why else _best_laid_out(request, way, most))
         except UserError as error:
-            ways.append(replace(refused, why_not=str(error)))
+            ways.append(replace(refused, why_not=in_plain_words(error)))
     if not ways:
         return refused
     return min(ways, key=lambda one: (not one.fits, one.seconds if one.fits else _peak(one)))
@@ -347,10 +366,10 @@ def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.
         options = [step for step in options if plays(request, step) <= MOST_PLAYED] or options[:1]
         bound, work = min(bound_of(request, one) for one in options), min(plays(request, one) for one in options)
         if bound > most and work > QUICK_PLAYED:
-            return replace(refused, why_not=f"not looked at: computing and links alone take {bound:.3g} s a step")
+            return replace(refused, why_not=f"not looked at: computing and links alone take {span(bound)} a step")
         best = _fastest(request, options, look=True) if _some_fit(request, options) else None
     except UserError as error:
-        return replace(refused, why_not=str(error))
+        return replace(refused, why_not=in_plain_words(error))
     if best is None:
         least = leanest(request, options[0])
         lean = [least, with_settings(least, micro_batches_per_visit=options[-1].settings.micro_batches_per_visit)]
@@ -514,6 +533,8 @@ def _improve(
         before = prediction.step_seconds
         for change in _changes(request, step, prediction.step_seconds, outlook):
             outlook.at(f"other settings of {step.strategy.name}")
+            if outlook.over:
+                return step, prediction
             if (work := plays(request, step)) > QUICK_PLAYED and work > outlook.plays:
                 return step, prediction
             try:

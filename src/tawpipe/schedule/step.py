@@ -140,6 +140,8 @@ class Strategy(ABC):
     """
     candidate: ClassVar[bool] = True
     """False to keep it out of plans."""
+    usual: ClassVar[bool] = True
+    """False to keep it out of a plan's table unless it is among the best, or the user wants to see all."""
     travels: ClassVar[frozenset[Kind]] = frozenset((Kind.WEIGHT, Kind.GRADIENT))
     """What goes from rank to rank."""
     axis: str = ""

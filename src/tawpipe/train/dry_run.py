@@ -102,7 +102,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         start=lambda: _checkpoint(config),
         documents=lambda *given: _some_documents(*given, cache=cache),
         measure=measure,
-        show=lambda plan: console.line("\n".join(f"  {line}" for line in plan.table())),
+        show=lambda plan: console.line("\n".join(f"  {line}" for line in (*plan.table(), *plan.left_out()))),
     )
     config, chain, state, plan = prepared.config, prepared.chain, prepared.state, prepared.plan
     if assumed:  # for a plan that was made now

@@ -35,6 +35,7 @@ from tawpipe.train.evaluation import Best, Evaluation
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.improving import Improving
 from tawpipe.train.learning_rate import factor, span_of
+from tawpipe.train.memory import said_bytes
 from tawpipe.train.metrics import REQUIRED, MetricsWriter, Value, peak_memory_bytes
 from tawpipe.train.prepare import Prepared
 from tawpipe.train.recipe import settled
@@ -84,6 +85,7 @@ class Training:
         self.plan, self.tracking = prepared.plan_text, tracking
         self.config, self.world, self.console = config, pipeline.world, console
         self.pipeline, self.data = pipeline, data
+        self._said = said_bytes(prepared.needs, self.world.device)
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
         self._spikes = Spikes(config.log.spike)
@@ -242,6 +244,8 @@ class Training:
                 "seconds": seconds,
                 "peak_memory_bytes": peak_memory_bytes(self.world.device.type),
             }
+            if self._said:
+                values["predicted_memory_bytes"] = self._said
             if self._peak is not None:
                 values["mfu"] = self._mfu(done, seconds)
             if (link_s := self._link_seconds(done.given)) is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tawpipe.console import span
 from tawpipe.errors import UserError
 from tawpipe.plan.predict import Needs, memory_quickly, predict
 from tawpipe.plan.probe import machine_unprobed, with_files
@@ -24,6 +25,7 @@ from tawpipe.train.words import gib
 if TYPE_CHECKING:
     from tawpipe.plan.machine import Machine
     from tawpipe.plan.request import PlanRequest
+    from tawpipe.plan.would_fit import WouldFit
 
 
 def check_memory(
@@ -31,6 +33,8 @@ def check_memory(
     schedule: ScheduleSettings,
     batch: BatchShape,
     *,
+    others: Callable[[PlanRequest], WouldFit],
+    saves: bool = True,
     request: PlanRequest | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest | None]:
@@ -39,6 +43,8 @@ def check_memory(
 
     Args:
         schedule: that will run.
+        others: finds what would fit in place of a request that does not.
+        saves: the run saves its state.
         request: what was measured for a plan, if anything was.
 
     Raises:
@@ -61,13 +67,27 @@ def check_memory(
         needs = memory_quickly(measured, measured.step(schedule))
     except UserError:  # it comes again, when the pipeline is made
         return None, measured
+    if not measured.has_host:  # no two processes have loaded and read as much
+        system = max(world.gather_numbers(float(measured.system_bytes)))
+        measured = replace(measured, system_bytes=int(system))
+        kept = {name: size for name, size in needs.parts.items() if saves or name != "saving"}
+        needs = replace(needs, parts=kept | {"system": int(system)})
     lacking = bool(shortage(_all_of(machine, measured), needs))
     if any(world.gather_numbers(float(lacking))):
         if request is None:
             timed, _ = planning.ask(planning.measure(world))
             measured = timed or measured
-        world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured))
+        world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     return needs, measured
+
+
+def said_bytes(needs: Needs | None, device: torch.device) -> int:
+    """What was said of the memory that ``peak_memory_bytes`` measures: on a GPU tensors alone; 0 if nothing was, or
+    only a limit.
+    """
+    if needs is None or "kept" in needs.parts:
+        return 0
+    return needs.device - sum(needs.parts.get(name, 0) for name in ("system", "apart") if device.type == "cuda")
 
 
 def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None) -> None:
@@ -125,12 +145,17 @@ def _for_bins(way: str, batch: BatchShape) -> str:
     )
 
 
-def _refuse(schedule: ScheduleSettings, batch: BatchShape, machine: Machine, request: PlanRequest) -> str:
+def _refuse(
+    schedule: ScheduleSettings,
+    batch: BatchShape,
+    machine: Machine,
+    request: PlanRequest,
+    others: Callable[[PlanRequest], WouldFit],
+) -> str:
     step, whole = request.step(schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process lacks some"
-    ways = list(dict.fromkeys(_for_bins(way, batch) for way in remedies(request, step)))
-    seconds = predict(request, step).step_seconds
-    found = "; ".join(ways) or "no setting that was tried does: more devices, or a smaller model"
-    raise UserError(
-        "memory", f"a run that needs {lacks}", f"what fits (this would take {seconds:.4g} s a step): {found}"
-    )
+    ways = list(remedies(request, step)) or list(others(request).lines())
+    seconds = span(predict(request, step).step_seconds)
+    found = "; ".join(dict.fromkeys(_for_bins(way, batch) for way in ways))
+    found = found or "no setting that was tried does: more devices, or a smaller model"
+    raise UserError("memory", f"a run that needs {lacks}", f"what fits (this would take {seconds} a step): {found}")

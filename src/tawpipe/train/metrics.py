@@ -49,9 +49,10 @@ class MetricsWriter:
 
         Args:
             step: number of the step, from 1, or 0 before any; greater than that of the row before.
-            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes, mfu, validation_loss,
-                validation_by_position, retrieval_found, retrieval_loss; under packing balanced documents, rounds,
-                imbalance (modelled) and compute_imbalance (measured since the line before it).
+            values: at least :data:`REQUIRED`. Usual besides: tokens, seconds, peak_memory_bytes,
+                predicted_memory_bytes, mfu, validation_loss, validation_by_position, retrieval_found, retrieval_loss;
+                under packing balanced documents, rounds, imbalance (modelled) and compute_imbalance (measured since the
+                line before it).
 
         Returns:
             why it could not be written, the first time that this happens; else nothing.

@@ -29,7 +29,7 @@ CURVES = (
         ("imbalance", "compute_imbalance"),
         "time of the busiest process over the mean, modelled and measured",
     ),
-    ("Memory", ("peak_memory_gib",), "GiB at the highest, rank 0"),
+    ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "GiB at the highest, rank 0"),
 )
 """Title, names in metrics.jsonl, unit."""
 
@@ -126,8 +126,9 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         except (ValueError, KeyError, TypeError):
             damage.append(number)
             continue
-        if row.get("peak_memory_bytes") is not None:
-            row["peak_memory_gib"] = row["peak_memory_bytes"] / 2**30
+        for name in ("peak_memory", "predicted_memory"):
+            if row.get(f"{name}_bytes") is not None:
+                row[f"{name}_gib"] = row[f"{name}_bytes"] / 2**30
         rows.append(row)
     if damage and not rows:
         raise UserError("metrics", str(path), "a JSON object with `step` on every line, as a run writes it")
@@ -166,7 +167,8 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
             median = statistics.median(values)
             cells.append([title, f"{median:,.0f}" if median >= 100 else f"{median:.3g}"])
     if peaks := [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]:
-        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB"])
+        said = rows[-1].get("predicted_memory_gib")
+        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB" + (f", {said:.2f} GiB were said" if said else "")])
     return cells
 
 

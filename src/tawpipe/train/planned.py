@@ -13,6 +13,7 @@ that a noisy measurement cannot change the order of sums. All ranks follow what 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from tawpipe.checkpoint.resume import RunState
 from tawpipe.console import duration
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.plan.measure import Asked, request_of
+from tawpipe.plan.measure import SHARE, Asked, request_of
 from tawpipe.plan.plan_file import SavedPlan, load_plan
 from tawpipe.runtime.dtype import reduce_dtype
 from tawpipe.runtime.memory import give_back
@@ -44,6 +45,8 @@ PLAN = "plan.yaml"
 """The file in a run's output folder with the plan that it followed."""
 NO_PLAN = "none: "
 SETTINGS_HOLD = "plan: none, as settings under schedule say what to do"
+AT_LEAST_S = 3.0
+"""That a search may take, however short the run."""
 MEMORY = {"cuda": 0.95, "cpu": 0.8}
 """Share of what a device has that a plan made at the start of a run fills, by its own prediction: the rest falls
 between blocks in an allocator, where no count of tensors sees it (``runtime.memory.Taken``), and a CPU's memory is also
@@ -189,7 +192,11 @@ class Planning:
             if request is None:
                 return NO_PLAN + problem
             try:
-                plan = Plan.of(request, search(request, waiting=self.tell))
+                spent, steps = time.perf_counter() - begin, self.asked.steps or math.inf
+                found = search(
+                    request, waiting=self.tell, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent)
+                )
+                plan = Plan.of(request, found)
             except Exception as error:
                 logger.debug("searching", exc_info=True)
                 return f"{NO_PLAN}{type(error).__name__}: {error}"
@@ -200,8 +207,11 @@ class Planning:
         if text.startswith(NO_PLAN):
             line = f"plan: none, the settings under schedule hold: {text.removeprefix(NO_PLAN)}"
             return Followed(settings, None, line, request)
-        line = f"plan: measured and chosen in {duration(time.perf_counter() - begin)}"
-        return Followed(settings, SavedPlan.of(text), line, request)
+        plan, took_s = SavedPlan.of(text), time.perf_counter() - begin
+        line = f"plan: measured and chosen in {duration(took_s)}"
+        if plan and self.asked.steps and plan.step_s:
+            line += f", {took_s / (took_s + self.asked.steps * plan.step_s):.1%} of what the run will take"
+        return Followed(settings, plan, line, request)
 
     def ask(
         self, machine: Machine, *, timed: bool = True, tell: Callable[[str], None] = lambda _: None
@@ -213,23 +223,33 @@ class Planning:
         Args:
             timed: False for what memory is needed, without times.
         """
-        request, problem, device = None, "", self.world.device
-        memory_bytes = int(machine.device.memory_bytes * MEMORY[device.type])
+        request, problem = None, ""
         self.world.barrier()
         try:
-            settings = self.asked.settings
-            if self.by_one and settings.sequence_ranks is None:
-                settings = replace(settings, sequence_ranks=1)
-            asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
-            request = request_of(self.chain, machine, asked, here=device, tell=tell)
+            request = self.ask_alone(machine, timed=timed, tell=tell)
         except Exception as error:
             logger.debug("measuring", exc_info=True)
             problem = f"{type(error).__name__}: {error}"
         if problem:  # now that nothing refers to what was under way
-            give_back(device)
+            give_back(self.world.device)
         if any(self.world.gather_numbers(float(bool(problem)))):
             return None, problem or "another process could not measure the blocks"
         return request, ""
+
+    def ask_alone(
+        self, machine: Machine, *, timed: bool = True, tell: Callable[[str], None] = lambda _: None
+    ) -> PlanRequest:
+        """The same by this process, whatever the others do.
+
+        Raises:
+            UserError: a setting that cannot work for this model.
+        """
+        settings, device = self.asked.settings, self.world.device
+        if self.by_one and settings.sequence_ranks is None:
+            settings = replace(settings, sequence_ranks=1)
+        memory_bytes = int(machine.device.memory_bytes * MEMORY[device.type])
+        asked = replace(self.asked, timed=timed, memory_bytes=memory_bytes, settings=settings)
+        return request_of(self.chain, machine, asked, here=device, tell=tell)
 
 
 def _read(path: Path) -> str:

@@ -25,6 +25,8 @@ from tawpipe.pipeline.refuse import refuse_cut_rows, refuse_settings
 from tawpipe.plan.measure import Asked
 from tawpipe.plan.plan_file import SavedPlan
 from tawpipe.plan.predict import Needs
+from tawpipe.plan.probe import machine_unprobed
+from tawpipe.plan.would_fit import WouldFit
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.world import World
 from tawpipe.schedule.balance import Bins
@@ -170,6 +172,7 @@ def prepare(
             compiled=config.compile,
             dealt=batch.dealt,
             optimizer=factory_of(config),
+            steps=max(0, int(config.steps) - (begins.state.step if begins.state is not None else 0)),
         ),
         by_one=by_row or batch.dealt,  # bins are of so many ranks
         tell=console.line,
@@ -181,7 +184,22 @@ def prepare(
         console.line(followed.line)
     schedule = followed.schedule
     refuse_cut_rows(chain, schedule)  # a plan from elsewhere may say what the user has not
-    needs, request = check_memory(planning, schedule, batch, request=followed.request, tell=console.notice)
+
+    def ask(other: TrainConfig) -> PlanRequest:
+        """What memory and a plan are asked by where other settings hold; on this process alone."""
+        _, chain = RunModel(other).followed(vocabulary)
+        asked = replace(planning.asked, quantize=other.quantize, settings=other.schedule, optimizer=factory_of(other))
+        return replace(planning, chain=chain, asked=asked).ask_alone(followed.machine or machine_unprobed(world))
+
+    needs, request = check_memory(
+        planning,
+        schedule,
+        batch,
+        others=lambda short: WouldFit(short, config, ask),
+        saves=bool(config.checkpoint.every or config.checkpoint.memory_every or config.checkpoint.best),
+        request=followed.request,
+        tell=console.notice,
+    )
     if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})

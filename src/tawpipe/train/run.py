@@ -29,7 +29,7 @@ from tawpipe.errors import RunError
 from tawpipe.files import replace_text
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.faults import Injector
-from tawpipe.runtime.memory import Taken
+from tawpipe.runtime.memory import Taken, share_allocator
 from tawpipe.runtime.world import World, connect
 from tawpipe.train.checks import faults_of
 from tawpipe.train.config import SETTINGS, TrainConfig, changes_of_the_run, config_text, train_options
@@ -37,7 +37,7 @@ from tawpipe.train.evaluation import Best, loss_words
 from tawpipe.train.exporting import TOKENIZER, Form
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_left
+from tawpipe.train.memory import check_left, said_bytes
 from tawpipe.train.metrics import last_step, peak_memory_bytes
 from tawpipe.train.optimizers import factory_of
 from tawpipe.train.planned import PLAN, STRATEGIES
@@ -45,7 +45,7 @@ from tawpipe.train.prepare import Prepared, prepare, rows_of_run, tell_without_e
 from tawpipe.train.start import refuse_other_form, refuse_other_run
 from tawpipe.train.trackers import TrackedRun
 from tawpipe.train.tracking import Tracking
-from tawpipe.train.words import gib
+from tawpipe.train.words import measured_words
 
 
 def run(config: TrainConfig) -> int:
@@ -62,6 +62,8 @@ def run(config: TrainConfig) -> int:
         device=config.device,
         timeout=timedelta(seconds=config.timeouts.first_step_s),
     )
+    if world.device.type == "cpu":
+        share_allocator()
     console = Console(world.rank, bar=config.log.progress == "auto")
     # Agents of torchrun count by themselves: a node that joins later has seen no restart.
     restarts = int(max(world.gather_numbers(float(restart_count()))))
@@ -118,7 +120,7 @@ def run(config: TrainConfig) -> int:
 
     evaluation, saves = training.evaluation, training.saves
     results = _results(training, pipeline, data, seconds)
-    results.append(("peak memory per process", ", ".join(f"{gib(peak)}" for peak in peaks)))
+    results.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
     if world.device.type == "cuda":
         results.append(("of this GPU at most", str(Taken.of(world.device))))
     results += of_model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tawpipe.data.lengths import Balance
@@ -21,6 +23,21 @@ def gib(number: float) -> str:
     ('3.00 GiB', '5.0 MiB')
     """
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def measured_words(peaks: Sequence[float], said: int) -> str:
+    """The most that every process has held, beside what was said before the first step.
+
+    >>> measured_words([103 * 2**20, 2**20], 100 * 2**20)
+    '103.0 MiB, 1.0 MiB; 100.0 MiB were said, the largest has taken 3.0% more'
+    >>> measured_words([96 * 2**20], 100 * 2**20)
+    '96.0 MiB; 100.0 MiB were said, the largest has taken 4.0% less'
+    """
+    words = ", ".join(map(gib, peaks))
+    if not said:
+        return words
+    more = max(peaks) / said - 1
+    return f"{words}; {gib(said)} were said, the largest has taken {abs(more):.1%} {'more' if more > 0 else 'less'}"
 
 
 def device_name(world: World) -> str:
@@ -68,7 +85,8 @@ PARTS = {
     "buffers": "weights and gradients on their way",
     "activations": "kept for backward passes",
     "working": "while a layer computes",
-    "system": "libraries and the driver",
+    "system": "libraries, the driver, what was read and planned",
+    "saving": "the copy that a checkpoint is written from",
     "apart": "of the allocator, for one stream alone",
     "host": "inputs of layers that wait",
     "kept": "at most, of what need not be computed again then",

@@ -76,7 +76,7 @@ def stages_of_blocks(model: ModelSpec, size: int) -> tuple[int, ...]:
     """
     layers = len(model.blocks) - 2
     if layers < size:
-        raise UserError("schedule.strategy", "weipipe", f"at most {layers} processes for {layers} layers, not {size}")
+        raise UserError("layers of the model", layers, f"at least {size}, one for every process of the ring of weipipe")
     return (0, *(layer * size // layers for layer in range(layers)), size - 1)
 
 

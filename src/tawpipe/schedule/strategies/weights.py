@@ -78,6 +78,7 @@ class Striped(Spread):
 
     name = "tawpipe-striped"
     summary = "every unit over the processes of one node, which sends it to the others"
+    usual = False
     one_order = False
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
@@ -216,6 +217,7 @@ class WeiPipe(Spread):
 
     name = "weipipe"
     summary = "weights and gradients go round a ring of all processes"
+    usual = False
     refusals = {
         "step_cache": "every rank is a group of its own, and weights go on to the next as soon as they were used",
         "gradients_scope": "gradients add up on their way round the ring, for the whole step already",

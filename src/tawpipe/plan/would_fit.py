@@ -1,0 +1,157 @@
+"""What would fit where nothing does: single changes of the run, each planned anew; then more machines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
+from typing import Any
+
+from tawpipe.console import span
+from tawpipe.errors import UserError
+from tawpipe.options.names import option_of
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import gib, search, some_fit
+from tawpipe.simulate import LinkModel
+
+CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (
+    {"lora.rank": (None, 16)},
+    {"lora.rank": (None, 16), "quantize": ("none", "nf4")},
+    {"schedule.sequence_chunk": (0, 2048)},
+)
+"""Settings of a run that need less memory, as what they are now and what they would be, in the order of the answer. A
+plan itself chooses what is left open. A further change is a further line.
+"""
+SMALLER: Mapping[str, tuple[int, Callable[[PlanRequest, int], PlanRequest], str]] = {
+    "micro_batch": (1, PlanRequest.with_micro_batch, ""),
+    "global_batch": (1, PlanRequest.with_rows, " of fewer rows"),
+    "sequence_length": (128, PlanRequest.with_length, " of as many rows"),
+}
+"""Numbers of a batch that are halved until it fits: the least, the request with another one, and what else to say."""
+SECONDS, OF_ONE = 8.0, 2.0
+"""Of computing, after which no other change is looked at; and about how many of them one plan may take."""
+MOST_NODES = 64
+"""Times as many machines as there are, up to which it is looked how many would do."""
+ASSUMED = LinkModel(25e9 / 8, 3e-5)
+"""Between nodes, where there is one node and nobody has said what would connect it."""
+
+
+@dataclass
+class WouldFit:
+    """What would fit in place of a request that does not.
+
+    Args:
+        request: that does not fit.
+        config: the settings of its run, in nested dataclasses.
+        ask: makes the request for other settings; it may raise ``UserError``.
+    """
+
+    request: PlanRequest
+    config: Any
+    ask: Callable[[Any], PlanRequest]
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = time.thread_time() + SECONDS
+
+    def lines(self) -> Iterator[str]:
+        """Every single change that suffices, with its seconds a step; if none does, smaller batches and rows together
+        with the last of ``CHANGES``; then how many machines would do.
+        """
+        none, least = True, ([], self.request)
+        for words, request in self._changed():
+            least = words, request
+            if line := self._planned(request, " ".join(words)):
+                none = False
+                yield line
+        smaller = list(self._smaller([], self.request))
+        if none and not smaller and least[0]:
+            smaller = list(self._smaller(*least))
+        yield from smaller
+        if line := self._more_machines():
+            yield line
+
+    def _changed(self) -> Iterator[tuple[list[str], PlanRequest]]:
+        said = set[str]()
+        for change in CHANGES:
+            settings = {name: new for name, (old, new) in change.items() if _value(self.config, name) == old}
+            words = [f"{option_of(name)} {value}" for name, value in settings.items()]
+            if not words or " ".join(words) in said or self._over:
+                continue
+            said.add(" ".join(words))
+            try:
+                request = self.ask(_with(self.config, settings))
+            except UserError:  # not for this model, or not here
+                continue
+            given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
+            yield words, replace(request, **given)
+
+    def _smaller(self, words: list[str], request: PlanRequest) -> Iterator[str]:
+        for name, (least, changed, more) in SMALLER.items():
+            now = getattr(request, name)
+            if now <= least or not some_fit(changed(request, least)):
+                continue
+            halves = (now >> n for n in count(1))
+            for number in takewhile(lambda half, least=least: half >= least, halves):
+                if self._over:
+                    return
+                other = changed(request, number)
+                if some_fit(other):
+                    if line := self._planned(other, " ".join([*words, f"{option_of(name)} {number}"])):
+                        yield line + more
+                    break
+
+    def _more_machines(self) -> str:
+        """The fewest machines like these with which it fits."""
+        self._end = max(self._end, time.thread_time() + OF_ONE)
+        now = len(self.request.machine.nodes)
+        short, enough = now, 2 * now
+        while not self._over and not some_fit(self._on(enough)):
+            short, enough = enough, 2 * enough
+            if enough > now * MOST_NODES:
+                return ""
+        while enough - short > 1 and not self._over:
+            middle = (short + enough) // 2
+            short, enough = (short, middle) if some_fit(self._on(middle)) else (middle, enough)
+        request = self._on(enough)
+        link = request.machine.between
+        assumed = f", {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s between them" if link == ASSUMED else ""
+        each = max(request.machine.nodes)
+        fewest = "" if enough - short == 1 else "at most "
+        what = f"{fewest}{enough} machines of {each} device{'s' if each > 1 else ''} each{assumed}"
+        return self._planned(request, what) if some_fit(request) else ""
+
+    def _on(self, nodes: int) -> PlanRequest:
+        machine = self.request.machine
+        more = (max(machine.nodes),) * (nodes - len(machine.nodes))
+        between = machine.between if math.isfinite(machine.between.bytes_per_s) and len(machine.nodes) > 1 else ASSUMED
+        return replace(self.request, machine=replace(machine, nodes=(*machine.nodes, *more), between=between))
+
+    @property
+    def _over(self) -> bool:
+        return time.thread_time() > self._end
+
+    def _planned(self, request: PlanRequest, words: str) -> str:
+        """What a plan chooses for a request, in words; empty if nothing fits."""
+        chosen = Plan.of(request, search(request, most_s=lambda _: OF_ONE)).chosen
+        if chosen is None or chosen.prediction is None:
+            return ""
+        return f"{words}: {span(chosen.seconds)} a step ({chosen.strategy}, {gib(chosen.prediction.peak_bytes)} GiB)"
+
+
+def _value(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _with(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The dataclass with other values by their dotted names."""
+    for name, value in settings.items():
+        group, _, rest = name.partition(".")
+        inner = getattr(config, group)
+        config = replace(config, **{group: _with(inner, {rest: value}) if rest else value})
+    return config

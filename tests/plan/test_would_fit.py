@@ -1,0 +1,106 @@
+"""Where nothing fits a plan says what would: single changes of the run, planned anew, then more machines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from plan_requests import plan_request, profile
+from schedules import llama
+from tawpipe.cli import main
+from tawpipe.console import span
+from tawpipe.errors import UserError
+from tawpipe.model.settings import LoraSettings
+from tawpipe.plan import would_fit
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.profile import size_of
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import TOO_LONG, search, some_fit
+from tawpipe.plan.would_fit import WouldFit
+from tawpipe.schedule.footprint import Widths
+from tawpipe.schedule.strategies.table import strategies
+from tawpipe.train.config import TrainConfig
+
+LAYERS = 2
+
+
+def small(**changes: Any) -> PlanRequest:
+    """Of a model and a batch that are planned in a moment."""
+    return plan_request(model=llama(LAYERS), profile=profile(LAYERS), global_batch=4, **changes)
+
+
+def least(request: PlanRequest) -> int:
+    return min(one.prediction.peak_bytes for one in search(request) if one.prediction is not None)
+
+
+NOTHING = small(memory=least(small()) * 2 // 3)
+NAMED = re.compile(r"(.+): ([\d.]+ (?:ms|s|h)) a step \(([\w-]+), [\d.]+ GiB\)(?: of (?:as many|fewer) rows)?")
+
+
+def ask(config: TrainConfig) -> PlanRequest:
+    """An adapter takes half of what a model at home does, low bits a quarter; with memory that nobody has."""
+    if config.schedule.sequence_chunk:
+        raise UserError("schedule.sequence_chunk", 2048, "0, for whole rows")
+    share = 4 if config.quantize == "nf4" else 2
+    return replace(NOTHING, widths=Widths(2 // min(2, share), 4 // share, 4 // share, 1), memory_bytes=1, machine=None)
+
+
+def said_of(request: PlanRequest, config: TrainConfig | None = None) -> list[tuple[str, str, str]]:
+    lines = list(WouldFit(request, config or TrainConfig(), ask).lines())
+    named = [NAMED.fullmatch(line) for line in lines]
+    assert all(named), lines
+    return [(one[1], one[2], one[3]) for one in named if one]
+
+
+def test_single_changes_are_planned_in_order_and_then_come_machines():
+    assert Plan.of(NOTHING, search(NOTHING)).chosen is None
+    said = said_of(NOTHING)
+    assert [words for words, _, _ in said[:2]] == ["--lora.rank 16", "--lora.rank 16 --quantize nf4"] and len(said) == 3
+    request = replace(ask(TrainConfig()), machine=NOTHING.machine, memory_bytes=NOTHING.memory_bytes)
+    chosen = Plan.of(request, search(request)).chosen
+    assert chosen is not None and (said[0][1], said[0][2]) == (span(chosen.seconds), chosen.strategy)
+    machines = re.fullmatch(r"(\d+) machines of 2 devices each", said[2][0])
+    assert machines
+    for nodes, good in ((int(machines[1]), True), (int(machines[1]) - 1, False)):
+        assert some_fit(replace(NOTHING, machine=replace(NOTHING.machine, nodes=(2,) * nodes))) == good, nodes
+
+
+def test_what_the_user_has_chosen_is_not_said_again(monkeypatch):
+    monkeypatch.setattr(would_fit, "MOST_NODES", 1)
+    adapter = replace(TrainConfig(), lora=LoraSettings(rank=8))
+    assert [words for words, _, _ in said_of(NOTHING, adapter)][:1] == ["--quantize nf4"]
+    whole = replace(adapter, quantize="nf4", schedule=replace(adapter.schedule, sequence_chunk=0))
+    assert not any("chunk" in words for words, _, _ in said_of(NOTHING, whole))  # it cannot run so
+
+
+def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(would_fit, "MOST_NODES", 1)
+    long = small(sequence_length=1024, size=size_of([1024]))
+    none = replace(TrainConfig(), lora=LoraSettings(rank=8), quantize="nf4")
+    said = said_of(replace(long, memory_bytes=least(long) * 3 // 4), none)
+    assert "--sequence-length 512" in [words for words, _, _ in said], said
+
+
+WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
+
+
+def test_why_strategies_cannot_run_is_a_line_in_plain_words(capsys):
+    words = [*WORDS, "--topology", "4x2@1gbit", "--device-name", "H100"]
+    assert main(words) == 0
+    short = capsys.readouterr()
+    assert "layers are needed" in short.out and "got" not in short.out + short.err
+    assert sum("layers are needed" in line for line in short.out.splitlines()) <= 2
+    assert "with --all: tawpipe-striped, tawpipe-whole" in short.out
+    assert not any(line.startswith(("tawpipe-spread", "flat")) for line in short.err.splitlines()), "one table"
+    assert main([*words, "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert "with --all" not in whole and "\ntawpipe-striped" in whole and "\ntawpipe-striped" not in short.out
+
+
+def test_a_search_that_may_take_no_longer_names_what_fits():
+    found = search(plan_request(), most_s=lambda _: 0.0)
+    fitting = [one for one in found if one.fits]
+    assert len(fitting) == 1 and fitting[0].step is not None
+    assert [one.why_not for one in found[1:]] == [TOO_LONG] * (len(found) - 1)
+    assert len(found) == sum(one.candidate for one in strategies().values())
