@@ -247,6 +247,7 @@ def held(
     buffers = [
         schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
+        + schedule.pool_elements(rank, Kind.LANDING) * widths.master
         + scratch_bytes(schedule, rank)
         + widths.unpacked * widths.weight
         for rank in ranks
