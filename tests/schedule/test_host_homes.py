@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_without_overlap_homes_have_the_lane_of_everything() -> None:
 def test_an_early_update_follows_its_gradient_at_once() -> None:
     schedule = make(llama(6), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", early_updates=True)
     lane = [action for action in schedule.programs[0] if action.lane is Lane.HOME]
-    for before, action in zip(lane, lane[1:], strict=False):
+    for before, action in pairwise(lane):
         if action.op is Op.UPDATE:
             assert before.op is Op.ADD and before.unit == action.unit
 

@@ -39,6 +39,7 @@ def filled_homes(chain: Chain, source: WeightSource, schedules: Schedules, world
         device=world.device,
         compute_dtype=dtype,
         master_dtype=master_dtype(dtype),
+        in_host=schedules.smallest.homes_in_host,
     )
     storage.fill(source, world.group, world.size)
     chain.prepare(world.device, dtype)

@@ -367,17 +367,15 @@ class _Checker:
 
     def _lane_of_homes(self, action: Action) -> Iterator[str]:
         """What passes between the device and homes in the host's memory uses the same room: it has one lane."""
-        at_home = action.op is Op.UPDATE or (
-            action.op is Op.ADD and any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
-        )
+        touches = any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
+        at_home = action.op is Op.UPDATE or (action.op is Op.ADD and touches)
         streams = at_home and self.step.homes_in_host
         if action.lane is Lane.HOME and not streams:
             yield "has nothing to do with homes in the host's memory"
         if (streams or action.op is Op.UPDATE) and action.lane is not (self.homes if streams else Lane.COMPUTE):
             yield "is not on the lane of homes"
-        if self.step.homes_in_host and not at_home and action.op is not Op.NORM:
-            if any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes)):
-                yield "reads or writes a gradient in the host's memory"
+        if touches and self.step.homes_in_host and not at_home and action.op is not Op.NORM:
+            yield "reads or writes a gradient in the host's memory"
 
     def _count(self, action: Action) -> Iterator[str]:
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):
