@@ -7,11 +7,19 @@ exactly as many as are needed, and are registered with the driver one tensor at 
 from __future__ import annotations
 
 import mmap
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
+
+CONTAINER = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of a container's memory, in both versions of control groups."""
 
 
 class _Pages(mmap.mmap):
@@ -46,3 +54,22 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     flat = torch.frombuffer(pages, dtype=dtype)
     pages.register(flat.data_ptr())
     return flat.view(shape)
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the container, could give to processes now; 0 where that is not known."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # no Linux: at least what is built in
+        try:
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, AttributeError):
+            return 0
+    for most, used in CONTAINER:
+        try:
+            free = min(free, int(most.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # none, or no limit
+            continue
+    return max(free, 0)

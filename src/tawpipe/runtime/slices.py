@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from tawpipe.runtime.storage import HomePiece
+from tawpipe.schedule.landing import SLICE
 
-SLICE = 1 << 22
-"""Elements of the largest slice of a vector; a multiple of 64. What passes the host's link at once is 64 MiB, which
-takes a few milliseconds; at each end of a unit one slice is on its way and nothing else."""
 ALIGNMENT = 64
 """Elements: slices that are on a device together begin at multiples of it."""
 AT_ONCE = 2**16

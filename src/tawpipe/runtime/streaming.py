@@ -46,10 +46,10 @@ from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.slices import Load, Slice, loads_of, room_of, squares_of
 from tawpipe.runtime.storage import Storage
 from tawpipe.runtime.unit_optimizers import UnitOptimizers, is_elementwise
+from tawpipe.schedule.landing import ROOMS
 
 WEIGHT, GRADIENT = "weight", "gradient"
 """What passes through a room besides the states of an optimizer, which have names of their own."""
-ROOMS = 2
 
 
 class Room:
@@ -196,6 +196,12 @@ class Streaming:
         if not pieces:
             return
         step = optimizers.begin(unit, rate, chosen)
+
+        def states_of(piece: int) -> dict[str, tuple[str, Tensor]]:
+            """The states of a piece that pass, each with its place in a room: pieces may have states of other names."""
+            own = {k: one for k, one in step.before[piece].items() if is_elementwise(one, pieces[piece].value)}
+            return {key: (f"state {number}", one) for number, (key, one) in enumerate(own.items())}
+
         made: list[Any] = []  # what an optimizer has made goes down on another stream than the one whose memory it is
 
         def bring(load: Load, room: Room) -> None:
@@ -203,9 +209,8 @@ class Streaming:
                 piece = pieces[part.place]
                 room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
                 room.of(GRADIENT, part, dtype).copy_(part.of(piece.gradient), non_blocking=True)
-                for key, value in step.before[part.place].items():
-                    if is_elementwise(value, piece.value):
-                        room.of(key, part, value.dtype).copy_(part.of(value), non_blocking=True)
+                for place, value in states_of(part.place).values():
+                    room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
         def work(load: Load, room: Room) -> None:
             values = []
@@ -214,10 +219,9 @@ class Streaming:
                 whole = piece.value.shape if piece.value.ndim > 1 else (part.numel,)
                 value = piece.mark(room.of(WEIGHT, part, dtype).view(whole))
                 value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
-                state = {
-                    key: room.of(key, part, one.dtype).view(whole) if is_elementwise(one, piece.value) else _copy(one)
-                    for key, one in step.before[part.place].items()
-                }
+                state = {key: _copy(one) for key, one in step.before[part.place].items()}
+                for key, (place, one) in states_of(part.place).items():
+                    state[key] = room.of(place, part, one.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
                 self._square(unit, load, room)
@@ -281,4 +285,5 @@ class Streaming:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    """What every slice has of its own; what passes is not copied."""
+    return value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value

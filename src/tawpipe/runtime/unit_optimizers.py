@@ -118,10 +118,11 @@ class UnitOptimizers:
         self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
         options = {name: said for one in tried.values() for name, said in one.options.items()}
         self.groups = PipelineOptimizer(options)
+        self.whole = isinstance(factory, WholeMatrices)
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
         for unit, pieces in storage.pieces.items():
             if storage.units[unit].trainable and pieces:
-                if isinstance(factory, WholeMatrices):
+                if self.whole:
                     pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
                 self.pieces[unit] = pieces
         self._factory, self._in_host, self._device = factory, storage.in_host, storage.device

@@ -19,6 +19,12 @@ from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, pooled
 from tawpipe.schedule.step import StepSpec
 
+SLICE = 1 << 22
+"""Elements of the largest slice of a home's vector that passes through a device; a multiple of 64. What is brought at
+once is 64 MiB, which takes a few milliseconds; at each end of a unit one slice is on its way and nothing else."""
+ROOMS = 2
+"""Slices that have memory on the device at one time."""
+
 
 class Landing:
     """The gradients of one rank in one step."""
