@@ -111,7 +111,7 @@ class OurContender:
             compute=_SleepingCompute(work, self.schedule, rank, self.sleeper),
             storage=storage,
             transport=transport,
-            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer else _NoOptimizer(),
+            optimizers=UnitOptimizers(storage, adamw()) if work.optimizer else _NoOptimizer(storage),
             reduce_dtype=torch.float32,
         )
         self._executor.adopt(self.schedule)
@@ -281,6 +281,9 @@ def _row(action: Action) -> str:
 
 class _NoOptimizer:
     """An optimizer for workloads that leave the optimizer's arithmetic out."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.pieces = {unit: pieces for unit, pieces in storage.pieces.items() if unit in storage.gradient}
 
     def step(self, unit: int, updates: Tensor | None, rate: float, chosen: object) -> None:
         pass

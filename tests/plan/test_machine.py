@@ -137,7 +137,7 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path):
     assert whole > 0
     (tmp_path / "max").write_text("3000000\n")
     (tmp_path / "current").write_text("1000000\n")
-    monkeypatch.setattr("tawpipe.plan.probe.CONTAINER", ((tmp_path / "max", tmp_path / "current"),))
+    monkeypatch.setattr("tawpipe.runtime.host_memory.CONTAINER", ((tmp_path / "max", tmp_path / "current"),))
     assert free_memory() == 2000000
     (tmp_path / "max").write_text("max\n")
     assert free_memory() > 2000000

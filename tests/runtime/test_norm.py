@@ -7,18 +7,18 @@ import torch
 
 import tawpipe
 from cases import llama
-from tawpipe.runtime.optimizer import sum_of_squares
+from tawpipe.runtime.slices import squares_of
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
 
 def test_the_norm_does_not_depend_on_how_numbers_are_cut():
     values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
-    norms = [float(sum_of_squares(values.chunk(count)).sqrt()) for count in (1, 2, 6, 1000)]
+    norms = [float(squares_of(values.chunk(count)).sum().sqrt()) for count in (1, 2, 6, 1000)]
     exact = float(torch.dot(values.double(), values.double()).sqrt())
     assert all(abs(norm / exact - 1) < 1e-12 for norm in norms)
-    assert sum_of_squares([torch.tensor([1.0, float("inf")])]).isinf()
-    assert sum_of_squares([torch.tensor([1.0, float("nan")])]).isnan()
+    assert squares_of([torch.tensor([1.0, float("inf")])]).sum().isinf()
+    assert squares_of([torch.tensor([1.0, float("nan")])]).sum().isnan()
 
 
 def test_the_norm_of_a_large_gradient_is_exact():

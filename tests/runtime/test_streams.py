@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda import fake_cuda
+from fake_cuda import FakeEvent, fake_cuda
 from ledger import Ledger
 from pipelines import SETTINGS
 from schedules import llama, make
@@ -20,7 +20,7 @@ from streams import LENGTH, played, tiny
 from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batches import Deal
-from tawpipe.runtime import moves, rows
+from tawpipe.runtime import moves, rows, slices, streaming
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.footprint import BlockMemory, held_apart
 from tawpipe.schedule.strategies.table import strategies
@@ -80,6 +80,51 @@ def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
 
 def test_every_strategy_is_looked_at():
     assert {case["strategy"] for case in CASES} == {name for name, one in strategies().items() if one.candidate}
+
+
+IN_HOST = [
+    {"strategy": "tawpipe-spread", "rank": 1},
+    {"strategy": "tawpipe-whole", "rows": 8},
+    {"strategy": "flat", "rows": 8, "clip_norm": None, "early_updates": True},
+    {"strategy": "tawpipe-spread", "nodes": 1, "local": 1, "rows": 3},
+    {"strategy": "1f1b", "stages": "world", "rows": 5, "rank": 1, "evaluate": True, "momentum": 0.0},
+]
+
+
+def in_host(**case) -> Ledger:
+    """Three steps with homes in the host's memory, which pass in small slices."""
+    return played(**{"host_homes": "state", "momentum": 0.9, "lengths": (LENGTH,) * 3, **case})
+
+
+@pytest.mark.parametrize("case", IN_HOST, ids=named)
+def test_homes_pass_through_the_device_while_nobody_else_uses_them(monkeypatch, case):
+    monkeypatch.setattr(slices, "SLICE", 256)
+    ledger = in_host(**case)
+    assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
+    assert not ledger.unpinned and not ledger.waits, (set(ledger.unpinned), set(ledger.waits))
+
+
+def _forgets(name: str):
+    """A room that does not know when something had come or gone."""
+
+    class Careless(streaming.Room):
+        def __setattr__(self, attribute: str, value: object) -> None:
+            object.__setattr__(self, attribute, FakeEvent() if attribute == name and value is not None else value)
+
+    return streaming, "Room", Careless
+
+
+FORGOTTEN = {
+    "a room that has not been left": lambda: _forgets("left"),
+    "a room to which nothing has come": lambda: _forgets("arrived"),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_a_wait_of_homes_that_is_missing_is_found(monkeypatch, what):
+    monkeypatch.setattr(slices, "SLICE", 256)
+    monkeypatch.setattr(*FORGOTTEN[what]())
+    assert any("does not wait for" in one for one in in_host(**IN_HOST[1]).faults)
 
 
 # what the ledger is there for

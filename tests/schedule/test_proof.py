@@ -133,7 +133,7 @@ def mutant(schedule: Schedule, seed: int) -> tuple[str, Schedule]:
             i = dice.randrange(len(own))
             changed = {"count": own[i].count + dice.choice([-1, 1]), "elements": own[i].elements + dice.choice([-8, 8])}
             name = dice.choice(["count", "elements", "kind"])
-            other = {Kind.WEIGHT: Kind.GRADIENT, Kind.GRADIENT: Kind.WEIGHT}[own[i].kind]
+            other = Kind.GRADIENT if own[i].kind is Kind.WEIGHT else Kind.WEIGHT
             own[i] = replace(own[i], **{name: changed.get(name, other)})
         return "pool", replace(schedule, pools=tuple(map(tuple, pools)))
     i = dice.randrange(len(programs[rank]))
@@ -184,6 +184,21 @@ BASES = {
     "flat": {"strategy": "flat", "nodes": 2, "local": 2},
     "hybrid": {"strategy": "hsdp", "nodes": 2, "local": 2, "gradients_scope": "step"},
     "ring": {"strategy": "weipipe", "nodes": 3, "local": 1},
+    "spread, homes in the host": {"strategy": "tawpipe-spread", "nodes": 2, "local": 2, "host_homes": "state"},
+    "one device, homes in the host": {
+        "strategy": "tawpipe-spread",
+        "nodes": 1,
+        "local": 1,
+        "host_homes": "state",
+        "micro_batches": 3,
+    },
+    "early updates, homes in the host": {
+        "strategy": "flat",
+        "nodes": 2,
+        "local": 1,
+        "host_homes": "state",
+        "early_updates": True,
+    },
     "spread, in sets": {"strategy": "tawpipe-spread", "nodes": 1, "local": 4, "sequence_ranks": 2},
     "whole, in sets": {
         "strategy": "tawpipe-whole",
@@ -200,7 +215,7 @@ def base(name: str) -> Schedule:
     knobs = dict(BASES[name])
     nodes, local = knobs.pop("nodes"), knobs.pop("local")
     model = llama(3, tied=True) if name != "flat" else llama(3, lora=True)
-    count = 2 * nodes * local // knobs.get("sequence_ranks", 1) - 1
+    count = knobs.pop("micro_batches", 2 * nodes * local // knobs.get("sequence_ranks", 1) - 1)
     return make(model, nodes, local, count, look_ahead=1, **knobs)
 
 

@@ -60,6 +60,8 @@ class Block:
     uses: dict[Stream, tuple[int, str]] = field(default_factory=dict)
     written: tuple[Stream, int, str] | None = None
     recorded: set[Stream] = field(default_factory=set)
+    parts: dict[tuple[int, int], Block] = field(default_factory=dict)
+    """Of pinned memory what was used by itself, by its bytes: slices of it come and go at one time."""
 
 
 class Happening(NamedTuple):
@@ -153,14 +155,14 @@ class Ledger:
         """
         self.sweep()
         about = f"{what} in {self.action}"
-        olds = [(self._block(one), False) for one in reads] + [(self._block(one), True) for one in writes]
+        olds = [(self._block(one), False, one) for one in reads] + [(self._block(one), True, one) for one in writes]
         stream = self.current
-        on_device = device or any(block is not None and block.stream is not None for block, _ in olds)
+        on_device = device or any(block is not None and block.stream is not None for block, _, _ in olds)
         for one in made:
             if self._block(one) is None:
-                olds.append((self._allocate(one, about, device=on_device), True))
+                olds.append((self._allocate(one, about, device=on_device), True, one))
         if not on_device:  # the host does it itself, at once
-            for block, _ in olds:
+            for block, _, _ in olds:
                 if block and block.written and self.host.get(block.written[0].number, 0) < block.written[1]:
                     self.faults.append(f"the host does {about}, and has not waited for {block.written[2]}")
             return
@@ -168,8 +170,17 @@ class Ledger:
         self.issued += 1
         now = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         stream.last = self.issued
-        for block, writes_it in olds:
-            if block is not None:
+        for block, writes_it, tensor in olds:
+            if block is not None and block.pinned:
+                begin = tensor.storage_offset() * tensor.itemsize
+                end = begin + tensor.numel() * tensor.itemsize
+                own = block.parts.setdefault((begin, end), Block(block.number, end - begin, None, block.made))
+                for (first, last), part in block.parts.items():
+                    if part is not own and first < end and begin < last:
+                        self._look(part, stream, about, writes=writes_it)
+                self._use(own, stream, now, about, writes=writes_it)
+                block.written = (stream, now, about) if writes_it else block.written
+            elif block is not None:
                 self._use(block, stream, now, about, writes=writes_it)
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
@@ -226,11 +237,14 @@ class Ledger:
             self._note("allocate", self.current, block)
         return block
 
-    def _use(self, block: Block, stream: Stream, now: int, about: str, *, writes: bool) -> None:
+    def _look(self, block: Block, stream: Stream, about: str, *, writes: bool) -> None:
         earlier = [(block.written[0], block.written[1:])] if block.written else []
         for other, (at, by) in [*earlier, *(block.uses.items() if writes else ())]:
             if stream.clock.get(other.number, 0) < at:
                 self.faults.append(f"{about} on {stream} does not wait for {by} on {other}")
+
+    def _use(self, block: Block, stream: Stream, now: int, about: str, *, writes: bool) -> None:
+        self._look(block, stream, about, writes=writes)
         block.uses[stream] = now, about
         if writes:
             block.written = stream, now, about

@@ -58,6 +58,7 @@ def played(
     documents: tuple[int, ...] = (),
     layers: int = 4,
     evaluate: bool = False,
+    momentum: float = 0.0,
     **knobs: Any,
 ) -> Ledger:
     """The ledger of one rank's steps, one after the other without a pause.
@@ -76,7 +77,7 @@ def played(
             world=world,
             dtype=torch.float32,
             check="never",
-            optimizer=partial(SGD, lr=0.05, fused=True),
+            optimizer=partial(SGD, lr=0.05, momentum=momentum, fused=True),
             **knobs,
         )
         pipeline._results.judge = lambda result: result.wait()  # of numbers that peers would have had a part in

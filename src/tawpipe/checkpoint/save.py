@@ -1,7 +1,8 @@
 """Writing a state while training goes on.
 
 A save has two halves. **Staging** copies what lives on this rank, with nothing under way: that is how long training
-stands still. **Writing** happens in a thread of every rank, which talk over a process group of their own:
+stands still. Homes in the host's memory are not copied, which would take as much memory again: training stands still
+until they are written. **Writing** happens in a thread of every rank, which talk over a process group of their own:
 
 1. the ranks that lead make ``NAME.incomplete``, every rank writes and syncs its file there, computes its checksum, and
    on a disk reads it back past the page cache;
@@ -57,8 +58,11 @@ class Saved:
     left: str = ""
 
 
-def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
+def stage(pieces: Sequence[StatePiece], *, live: bool = False) -> list[StatePiece]:
     """Copies in the host's memory that nothing changes afterwards.
+
+    Args:
+        live: what is in the host's memory stays what it is, and must not change until it is written.
 
     Raises:
         RunError: a weight or a state is not finite: whatever happened, it must not become what runs go on from.
@@ -69,6 +73,8 @@ def stage(pieces: Sequence[StatePiece]) -> list[StatePiece]:
     if not all(bool(torch.stack(flags).all()) for flags in sound.values()):
         name = next(piece.name for piece in pieces if not bool(_finite(piece.value)))
         raise RunError(f"{name} holds numbers that are not finite; it is not saved")
+    if live:
+        return [StatePiece(one.name, one.numel, one.start, one.value.to("cpu")) for one in pieces]
     copies = [torch.empty(piece.value.shape, dtype=piece.value.dtype, device="cpu") for piece in pieces]
     if any(piece.value.device.type == "cuda" for piece in pieces):
         _through_pinned([piece.value for piece in pieces], copies)
@@ -123,6 +129,7 @@ class Saving:
         content: goes into the manifest; JSON values.
         world: whose group nothing else uses in the meantime.
         staged_s: how long staging took, for the report.
+        live: the pieces are what training changes: it is waited until they are written.
     """
 
     def __init__(
@@ -134,14 +141,17 @@ class Saving:
         content: Mapping[str, Any],
         world: World,
         staged_s: float = 0.0,
+        live: bool = False,
     ) -> None:
         self.folder, self.world = store.folder / name, world
         self._store, self._pieces, self._content, self._staged_s = store, list(pieces), dict(content), staged_s
-        self._begin = time.perf_counter()
+        self._live, self._begin = live, time.perf_counter()
         self._result: Saved | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {self.folder}", daemon=True)
         self._thread.start()
+        if live:
+            self.join()
 
     @property
     def done(self) -> bool:
@@ -176,7 +186,8 @@ class Saving:
             self._error = error
             return
         self._pieces.clear()  # the copies are many gigabytes
-        self._result = Saved(self.folder, self._staged_s, time.perf_counter() - self._begin, problem, left)
+        written_s = time.perf_counter() - self._begin
+        self._result = Saved(self.folder, self._staged_s + written_s * self._live, written_s, problem, left)
 
     def _failure(self, act: Callable[[], object]) -> str:
         """The failure that all ranks agree on, in words; empty if there is none."""

@@ -30,6 +30,7 @@ class StepCosts:
             tokens=tokens,
             kept_per_token=wiring.kept_per_token,
             nodes=wiring.world.nodes,
+            whole=wiring.optimizers.whole,
         )
         return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
 

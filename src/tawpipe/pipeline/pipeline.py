@@ -168,7 +168,7 @@ class Pipeline:
         self._schedules = Schedules(schedule, chain.spec, world)
         refuse_strategy(chain, self._schedules.smallest, optimizer=optimizer, compile_layers=compile_layers)
         world_of_saves = world.with_group("saves", timedelta(days=7))  # while there are no lanes that an error leaves
-        self.storage = filled_homes(chain, source, self._schedules, world, self.dtype)
+        self.storage = filled_homes(chain, source, self._schedules, world, self.dtype, optimizer)
         del source  # before anything else is allocated
         wiring = Wiring(
             chain,

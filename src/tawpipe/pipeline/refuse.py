@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from tawpipe.errors import UserError
@@ -13,6 +16,7 @@ from tawpipe.runtime.optimizer import OptimizerFactory
 from tawpipe.runtime.unit_optimizers import refuse_cut_matrices
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import StepSpec
+from tawpipe.topology import Topology
 
 
 def refuse_values(
@@ -55,6 +59,31 @@ def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
         if chain.alone and (value or 0) > (name == "sequence_ranks"):
             expected = f"unset: rows of {chain.name} cannot be cut, because {chain.alone}"
             raise UserError(f"schedule.{name}", value, expected)
+
+
+def refuse_host(
+    settings: ScheduleSettings, wanted: Sequence[float], free: Sequence[float], machines: Topology, *, one_memory: bool
+) -> None:
+    """Raise UserError where homes in the host's memory do not fit there, or are where they gain nothing.
+
+    Args:
+        wanted: of every rank, the bytes that its homes take in the host's memory.
+        free: of every rank, the bytes that its machine could give, 0 where that is not known.
+        one_memory: some device's memory is its host's.
+    """
+    level = settings.host_homes
+    if one_memory:
+        expected = "none: the device and its host have one memory, and nothing is gained"
+        raise UserError("schedule.host_homes", level, expected)
+    for number, ranks in enumerate(machines.nodes):
+        needed, there = sum(wanted[rank] for rank in ranks), min(free[rank] for rank in ranks)
+        if there and needed > there:
+            more = math.ceil(len(machines.nodes) * needed / there)
+            expected = (
+                f"none, or {needed / 2**30:.1f} GiB of free memory on machine {number}, which has "
+                f"{there / 2**30:.1f} GiB; spread over {more} such machines homes would fit"
+            )
+            raise UserError("schedule.host_homes", level, expected)
 
 
 def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory, compile_layers: bool) -> None:

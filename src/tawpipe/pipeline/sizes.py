@@ -9,11 +9,19 @@ import torch
 
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import key_bytes
+from tawpipe.model.units import Unit
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
+from tawpipe.runtime.storage import matrices_in
 from tawpipe.schedule.footprint import BlockMemory, Costs, Widths, costs
+from tawpipe.schedule.landing import SLICE
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
+
+
+def largest_matrix(unit: Unit) -> int:
+    """Elements of the largest matrix of a unit."""
+    return max(slot.numel // matrices_in(slot.shape)[0] for slot in unit.slots)
 
 
 def widths_of(
@@ -23,12 +31,14 @@ def widths_of(
     states: float | tuple[float, ...],
     *,
     exact: int = 0,
+    whole: bool = False,
 ) -> Widths:
     """Bytes of the elements of a chain that is quantised, if it is to be.
 
     Args:
         dtype: in which it computes.
         states, exact: as of ``Widths``.
+        whole: the optimizer wants whole matrices.
     """
     return Widths(
         dtype.itemsize,
@@ -37,6 +47,7 @@ def widths_of(
         states,
         exact=exact,
         unpacked=chain.unpacked_elements,
+        slice=max([SLICE, *(largest_matrix(unit) for unit in chain.units if whole and unit.trainable)]),
     )
 
 
@@ -49,6 +60,7 @@ def step_costs(
     tokens: int,
     kept_per_token: Mapping[str, float],
     nodes: Topology,
+    whole: bool = False,
 ) -> Costs:
     """The costs of a step.
 
@@ -57,10 +69,11 @@ def step_costs(
         tokens: of a micro-batch.
         kept_per_token: bytes that a layer keeps besides its input, by kind of activation.
         nodes: the real ones, where the schedule was built for others.
+        whole: the optimizer wants whole matrices.
     """
     settings = schedule.step.settings
     keys, gradients = key_bytes(chain.config.get_text_config(), dtype)
     memory = BlockMemory(chain.width * dtype.itemsize, kept_per_token, keys=keys, key_gradients=gradients)
     sizes = memory.activations(tokens, ranks=settings.sequence_ranks or 1)
-    said = costs(schedule, widths_of(chain, dtype, settings, states), activation_bytes=sizes, nodes=nodes)
+    said = costs(schedule, widths_of(chain, dtype, settings, states, whole=whole), activation_bytes=sizes, nodes=nodes)
     return replace(said, activation_bytes=said.activation_bytes + (settings.keep_mib or 0) * 2**20)

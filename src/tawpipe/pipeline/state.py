@@ -63,7 +63,8 @@ class State:
         world = store.group or self._world_of_saves
         self.savings[:] = [saving for saving in self.savings if not saving.done]
         assert all(saving.world is not world for saving in self.savings), "one save at a time"
-        pieces = stage(list(state_pieces(storage, optimizers, saving=True)))
+        live = storage.in_host
+        pieces = stage(list(state_pieces(storage, optimizers, saving=True)), live=live)
         content = {
             "parameters": {slot.name: list(slot.shape) for unit in storage.units for slot in unit.slots},
             "step": self.step_number,
@@ -73,7 +74,7 @@ class State:
             **({"quantize": storage.form} if storage.form != NONE else {}),
         }
         staged_s = time.perf_counter() - begin
-        self.savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s))
+        self.savings.append(Saving(store, name, pieces, content=content, world=world, staged_s=staged_s, live=live))
         return self.savings[-1]
 
     def load(self, where: str | Path | Source) -> dict[str, Any]:

@@ -187,7 +187,8 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
         of_units = 0.0
         for number in block.units:
             home, unit = step.homes[number], request.model.units[number]
-            of_units += home.stripe * widths.at_home(number, trainable=unit.trainable)
+            away = step.homes_in_host and unit.trainable
+            of_units += home.stripe * (widths.weight if away else widths.at_home(number, trainable=unit.trainable))
             if positions.replicas > 1:  # weights come from the others, and gradients go to them
                 summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
                 of_units += home.padded * widths.weight + summed

@@ -123,7 +123,8 @@ class Plan:
         """A sentence on the memory of what was chosen, part by part; empty if nothing was."""
         if self.chosen is None or self.chosen.prediction is None:
             return ""
-        return held(self.request, self.chosen.prediction.needs)
+        step = self.chosen.step
+        return held(self.request, self.chosen.prediction.needs, in_host=step is not None and step.homes_in_host)
 
     def link_share(self, candidate: Candidate) -> float:
         """Share of the step in which the busiest link is busy."""
@@ -262,14 +263,15 @@ def of_ranks(request: PlanRequest, ranks: int) -> str:
     return f"{ranks} devices of a node" + (" (another draw of dropout than one device's)" if request.drops else "")
 
 
-def held(request: PlanRequest, needs: Needs) -> str:
-    """What a device and a host hold, part by part, as a sentence."""
+def held(request: PlanRequest, needs: Needs, *, in_host: bool = False) -> str:
+    """What a device and a host, which may have homes, hold, part by part, as a sentence."""
     there = request.machine.host_bytes
     parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
     words = f"GiB of a device: {parts} ({SYSTEM})"
     if needs.host:
         known = f"of {gib(there)}" if there else "of which nobody has said how much there is"
-        words += f"; of a node's host {gib(needs.host)} {known}"
+        state = " with master weights, gradients and optimizer state (schedule.host_homes state)"
+        words += f"; of a node's host {gib(needs.host)} {known}" + state * in_host
     if needs.files:
         free = request.machine.files_bytes
         known = f"of {gib(free)} that are free" if free else "of which nobody has said how much is free"

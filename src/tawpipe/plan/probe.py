@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine import Device, Machine
+from tawpipe.runtime.host_memory import free_memory
 from tawpipe.runtime.memory import taken_outside_torch
 from tawpipe.runtime.transport import NEAR_BLOCKS, far_blocks, make_group, uses_nccl
 from tawpipe.runtime.world import World
@@ -48,12 +49,6 @@ SHARED_BELOW = 0.7
 """A link is shared if pairs that are busy together get less than this share of what one gets alone."""
 ODD = 1.5
 """A rate that is so many times below the median is named."""
-
-CONTAINER = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-"""Limit and use of a container's memory, in both versions of control groups."""
 
 BOOT, NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 """A word for this start of this machine, and the network stack of this process on it."""
@@ -356,23 +351,28 @@ def _between(
 
 
 def _host(world: World, size: int = 1 << 27) -> LinkModel:
-    """Between a GPU and its host, the slowest of the ranks while all of them copy."""
+    """Between a GPU and its host in each direction, the slowest of the ranks while all of them copy in both: they share
+    the host's memory, and homes that are there pass in both at once.
+    """
     if world.device.type != "cuda":
         return LinkModel(float("inf"))
     here, there = (
-        torch.empty(size, dtype=torch.uint8, device=world.device),
-        torch.empty(size, dtype=torch.uint8).pin_memory(),
+        [torch.empty(size, dtype=torch.uint8, device=world.device) for _ in range(2)],
+        [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(2)],
     )
+    down, up = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
     seconds = 0.0
     for _ in range(2):
         world.barrier()
         torch.cuda.synchronize(world.device)
         begin = time.perf_counter()
-        there.copy_(here, non_blocking=True)
-        here.copy_(there, non_blocking=True)
+        with torch.cuda.stream(down):
+            there[0].copy_(here[0], non_blocking=True)
+        with torch.cuda.stream(up):
+            here[1].copy_(there[1], non_blocking=True)
         torch.cuda.synchronize(world.device)
         seconds = time.perf_counter() - begin
-    return LinkModel(2 * size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
+    return LinkModel(size / max(world.gather_numbers(seconds)), 1e-5, shared=False)
 
 
 def probe_files(folder: str, size: int = 1 << 28) -> tuple[LinkModel, int]:
@@ -446,25 +446,6 @@ def resident_memory() -> int:
         return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):  # no Linux
         return 0
-
-
-def free_memory() -> int:
-    """Bytes that this machine, or the container, could give to processes now; 0 where that is not known."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # no Linux: at least what is built in
-        try:
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError, AttributeError):
-            return 0
-    for most, used in CONTAINER:
-        try:
-            free = min(free, int(most.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # none, or no limit
-            continue
-    return max(free, 0)
 
 
 def _gbit(rate: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,13 +17,17 @@ from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec, Strategy
 from tawpipe.schedule.strategies.build import shares_of, step_of
-from tawpipe.simulate import CostModel, MicroBatchSize, size_of
+from tawpipe.simulate import CostModel, LinkModel, MicroBatchSize, size_of
 from tawpipe.topology import Topology
 
 MOST_SEQUENCES = 1_000_000
 """In a step, that a plan is made for."""
 CHUNKS = (2048, 4096, 8192, 16384)
 """Tokens of a row that layers may compute at one time where whole rows do not fit."""
+ONE_MEMORY = ("GB10", "Orin", "Thor")
+"""In the names of devices whose memory is their host's."""
+ASSUMED_HOST = LinkModel(20e9, 1e-5, shared=False)
+"""Between a device and homes in its host's memory, each way, where nobody has measured it: PCIe 4 with 16 lanes."""
 MOST_TOKENS = 1 << 24
 """In a row, where the longest that fits is looked for."""
 
@@ -104,6 +109,18 @@ class PlanRequest:
         """The same where so many ranks compute a row together."""
         return replace(self, settings=replace(self.settings, sequence_ranks=ranks))
 
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """What of the homes a plan may keep in the host's memory, the least first; where it is none beside the devices'
+        it gains nothing.
+        """
+        given = self.settings.host_homes
+        return (given,) if given else ("none", "state") if self.has_host else ("none",)
+
+    def with_homes(self, level: str) -> PlanRequest:
+        """The same with so much of the homes in the host's memory."""
+        return replace(self, settings=replace(self.settings, host_homes=level))
+
     def of(self, step: StepSpec) -> PlanRequest:
         """The request as a step computes it: layers on whole rows or in chunks."""
         size, profile = step.settings.sequence_chunk or 0, self.profile
@@ -138,6 +155,9 @@ class PlanRequest:
             size=self.size,
             reduce_scatter="ring",
             host=machine.disk if self.settings.offload_dir else machine.host,
+            homes=machine.host if math.isfinite(machine.host.bytes_per_s) else ASSUMED_HOST,
+            master_bytes=self.widths.master,
+            optimizer_states=self.widths.optimizer_states,
             boundary_bytes=profile.memory.boundary,
             key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
@@ -213,4 +233,5 @@ class PlanRequest:
     @property
     def has_host(self) -> bool:
         """True if devices have memory of their own, and their host's besides."""
-        return self.machine.device.name != "CPU"
+        name = self.machine.device.name
+        return name != "CPU" and not any(one in name for one in ONE_MEMORY)

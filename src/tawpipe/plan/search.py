@@ -176,7 +176,9 @@ def search(
     outlook = Outlook(waiting, effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s)
     # Random numbers are drawn by every device for itself: another number of them is another draw, for want of which
     # alone no row is taken apart.
-    for asked in [request.with_ranks(1), request] if request.drops and request.sets else [request]:
+    draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
+    # Homes that pass through the device take longer: they are looked at where nothing fits without.
+    for asked in [one.with_homes(level) for level in request.levels for one in draws]:
         if any(one.fits for one in candidates):
             break
         candidates = []

@@ -20,11 +20,13 @@ from torch import Tensor
 from tawpipe.errors import RunError, UserError
 from tawpipe.runtime.faults import Injector
 from tawpipe.runtime.lanes import Event, Failure, LaneProtocol, make_lane
-from tawpipe.runtime.optimizer import sum_of_squares
 from tawpipe.runtime.recording import Recording
+from tawpipe.runtime.slices import loads_of, squares_of
 from tawpipe.runtime.step_input import StepInput
-from tawpipe.runtime.storage import Storage
+from tawpipe.runtime.storage import HomePiece, Storage
+from tawpipe.runtime.streaming import Streaming
 from tawpipe.runtime.transport import Transport
+from tawpipe.runtime.unit_optimizers import UnitOptimizers
 from tawpipe.runtime.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind, home_gradient, home_weight
@@ -59,7 +61,12 @@ class BlockCompute(Protocol):
 
 
 class Optimizers(Protocol):
-    """``UnitOptimizers``, or something that stands for it in a measurement."""
+    """``UnitOptimizers``, or something that stands for it in a measurement.
+
+    ``pieces`` are what is updated of every unit.
+    """
+
+    pieces: dict[int, tuple[HomePiece, ...]]
 
     def step(
         self, unit: int, updates: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None
@@ -205,10 +212,16 @@ class Executor:
             self._buffers[home_weight(unit)] = storage.compute_copy[unit]
             if unit in storage.gradient:
                 self._buffers[home_gradient(unit)] = storage.gradient[unit]
+        self.streaming: Streaming | None = None
+        """What passes between the device and homes in the host's memory; None where homes are on the device."""
+        if storage.in_host:
+            assert isinstance(optimizers, UnitOptimizers)
+            self.streaming = Streaming(storage, optimizers)
         self._failure = failure = Failure()
         self._lanes: dict[Lane, LaneProtocol] = {
             lane: make_lane(lane.value, self.device, failure, delay=delay(lane.value) if delay else None)
             for lane in Lane
+            if lane is not Lane.HOME or self.streaming is not None
         }
         if self.device.type == "cuda":  # torch keeps them for results: pinning memory would halt the issuing thread
             del [torch.zeros(len(VALUES), dtype=torch.float64, pin_memory=True) for _ in range(4)][:]
@@ -240,7 +253,11 @@ class Executor:
     def adopt(self, schedule: Schedule) -> None:
         """Allocate what ``schedule`` needs beyond what is there. Schedules of one strategy share their buffers."""
         for pool in schedule.pools[self.rank]:
-            dtype = self.storage.compute_dtype if pool.kind is Kind.WEIGHT else self.reduce_dtype
+            dtype = {
+                Kind.WEIGHT: self.storage.compute_dtype,
+                Kind.GRADIENT: self.reduce_dtype,
+                Kind.LANDING: self.storage.master_dtype,
+            }[pool.kind]
             for buffer in pool.buffers:
                 if buffer not in self._buffers:
                     self._buffers[buffer] = torch.zeros(pool.elements, dtype=dtype, device=self.device)
@@ -355,6 +372,13 @@ class Executor:
     def _add(self, action: Action) -> None:
         target = self._buffers[action.writes[0]]
         sources = [buffer for buffer in action.reads if buffer != action.writes[0]]
+        if self.streaming is not None and sources[0].is_home:
+            self.streaming.fetch(action.unit, target)
+            return
+        if self.streaming is not None and action.writes[0].is_home:
+            given = [self._buffers[buffer] for buffer in sources]
+            self.streaming.add(action.unit, given, replaces=len(sources) == len(action.reads))
+            return
         if len(sources) == len(action.reads):
             target.copy_(self._buffers[sources.pop(0)])
         for buffer in sources:
@@ -374,11 +398,10 @@ class Executor:
         """Sum squares, losses and tokens over the world; leave the factor for UPDATE and the numbers for the caller."""
         scaled = COUNT in action.reads  # by the updates, which were early
         units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
-        gradients = [piece.gradient for unit in units for piece in self.storage.pieces[unit]]
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         squares, losses, tokens, digests, squared_digests = sums.unbind()
-        if gradients:
-            squares.copy_(sum_of_squares(gradients))
+        if units:
+            squares.copy_(self._squares(units).sum())
         if summed := self.compute.losses(action):
             losses.copy_(torch.stack(summed).sum())
         tokens.fill_(step.given.tokens)
@@ -401,11 +424,25 @@ class Executor:
         values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
         step.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
 
+    def _squares(self, units: Sequence[int]) -> Tensor:
+        """The sums of squares of the gradients of units at home, slice by slice."""
+        if self.streaming is not None:
+            return torch.cat([self.streaming.squares[unit] for unit in units])
+        assert self.optimizers is not None
+        owned = [self.optimizers.pieces[unit] for unit in units if unit in self.optimizers.pieces]
+        parts = [part.of(pieces[part.place].gradient) for pieces in owned for load in loads_of(pieces) for part in load]
+        return squares_of(parts)
+
     @torch.no_grad()
     def _update(self, action: Action, step: _Step) -> None:
         assert self.optimizers is not None
-        self._buffers[home_gradient(action.unit)].mul_(self._factor)
         # Where updates are early, a rank that sees a label itself need not look: that may be a host sync.
-        updates = None if COUNT in action.reads and step.given.learns else self._updates
+        early = COUNT in action.reads
+        updates = None if early and step.given.learns else self._updates
+        if self.streaming is not None:
+            rule = step.rule
+            self.streaming.update(action.unit, self._factor, updates, rule.rate, rule.chosen, early=early)
+            return
+        self._buffers[home_gradient(action.unit)].mul_(self._factor)
         self.optimizers.step(action.unit, updates, step.rule.rate, step.rule.chosen)
         self.storage.refresh(action.unit)

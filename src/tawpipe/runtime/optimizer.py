@@ -1,5 +1,5 @@
-"""Factories of optimizers: what they are given, what they may return, and the trial that each has to pass; and the norm
-of gradients.
+"""Factories of optimizers: what they are given, what they may return, and the trial that each has to
+pass.
 
 A factory is given one-dimensional pieces, for which only optimizers that treat every element by itself are right, or,
 where it asks for them, whole matrices, which only homes on one device have.
@@ -34,8 +34,6 @@ CONTRACT = (
 )
 BY_SHAPE = "the name and shape of the whole parameter are tawpipe.piece_of(p).name and tawpipe.piece_of(p).shape"
 PROBE = (PlaceOfPiece("probe.weight", (4, 6), 0),)
-AT_ONCE = 2**16
-"""Elements that are converted at once on a CPU; twice as many bytes as in fp32 stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -285,19 +283,3 @@ def _options(made: Sequence[Optimizer]) -> dict[str, list[Any]]:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares of one-dimensional tensors on one device: a scalar in fp64, summed in it.
-
-    torch's own norm of an fp32 tensor adds in fp32 on a CPU: off by 1e-3 for 16 M elements, and otherwise for each cut.
-    """
-    if tensors[0].device.type == "cuda":  # the kernel converts as it reads
-        norms = torch._foreach_norm(list(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-        return torch.stack(norms).square().sum()
-    room = torch.empty(min(AT_ONCE, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)
-    sums = []
-    for part in (part for tensor in tensors for part in tensor.split(AT_ONCE)):
-        wide = room[: part.numel()].copy_(part)
-        sums.append(torch.dot(wide, wide))
-    return torch.stack(sums).sum()

@@ -1,4 +1,4 @@
-"""Storage: the homes of parameters, gradients and optimizer state on one rank.
+"""Storage: the homes of parameters, gradients and optimizer state on one rank, on its device or in the host's memory.
 
 For every unit that has a stripe here: the master weights (fp32, or fp64), the gradient of the same dtype if it is
 trainable, and the compute copy, which has the compute dtype and travels (the master itself where the dtypes are the
@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.quantized import NONE
 from tawpipe.model.units import Packing, Unit
 from tawpipe.model.weights import WeightSource
+from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.schedule.placement import Home
 
 
@@ -125,6 +127,7 @@ class Storage:
         units, homes: of the whole model, in the same order.
         compute_dtype: in which weights travel and compute.
         master_dtype: of master weights, gradients and optimizer state at home.
+        in_host: these three are in the host's memory (streaming.py), and the compute copy is one of its own.
     """
 
     def __init__(
@@ -136,7 +139,11 @@ class Storage:
         device: torch.device,
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
+        in_host: bool = False,
     ) -> None:
+        self.in_host = in_host
+        self.scales: dict[int, Tensor] = {}
+        """Of gradients in the host's memory, what the last update multiplied them by; on the device."""
         self.units, self.homes, self.rank, self.device = tuple(units), tuple(homes), rank, device
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.master: dict[int, Tensor] = {}
@@ -150,10 +157,14 @@ class Storage:
             if index is None:
                 continue
             dtype = master_dtype if unit.trainable else compute_dtype
-            self.master[unit.index] = torch.zeros(home.stripe, dtype=dtype, device=device)
+            outside = in_host and unit.trainable
+            zeros = partial(host_zeros if outside else torch.zeros, (home.stripe,), dtype=dtype, device=device)
+            self.master[unit.index] = zeros()
             if unit.trainable:
-                self.gradient[unit.index] = torch.zeros(home.stripe, dtype=dtype, device=device)
-            same = dtype == compute_dtype
+                self.gradient[unit.index] = zeros()
+            if outside:
+                self.scales[unit.index] = torch.ones((), dtype=torch.float64, device=device)
+            same = dtype == compute_dtype and not outside
             self.compute_copy[unit.index] = (
                 self.master[unit.index] if same else torch.zeros(home.stripe, dtype=compute_dtype, device=device)
             )
@@ -332,6 +343,8 @@ class Storage:
         held = self.gradient if gradient else self.master
         dtype = self._dtype_of(unit)
         mine = None if index is None else held[unit.index].to("cpu", dtype)
+        if gradient and mine is not None and unit.index in self.scales:
+            mine = mine * self.scales[unit.index].cpu()
         if self.rank != to:
             if mine is not None:
                 dist.send(mine, to, group=world)

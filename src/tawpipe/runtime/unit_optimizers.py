@@ -4,17 +4,18 @@ by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tawpipe.errors import UserError
 from tawpipe.model.units import Unit
 from tawpipe.runtime.groups import PipelineOptimizer
+from tawpipe.runtime.host_memory import host_zeros
 from tawpipe.runtime.optimizer import (
     OptimizerFactory,
     Tried,
@@ -70,6 +71,40 @@ def _begins_unset(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and any(own and not optimizer.state.get(p) for own, p in first)
 
 
+def is_elementwise(state: Any, value: Tensor) -> bool:
+    """True for a state that has an element for every one of its parameter."""
+    return isinstance(state, Tensor) and state.ndim > 0 and state.shape == value.shape
+
+
+class SlicedStep:
+    """An optimizer's step on one unit that is made slice by slice.
+
+    Args:
+        before: the states of the unit's pieces as every slice finds them.
+        after: as they are from ``end`` on.
+    """
+
+    def __init__(self, optimizers: UnitOptimizers, unit: int) -> None:
+        self.unit, self._optimizers = unit, optimizers
+        self.before = [dict(state) for state in optimizers.states_of(unit)]
+        self.after = [dict(state) for state in self.before]
+        self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Groups, and the options that a step has left in them, for optimizers that count there."""
+
+    def memory(self, place: int, key: str, state: Tensor, make: Callable[..., Tensor]) -> Tensor:
+        """Where the state of a piece is kept of which ``state`` is a slice; made if it is new."""
+        value = self._optimizers.pieces[self.unit][place].value
+        if not is_elementwise(self.after[place].get(key), value):
+            self.after[place][key] = make(tuple(value.shape), state.dtype)
+        return self.after[place][key]
+
+    def end(self) -> None:
+        """Every slice has had its step."""
+        self._optimizers.hold(self.unit, self.after)
+        for group, options in self.options:
+            group.update(options)
+
+
 class UnitOptimizers:
     """The optimizers of one rank, for every trainable unit with a home here.
 
@@ -83,13 +118,14 @@ class UnitOptimizers:
         self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
         options = {name: said for one in tried.values() for name, said in one.options.items()}
         self.groups = PipelineOptimizer(options)
+        self.whole = isinstance(factory, WholeMatrices)
         self.pieces: dict[int, tuple[HomePiece, ...]] = {}
         for unit, pieces in storage.pieces.items():
             if storage.units[unit].trainable and pieces:
-                if isinstance(factory, WholeMatrices):
+                if self.whole:
                     pieces = tuple(matrix for piece in pieces for matrix in piece.matrices())
                 self.pieces[unit] = pieces
-        self._factory = factory
+        self._factory, self._in_host, self._device = factory, storage.in_host, storage.device
         self.optimizers = {unit: self._make([piece.value for piece in pieces]) for unit, pieces in self.pieces.items()}
 
     def _make(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -102,10 +138,11 @@ class UnitOptimizers:
 
     def states(self) -> States:
         """The states that the optimizers hold now."""
-        return {
-            unit: [state_of(self.optimizers[unit], piece.value) for piece in pieces]
-            for unit, pieces in self.pieces.items()
-        }
+        return {unit: self.states_of(unit) for unit in self.pieces}
+
+    def states_of(self, unit: int) -> list[Mapping[str, Any]]:
+        """``states`` of one unit."""
+        return [state_of(self.optimizers[unit], piece.value) for piece in self.pieces[unit]]
 
     def full_states(self) -> States:
         """The states, and for a unit that has none those that its optimizer would hold after a step: something to load
@@ -114,6 +151,9 @@ class UnitOptimizers:
         states = self.states()
         for unit, pieces in self.pieces.items():
             if all(states[unit]):
+                continue
+            if self._in_host:
+                states[unit] = [self._blank(piece) for piece in pieces]
                 continue
             values = [piece.mark(torch.zeros_like(piece.value)) for piece in pieces]
             for value in values:
@@ -124,15 +164,34 @@ class UnitOptimizers:
             states[unit] = [state_of(stand_in, value) for value in values]
         return states
 
+    def _blank(self, piece: HomePiece) -> Mapping[str, Any]:
+        """The states of a piece in the host's memory, as a stand-in on the device has them after a step: a few elements
+        for a vector.
+        """
+        shape = tuple(piece.value.shape) if piece.value.ndim > 1 else (min(piece.value.numel(), 2),)
+        value = piece.mark(torch.zeros(shape, dtype=piece.value.dtype, device=self._device))
+        value.grad = torch.zeros_like(value)
+        made = self._make([value])
+        for optimizer in made:
+            optimizer.step()
+        memory = partial(host_zeros, tuple(piece.value.shape), device=self._device)
+        kept = state_of(made, value)
+        return {key: memory(dtype=one.dtype) if is_elementwise(one, value) else one for key, one in kept.items()}
+
     def adopt(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
         """Hold these states and no others; without those of a unit, its optimizer is as one that has made no step."""
         for unit, optimizers in self.optimizers.items():
-            whose = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
             for optimizer in optimizers:
                 optimizer.state.clear()
-            for piece, state in zip(self.pieces[unit], states.get(unit, ()), strict=False):
-                if state:
-                    whose[id(piece.value)].state[piece.value] = state
+            self.hold(unit, states.get(unit, ()))
+
+    def hold(self, unit: int, states: Sequence[Mapping[str, Any]]) -> None:
+        """Put states in the place of those of a unit's pieces; empty ones change nothing."""
+        optimizers = self.optimizers[unit]
+        whose = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+        for piece, state in zip(self.pieces[unit], states, strict=False):
+            if state:
+                whose[id(piece.value)].state[piece.value] = state
 
     def step(
         self, unit: int, updates: Tensor | None, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None
@@ -144,6 +203,44 @@ class UnitOptimizers:
             rate: multiplies every group's learning rate.
             chosen: options of ``groups``, the learning rate among them; those from the beginning by default.
         """
+        self._choose(unit, rate, chosen)
+        self._step(self.optimizers.get(unit, ()), updates)
+
+    def begin(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None) -> SlicedStep:
+        """A step of a unit slice by slice, with the options of ``step``; ``step_on`` makes it."""
+        self._choose(unit, rate, chosen)
+        return SlicedStep(self, unit)
+
+    def step_on(
+        self, step: SlicedStep, slices: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], updates: Tensor | None
+    ) -> list[Mapping[str, Any]]:
+        """Update some slices of a unit, unless ``updates`` is zero; returns the state of each.
+
+        Args:
+            slices: of every slice the number of its piece, a parameter that stands for it, and its state so far.
+        """
+        pieces, made = self.pieces[step.unit], dict[int, Mapping[str, Any]]()
+        stands = [(pieces[place].value, value, state) for place, value, state in slices]
+        for optimizer in self.optimizers[step.unit]:
+            groups, used = optimizer.param_groups, list[dict[str, Any]]()
+            for group in groups:
+                mine = [one for whole in group["params"] for one in stands if one[0] is whole]
+                optimizer.state.update({value: dict(state) for _, value, state in mine if state})
+                if mine:
+                    used.append({**group, "params": [value for _, value, _ in mine]})
+                    step.options.append((group, used[-1]))
+            optimizer.param_groups = used
+            try:
+                if used:
+                    self._step((optimizer,), updates)
+            finally:
+                optimizer.param_groups = groups
+                for value in [value for group in used for value in group.pop("params")]:
+                    made[id(value)] = optimizer.state.pop(value, {})
+        return [made[id(value)] for _, value, _ in slices]
+
+    def _choose(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None) -> None:
+        """Give the groups of a unit's optimizers the options of a step."""
         for optimizer in self.optimizers.get(unit, ()):
             for group in optimizer.param_groups:
                 if "of" in group and chosen is not None:
@@ -151,7 +248,6 @@ class UnitOptimizers:
                     group["lr"] = group["lr"] * rate
                 else:
                     group["lr"] = group["initial_lr"] * rate
-        self._step(self.optimizers.get(unit, ()), updates)
 
     def _step(self, optimizers: Sequence[Any], updates: Tensor | None) -> None:
         for optimizer in optimizers:

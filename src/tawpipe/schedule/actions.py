@@ -24,6 +24,8 @@ class Lane(StrEnum):
     """Gradients between nodes."""
     HOST = "HOST"
     """Activations between the device and its host's memory."""
+    HOME = "HOME"
+    """Between the device and homes in its host's memory: gradients that arrive, updates."""
     SEQ = "SEQ"
     """Keys and values, and their gradients, between the ranks that compute a row together."""
 

@@ -26,6 +26,8 @@ class Kind(StrEnum):
     """A buffer of a pool, for a unit or a slice of one on its way (number in the pool)."""
     GRADIENT = "gradient"
     """A buffer of a pool, for a gradient or a slice of one (number in the pool)."""
+    LANDING = "landing"
+    """A buffer of a pool, for the gradient of a unit whose home is in the host's memory (number in the pool)."""
     INPUT = "x"
     """The input of a block (micro-batch, block)."""
     INPUT_GRADIENT = "dx"
@@ -65,7 +67,7 @@ class Kind(StrEnum):
 
 
 WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT})
-GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT})
+GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT, Kind.LANDING})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
 ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT}
 TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT})
@@ -78,9 +80,9 @@ KEPT = frozenset({Kind.ATTENTION, Kind.OFFLOADED_ATTENTION})
 """What selective recomputation keeps of a layer, wherever it is."""
 STAYING = OUTSIDE | {Kind.RELOADED}
 """Activations whose places are there for the whole run, see blocks.py."""
-_POOLS = dict.fromkeys("WS", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT)
+_POOLS = dict.fromkeys("WS", Kind.WEIGHT) | dict.fromkeys("GHAR", Kind.GRADIENT) | {"L": Kind.LANDING}
 """First letter of a pool's name -> kind: whole units ``W``, slices ``S``; whole gradients ``G``, slices ``H``, sums in
-the node ``A``, and what arrives on the way home ``R``.
+the node ``A``, what arrives on the way home ``R``, and what a backward pass fills instead of a home ``L``.
 """
 
 
@@ -89,7 +91,7 @@ class Buffer(NamedTuple):
 
     Args:
         at: the numbers that the kind says.
-        pool: the name of its pool, for kinds WEIGHT and GRADIENT.
+        pool: the name of its pool, for kinds WEIGHT, GRADIENT and LANDING.
 
     >>> Buffer.parse("x.2.5")
     Buffer(kind=<Kind.INPUT: 'x'>, at=(2, 5), pool='')
@@ -146,7 +148,7 @@ def pool_kind(pool: str) -> Kind:
         ValueError: no such letter.
     """
     if pool[:1] not in _POOLS:
-        raise ValueError(f"{pool!r} is no pool's name: W.. and S.. hold weights, G.., H.., A.. and R.. gradients")
+        raise ValueError(f"{pool!r} is no pool's name: W.. and S.. hold weights, G.., H.., A.., R.. and L.. gradients")
     return _POOLS[pool[0]]
 
 
@@ -224,7 +226,7 @@ class Pool:
 
     Args:
         name: begins the text of its buffers, see ``buffers.pool_kind``.
-        kind: WEIGHT (compute dtype) or GRADIENT (reduce dtype).
+        kind: WEIGHT (compute dtype), GRADIENT (reduce dtype) or LANDING (dtype of the masters).
         elements: of one buffer.
     """
 

@@ -9,6 +9,7 @@ from math import ceil
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.activations import activations_held, peak_activations
 from tawpipe.schedule.buffers import BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
+from tawpipe.schedule.landing import ROOMS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.spec import compressed_width
 from tawpipe.schedule.step import Schedule
@@ -40,6 +41,8 @@ class Widths:
             where they differ.
         exact: of a frozen weight's exact value in the host's memory; 0 where the weight's type holds it.
         unpacked: elements of weights for which there is room besides, into which packed units are dequantised.
+        slice: elements of the largest slice of a home in the host's memory that passes through a device: more than
+            ``SLICE`` where an optimizer wants whole matrices.
     """
 
     weight: int
@@ -48,6 +51,14 @@ class Widths:
     optimizer_states: float | tuple[float, ...]
     exact: int = 0
     unpacked: int = 0
+    slice: int = SLICE
+
+    def state(self, unit: int) -> float:
+        """Bytes of an element of a trainable unit that are in the host's memory where homes are: weight, gradient and
+        optimizer state.
+        """
+        states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
+        return self.master * (2 + states)
 
     def at_home(self, unit: int, *, trainable: bool) -> float:
         """Bytes of an element of a unit where it lives: weight, gradient, optimizer state, the copy that travels; of a
@@ -55,8 +66,7 @@ class Widths:
         """
         if not trainable:
             return self.weight
-        states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
-        return self.master * (2 + states) + (self.weight if self.weight != self.master else 0)
+        return self.state(unit) + (self.weight if self.weight != self.master else 0)
 
 
 @dataclass(frozen=True)
@@ -166,14 +176,15 @@ class StepMemory:
     """Memory of one step. Where processes differ, it is that of the process that needs most.
 
     Args:
-        home_bytes: master weights, gradients, optimizer state and travelling copies at home.
+        home_bytes: master weights, gradients, optimizer state and travelling copies at home; of homes in the host's
+            memory the latter, and the rooms through which the rest passes.
         buffer_bytes: pools of units and slices on their way, messages in 8 bits and what packed units are dequantised
             into included.
         activation_bytes: boundary activations, inputs of blocks and their gradients, and what layers keep besides.
         working_bytes: what computing a block takes besides, if that is known. Where it is, both are those of the moment
             at which they are most together.
-        host_bytes: activations that wait in the host's memory, and exact values of frozen units that the compute dtype
-            rounds.
+        host_bytes: activations that wait in the host's memory, homes that are there, and exact values of frozen units
+            that the compute dtype rounds.
         file_bytes: activations that wait in files, of one process.
     """
 
@@ -234,19 +245,11 @@ def held(
 ) -> StepMemory:
     """The memory that a schedule takes; arguments as of ``costs``."""
     ranks = schedule.played
-    home = [
-        ceil(
-            sum(
-                home.stripe * widths.at_home(number, trainable=unit.trainable)
-                for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True))
-                if home.index(rank) is not None
-            )
-        )
-        for rank in ranks
-    ]
+    homes = [_homes(schedule, rank, widths) for rank in ranks]
     buffers = [
         schedule.pool_elements(rank, Kind.WEIGHT) * widths.weight
         + schedule.pool_elements(rank, Kind.GRADIENT) * widths.gradient
+        + schedule.pool_elements(rank, Kind.LANDING) * widths.master
         + scratch_bytes(schedule, rank)
         + widths.unpacked * widths.weight
         for rank in ranks
@@ -255,18 +258,39 @@ def held(
     on_device = {kind: each for kind, each in activation_bytes.items() if kind not in OUTSIDE}
     programs = [activations_held(schedule, rank, on_device) for rank in ranks]
     moments = [max(((total, working(action)) for action, total in own), key=sum, default=(0, 0)) for own in programs]
-    most = max(range(len(ranks)), key=lambda index: home[index] + buffers[index] + sum(moments[index]))
+    most = max(range(len(ranks)), key=lambda index: homes[index][0] + buffers[index] + sum(moments[index]))
     activations, computing = moments[most]
     exact = [schedule.home_elements(rank, trainable=False, packed=False) * widths.exact for rank in ranks]
     left, in_files = [peak_activations(schedule, r, outside) for r in ranks], bool(schedule.step.settings.offload_dir)
     return StepMemory(
-        home_bytes=home[most],
+        home_bytes=homes[most][0],
         buffer_bytes=buffers[most],
         activation_bytes=activations,
         working_bytes=computing,
-        host_bytes=max(own + (0 if in_files else out) for own, out in zip(exact, left, strict=True)),
+        host_bytes=max(
+            own + state + (0 if in_files else out) for own, (_, state), out in zip(exact, homes, left, strict=True)
+        ),
         file_bytes=max(left) if in_files else 0,
     )
+
+
+def _homes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]:
+    """Bytes at home on a rank's device, with the rooms that others pass through, and in its host's memory."""
+    on_device = in_host = 0.0
+    elements = tensors = 0
+    """Of the rooms; a unit that is no larger than a slice passes through a single one."""
+    for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
+        if home.index(rank) is None:
+            continue
+        if schedule.step.homes_in_host and unit.trainable:
+            on_device += home.stripe * widths.weight
+            in_host += home.stripe * widths.state(number)
+            several = home.stripe > widths.slice
+            elements = max(elements, ROOMS * widths.slice if several else home.stripe)
+            tensors = max(tensors, ceil(widths.state(number) / widths.master))
+        else:
+            on_device += home.stripe * widths.at_home(number, trainable=unit.trainable)
+    return ceil(on_device) + elements * tensors * widths.master, ceil(in_host)
 
 
 def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int]) -> int:

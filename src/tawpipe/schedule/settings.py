@@ -52,6 +52,10 @@ class ScheduleSettings:
     gradients_scope: Literal["visit", "step"] | None = None
     """How often gradients leave a node: after every visit, or once per step, which costs memory and saves traffic. By
     default what the strategy is made for: step under tawpipe-step and hsdp, visit under the others."""
+    host_homes: Literal["none", "state"] | None = None
+    """What of the homes lives in the host's memory: none; or state, which is master weights, gradients and the
+    optimizer's state (16 of 18 bytes a parameter) and passes through the device slice by slice. The numbers stay the
+    same, bit by bit. By default a plan chooses, which takes none where that fits; without a plan none."""
     recompute: str = "full"
     """What backward passes compute again, to keep less: full (everything), selective (all but attention, whose results
     are kept) or none (nothing; the most memory, a quarter less to compute). For some layers, from the last one
@@ -107,7 +111,7 @@ UNPLANNED = (
 """Settings that a plan takes as given: they change the numbers, or are for comparisons."""
 PLANNED = tuple(one.name for one in fields(ScheduleSettings) if one.name not in UNPLANNED)
 """Settings that a plan chooses."""
-KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks")
+KEPT_BY_PLANS = ("sequence_chunk", "sequence_ranks", "host_homes")
 """Of those, the ones that a plan takes as given where the user has chosen, and chooses the others."""
 
 

@@ -31,6 +31,7 @@ NEUTRAL: dict[str, Any] = {
     "sequence_chunk": 0,
     "sequence_ranks": 1,
     "keep_mib": 0,
+    "host_homes": "none",
 }
 """What the settings that may be left open are for strategies that have no word on them."""
 SPECIAL = ("stages", "block_times")
@@ -94,6 +95,11 @@ class StepSpec:
     def streams(self, block: int) -> bool:
         """True if the input of a block comes and goes by chunk, within the actions that compute."""
         return bool(self.settings.sequence_chunk) and self.offloads(block) and block >= self.model.first_backward
+
+    @property
+    def homes_in_host(self) -> bool:
+        """True if masters, gradients and the optimizer's state live in the host's memory."""
+        return self.settings.host_homes not in (None, "none")
 
     @cached_property
     def step_cache(self) -> int:

@@ -3,6 +3,9 @@
 With clipping or the check for finite numbers every UPDATE waits for NORM, and so for the last gradient of all. Without
 them a unit is updated as soon as its own gradient is complete, scaled by the number of tokens, which COUNT has found at
 the step's beginning. Either way the next step's first weights travel as soon as they are updated.
+
+Where homes are in the host's memory updates run on a lane of their own, HOME, which brings the state of a unit to the
+device and back; what it has to do at one time is what its gradients leave, so early updates do not wait for others.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import COUNT, NORM, Buffer, home_gradient, home_weight, loss
+from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Pool, home_gradient, home_weight, loss
+from tawpipe.schedule.landing import Landing
 from tawpipe.schedule.step import StepSpec
 
 
@@ -35,9 +39,18 @@ class StepEnd:
         # A push still under way must not stop the device, so updates stay behind by as many visits as gradients can
         # be on their way home.
         self._lag = 2 * step.settings.gradient_buffers if several else 0
+        self._landing = Landing(step) if training and step.homes_in_host else None
+        self._updates = Lane.HOME if self._landing else Lane.COMPUTE
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The buffers that a closed program uses besides its own."""
+        return self._landing.pools if self._landing else ()
 
     def close(self, program: Sequence[Action]) -> Iterator[Action]:
         """The actions of a step with its end."""
+        if self._landing:
+            program = tuple(self._landing.through(program))
         if not self._early:
             yield from program
             yield self._norm(*[NORM] * self._training)
@@ -59,6 +72,9 @@ class StepEnd:
         complete = {buffer: i for i, action in enumerate(program) for buffer in action.writes}
         due: dict[int, list[int]] = {}
         for unit in self._units:
+            if self._landing:
+                due.setdefault(complete[home_gradient(unit)], []).append(unit)
+                continue
             visit = bisect_left(visits, complete[home_gradient(unit)]) + self._lag
             due.setdefault(visits[visit] if visit < len(visits) else len(program), []).append(unit)
         return due
@@ -67,7 +83,6 @@ class StepEnd:
         reads = (*self._gradients, *self._losses, *before)
         return Action(Op.NORM, self._lane, reads, (NORM,), self._losses, group="world")
 
-    @staticmethod
-    def _update(unit: int, after: Buffer) -> Action:
+    def _update(self, unit: int, after: Buffer) -> Action:
         home = (home_weight(unit), home_gradient(unit))
-        return Action(Op.UPDATE, Lane.COMPUTE, (after, *home), home, unit=unit)
+        return Action(Op.UPDATE, self._updates, (after, *home), home, unit=unit)

@@ -92,7 +92,7 @@ class WeightStrategy(Strategy):
             route = self.route(rank, tour)
             end = StepEnd(rank, step, training=training)
             programs[rank] = tuple(end.close(tuple(_program(route, tour, training=training))))
-            pools[rank] = route.pools.pools()
+            pools[rank] = (*route.pools.pools(), *end.pools)
         name = self.name if training else "evaluation"
         return Schedule(name, step, tuple(programs), tuple(pools), training)
 

@@ -268,9 +268,16 @@ class Player:
         elif action.op is Op.BACKWARD_WEIGHT:
             work = costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE:
-            work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe, action.unit)
+            elements = self.schedule.homes[action.unit].stripe
+            work = costs.update_seconds(rank, elements, action.unit)
+            if self.schedule.step.homes_in_host:  # the optimizer works on one slice while others pass
+                work = max(work, costs.streamed_update_s(elements, action.unit))
         elif action.op is Op.ADD:
-            work = costs.add_s * self.transfers.elements(rank, action.writes[0])
+            elements = self.transfers.elements(rank, action.writes[0])
+            work = costs.add_s * elements
+            if self.schedule.step.homes_in_host and any(one.is_home for one in (*action.reads, *action.writes)):
+                up, down = (any(one.is_home for one in side) for side in (action.reads, action.writes))
+                work = max(work, costs.fetched_s(elements, up=up, down=down))
         elif action.op in (Op.OFFLOAD, Op.RELOAD):
             work = costs.host_s(action.micro_batch)
         elif action.op in (Op.ZERO, Op.PREPARE):

@@ -169,6 +169,8 @@ class CostModel:
             NCCL does. They move equal bytes where every member is on a node of its own; over a group with several
             members on a node the ring moves fewer between the nodes.
         host: between a device and its host's memory, or its disk if rows wait there; every rank has one.
+        homes: between a device and homes in its host's memory, while all devices of the node use it.
+        master_bytes, optimizer_states: see ``Widths``; for homes in the host's memory.
         boundary_bytes: of a boundary activation, for every token.
         kept_bytes: of what selective recomputation keeps of a layer in chunks, for every token.
         key_elements: of a layer's keys and values, for every token.
@@ -192,6 +194,9 @@ class CostModel:
     compute_factor: Mapping[int, float] = field(default_factory=dict)
     reduce_scatter: str = "pairwise"
     host: LinkModel = LinkModel(math.inf)
+    homes: LinkModel = LinkModel(math.inf)
+    master_bytes: int = 4
+    optimizer_states: float | tuple[float, ...] = 2.0
     boundary_bytes: int = 0
     kept_bytes: float = 0.0
     key_elements: int = 0
@@ -329,6 +334,16 @@ class CostModel:
             return 0.0
         tokens = self._size(action.micro_batch).tokens
         return self.host.latency_s + self.host.busy_s(1, written * tokens, read * tokens)
+
+    def fetched_s(self, elements: int, *, up: float, down: float) -> float:
+        """Seconds in which elements at home in the host's memory pass, so many numbers of each up and down."""
+        moved = [elements * self.master_bytes * numbers for numbers in (down, up)]
+        return self.homes.latency_s + self.homes.busy_s(1, *moved) if elements else 0.0
+
+    def streamed_update_s(self, elements: int, unit: int) -> float:
+        """The same of an update, which brings weight, gradient and states, and takes back all but the gradient."""
+        states = self.optimizer_states[unit] if isinstance(self.optimizer_states, tuple) else self.optimizer_states
+        return self.fetched_s(elements, up=2 + states, down=1 + states)
 
     def update_seconds(self, rank: int, elements: int, unit: int) -> float:
         each = self.update_of[unit] if self.update_of else self.update_s

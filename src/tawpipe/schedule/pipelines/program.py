@@ -171,7 +171,7 @@ def build_pipeline(
         worker = _StageProgram(shape, step, rank, orders[many], times[many], own, training=training)
         end = StepEnd(rank, step, training=training)
         programs[rank] = tuple(end.close(_with_contexts(tuple(worker.program()))))
-        pools[rank] = worker.pools()
+        pools[rank] = (*worker.pools(), *end.pools)
     name = step.strategy.name if training else "evaluation"
     return Schedule(name, step, tuple(programs), tuple(pools), training)
 

@@ -85,6 +85,9 @@ class _Checker:
         homes = [unit for unit, home in enumerate(schedule.homes) if home.index(rank) is not None]
         self.contexts = {one for action in schedule.programs[rank] for one in action.reads if one.kind is Kind.CONTEXT}
         self.early = schedule.training and schedule.step.settings.early_updates
+        overlaps = any(action.lane is not Lane.COMPUTE for action in schedule.programs[rank])
+        self.homes = Lane.HOME if overlaps else Lane.COMPUTE
+        """The lane of homes in the host's memory; COMPUTE without overlap."""
         self.updated = [unit for unit in homes if schedule.training and self.model.units[unit].trainable]
 
     def faults(self, action: Action) -> Iterator[str]:
@@ -102,6 +105,7 @@ class _Checker:
         if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
         yield from self._compression(action)
+        yield from self._lane_of_homes(action)
         if action.op is Op.UPDATE:
             yield from self._update(action)
             return
@@ -361,6 +365,18 @@ class _Checker:
         if action.compression and action.collective not in ("", "all_gather", "reduce_scatter"):
             yield f"no {action.collective} knows 8 bits"
 
+    def _lane_of_homes(self, action: Action) -> Iterator[str]:
+        """What passes between the device and homes in the host's memory uses the same room: it has one lane."""
+        touches = any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
+        at_home = action.op is Op.UPDATE or (action.op is Op.ADD and touches)
+        streams = at_home and self.step.homes_in_host
+        if action.lane is Lane.HOME and not streams:
+            yield "has nothing to do with homes in the host's memory"
+        if (streams or action.op is Op.UPDATE) and action.lane is not (self.homes if streams else Lane.COMPUTE):
+            yield "is not on the lane of homes"
+        if touches and self.step.homes_in_host and not at_home and action.op is not Op.NORM:
+            yield "reads or writes a gradient in the host's memory"
+
     def _count(self, action: Action) -> Iterator[str]:
         if (action.group, action.reads, action.writes, action.frees) != ("world", (), (COUNT,), ()):
             yield "must be over the world, read nothing and write count"
@@ -376,8 +392,8 @@ class _Checker:
 
     def _update(self, action: Action) -> Iterator[str]:
         home = {home_weight(action.unit), home_gradient(action.unit)}
-        if action.lane is not Lane.COMPUTE or action.unit not in self.updated or action.frees:
-            yield "updates what is not at home here, or not on COMPUTE"
+        if action.unit not in self.updated or action.frees:
+            yield "updates what is not at home here"
         after = COUNT if self.early else NORM
         if set(action.reads) != home | {after} or set(action.writes) != home:
             yield f"must read {after} and {_texts(home)} and write these two"

@@ -33,7 +33,7 @@ def build_weipipe(step: StepSpec, *, training: bool) -> Schedule:
         worker = _RingProgram(ring, rank)
         end = StepEnd(rank, step, training=training)
         programs.append(tuple(end.close(tuple(worker.program()))))
-        pools.append(worker.pools.pools())
+        pools.append((*worker.pools.pools(), *end.pools))
     name = step.strategy.name if training else "evaluation"
     return Schedule(name, step, tuple(programs), tuple(pools), training)
 

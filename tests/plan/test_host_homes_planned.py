@@ -1,0 +1,111 @@
+"""Plans with homes in the host's memory: chosen where nothing fits without, counted, timed, refused with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plan_requests import plan_request, profile, step_of
+from schedules import llama
+from tawpipe.errors import UserError
+from tawpipe.pipeline.refuse import refuse_host
+from tawpipe.plan.machine import Device, uniform
+from tawpipe.plan.plan import Plan
+from tawpipe.plan.plan_file import planned_settings
+from tawpipe.plan.predict import memory_quickly, predict
+from tawpipe.plan.request import PlanRequest
+from tawpipe.plan.search import lacking, search, shortage
+from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.simulate import LinkModel
+from tawpipe.topology import Topology
+
+
+def asked(
+    memory: int = 0, *, host_gib: float = 0.0, host_rate: float = 1e6, name: str = "A GPU", **changes
+) -> PlanRequest:
+    """Two nodes of one device each; units of 1,001 and 333 elements."""
+    machine = uniform(2, 1, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device(name))
+    machine = replace(machine, host=LinkModel(host_rate, shared=False), host_bytes=int(host_gib * 2**30))
+    return plan_request(machine, memory=memory, global_batch=4, **changes)
+
+
+def bytes_of(request: PlanRequest, level: str) -> int:
+    return min(
+        memory_quickly(request, step_of(request, name, host_homes=level)).device
+        for name in ("tawpipe-spread", "flat", "1f1b")
+    )
+
+
+def test_homes_stay_on_devices_where_that_fits_and_go_to_the_host_where_it_does_not() -> None:
+    without, with_state = bytes_of(asked(), "none"), bytes_of(asked(), "state")
+    assert with_state < without / 1.2
+    roomy, tight = (Plan.of(one, search(one)) for one in (asked(2 * without), asked((without + 2 * with_state) // 3)))
+    assert roomy.chosen is not None and roomy.chosen.step is not None and not roomy.chosen.step.homes_in_host
+    assert tight.chosen is not None and tight.chosen.step is not None and tight.chosen.step.homes_in_host
+    assert "schedule.host_homes state" in tight.memory and "schedule.host_homes" not in roomy.memory
+    chosen = tight.chosen.chosen_settings()
+    assert chosen["host_homes"] == "state" and planned_settings(chosen, DEFAULT).host_homes == "state"
+
+
+def test_what_a_user_says_is_kept() -> None:
+    for level in ("none", "state"):
+        plan = Plan.of(one := asked(settings=ScheduleSettings(host_homes=level)), search(one))
+        assert all(
+            candidate.step is None or candidate.step.settings.host_homes == level for candidate in plan.candidates
+        )
+
+
+def test_a_host_with_too_little_memory_is_named() -> None:
+    """16 bytes a parameter: 4,000 elements at home of a device."""
+    one = asked(host_gib=1e-5)
+    step = step_of(one, "tawpipe-spread", host_homes="state")
+    needs = memory_quickly(one, step)
+    assert lacking(one, needs) == ["host memory"] and "of every host's memory" in shortage(one, needs)
+    elements = sum(home.stripe for home in step.homes)
+    assert needs.host == 16 * elements
+    assert not any(candidate.fits for candidate in search(asked(bytes_of(asked(), "state") * 6 // 5, host_gib=1e-5)))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", "CPU"])
+def test_where_a_device_has_no_memory_of_its_own_homes_stay_on_it(name: str) -> None:
+    assert asked(name=name).levels == ("none",)
+
+
+def test_the_clock_charges_the_host_s_link() -> None:
+    """An update brings 16 bytes and takes 12; a gradient goes down in every round, and comes up to be added to."""
+    free, slow = (
+        predict(one, step_of(one, "tawpipe-spread", host_homes="state"))
+        for one in (asked(host_rate=1e12), asked(host_rate=1e4))
+    )
+    assert free.step_seconds == pytest.approx(
+        predict(asked(), step_of(asked(), "tawpipe-spread")).step_seconds, rel=0.05
+    )
+    step = step_of(asked(), "tawpipe-spread", host_homes="state")
+    elements = sum(home.stripe for home in step.homes)
+    assert slow.step_seconds == pytest.approx(elements * (16 + 4 + 4) / 1e4, rel=0.15)
+
+
+def test_a_forward_pass_hides_the_updates() -> None:
+    """Where computing forward takes half as long again as what passes, homes in the host cost at most 5 %."""
+    one = asked(profile=profile(24), model=llama(24))
+    plain = step_of(one, "tawpipe-spread", micro_batches_per_visit=2)
+    step = step_of(one, "tawpipe-spread", micro_batches_per_visit=2, host_homes="state")
+    elements = sum(home.stripe for home in step.homes)
+    forward = 2 * sum(block.forward.of(one.size) for block in one.costs.blocks)
+    rate = 1.5 * elements * 16 / forward
+    hosted = asked(host_rate=rate, profile=profile(24), model=llama(24))
+    assert predict(hosted, step).step_seconds <= 1.05 * predict(hosted, plain).step_seconds
+
+
+def test_a_run_looks_at_its_hosts_before_anything_is_allocated() -> None:
+    settings, machines = ScheduleSettings(host_homes="state"), Topology.grid(2, 2)
+    wanted, free = [60e9] * 4, [128e9] * 4
+    refuse_host(settings, wanted, free, machines, one_memory=False)
+    refuse_host(settings, wanted, [0.0] * 4, machines, one_memory=False)  # nobody knows
+    with pytest.raises(
+        UserError, match=r"host_homes.*111.8 GiB of free memory on machine 1, which has 29.8 GiB; .* 8 such"
+    ):
+        refuse_host(settings, wanted, [128e9, 128e9, 32e9, 32e9], machines, one_memory=False)
+    with pytest.raises(UserError, match="one memory"):
+        refuse_host(settings, wanted, free, machines, one_memory=True)

@@ -1,0 +1,146 @@
+"""Homes in the host's memory: the same bits as on the device, whatever the strategy, the optimizer and the order."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+import torch
+
+from host_homes import every_case, pairwise
+from states import BATCHES, everything, make, momentum, same, train
+from tawpipe import adamw
+
+
+def check(pool, cases) -> None:
+    """Run cases, topology by topology."""
+    by = lambda case: case["topology"]  # noqa: E731
+    for (nodes, local), group in groupby(sorted(cases, key=by), key=by):
+        mine = list(group)
+        for found in pool.run("host_homes:compared", nodes, local, cases=mine, timeout_s=600):
+            for case, wrong in zip(mine, found, strict=True):
+                assert not wrong, (case, wrong)
+
+
+def test_no_bit_depends_on_where_homes_are(pool) -> None:
+    """Every pair of strategy, topology, end of a step, rounds, scope of gradients and type."""
+    cases = pairwise(every_case())
+    assert 30 < len(cases) < 70
+    check(pool, cases)
+
+
+@pytest.mark.slow
+def test_no_bit_depends_on_where_homes_are_in_the_whole_grid(pool) -> None:
+    check(pool, every_case())
+
+
+OTHERS = {
+    "muon": {"optimizer": "muon", "strategy": "tawpipe-whole", "rows": 5},
+    "muon, early": {
+        "optimizer": "muon",
+        "strategy": "tawpipe-whole",
+        "rows": 4,
+        "clip_norm": None,
+        "early_updates": True,
+    },
+    "adafactor": {"optimizer": "adafactor", "strategy": "tawpipe-whole", "rows": 4},
+    "nothing kept": {"optimizer": "plain", "strategy": "hsdp", "rows": 8},
+    "adapters": {"lora": True, "strategy": "tawpipe-spread", "rows": 5, "clip_norm": 0.1},
+    "adapters on 4 bits": {"lora": True, "strategy": "tawpipe-whole", "rows": 5, "quantize": "nf4"},
+    "chunks": {"strategy": "tawpipe-spread", "rows": 5, "sequence_chunk": 7, "offloaded_layers": 3},
+    "sets": {"strategy": "tawpipe-striped", "rows": 4, "sequence_ranks": 2, "micro_batches_per_visit": 2},
+    "gradients in the type of weights": {
+        "strategy": "tawpipe-spread",
+        "rows": 8,
+        "dtype": torch.bfloat16,
+        "reduce_dtype": "same",
+    },
+    "messages in 8 bits": {"strategy": "tawpipe-spread", "rows": 8, "gradients_compression": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str) -> None:
+    for nodes, local in ((2, 2), (1, 1)):
+        if (nodes, local) == (1, 1) and name in ("sets", "messages in 8 bits", "adapters"):
+            continue
+        for found in pool.run("host_homes:compared", nodes, local, cases=[OTHERS[name]]):
+            assert found == [[]]
+
+
+@pytest.mark.parametrize("strategy", ["tawpipe-spread", "1f1b"])
+def test_twenty_random_delays_change_no_bit(pool, strategy: str) -> None:
+    for found in pool.run("host_homes:delayed", 2, 1, seeds=10, strategy=strategy, rows=5, steps=3):
+        assert not any(found)
+
+
+def _bytes(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
+
+
+def test_what_was_saved_goes_on_under_any_place_of_homes_and_strategy_and_number_of_processes(pool, tmp_path) -> None:
+    """From homes on devices to homes in the host's memory on other processes, and back; files are equal."""
+    run = lambda nodes, local, **knobs: pool.run("host_homes:saved", nodes, local, folder=str(tmp_path), **knobs)[0]  # noqa: E731
+    begun = run(2, 1, steps=2, save="begun")
+    expected = run(2, 1, steps=2, load="begun", save="expected")
+    assert run(2, 1, steps=2, load="begun", save="moved", host_homes="state") == expected
+    assert _bytes(tmp_path / "moved") == _bytes(tmp_path / "expected")
+    run(1, 1, steps=0, load="begun", save="one", host_homes="state")
+    run(1, 1, steps=0, load="begun", save="other")
+    assert _bytes(tmp_path / "one") == _bytes(tmp_path / "other")
+    again = run(2, 2, steps=0, load="one", save="again", host_homes="state", strategy="1f1b")
+    run(2, 1, steps=0, load="again", save="back")
+    assert _bytes(tmp_path / "back") == _bytes(tmp_path / "begun") and not again and begun
+    assert run(2, 2, steps=2, load="one", host_homes="state", strategy="tawpipe-whole") == pytest.approx(expected)
+
+
+def test_a_state_without_steps_goes_on(pool, tmp_path) -> None:
+    """An optimizer that has kept nothing yet."""
+    for knobs in ({}, {"host_homes": "state"}):
+        pool.run("host_homes:saved", 1, 1, folder=str(tmp_path), steps=0, save="fresh", **knobs)
+        first, second = (
+            pool.run("host_homes:saved", 1, 1, folder=str(tmp_path), steps=2, load="fresh", **one)[0]
+            for one in ({}, {"host_homes": "state"})
+        )
+        assert first == second
+
+
+def test_a_step_that_is_not_finite_changes_nothing_at_home() -> None:
+    poisoned = [False]
+
+    def loss(logits, labels):
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total * float("nan") if poisoned[0] else total
+
+    for optimizer in (adamw(1e-2), momentum):
+        made = make(optimizer, loss=loss, host_homes="state", skip_limit=3)
+        plain = make(optimizer, loss=loss, skip_limit=3)
+        for pipeline in (made, plain):
+            poisoned[0] = True
+            before = {unit: master.clone() for unit, master in pipeline.storage.master.items()}
+            assert not pipeline.step(BATCHES[0]).finite
+            pipeline.drain()
+            assert all(torch.equal(before[unit], master) for unit, master in pipeline.storage.master.items())
+            poisoned[0] = False
+            train(pipeline, BATCHES[1:3])
+            pipeline.check_copies()
+        one, other = (
+            {name: value for name, value in everything(pipeline).items() if not name.startswith("gradient")}
+            for pipeline in (made, plain)
+        )
+        assert same(one, other)
+        made.close()
+        plain.close()
+
+
+def test_an_evaluation_and_an_export_read_what_training_left(tmp_path) -> None:
+    made, plain = make(host_homes="state"), make()
+    losses = []
+    for pipeline in (made, plain):
+        train(pipeline, BATCHES[:2])
+        losses.append(pipeline.evaluate(BATCHES[2]).loss)
+    assert losses[0] == losses[1]
+    folders = [pipeline.export(tmp_path / name) for pipeline, name in ((made, "made"), (plain, "plain"))]
+    assert _bytes(folders[0]) == _bytes(folders[1])
+    made.close()
+    plain.close()

@@ -1,0 +1,138 @@
+"""Homes in the host's memory as schedules have them: proved, on a lane of their own, and nothing else is changed."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from schedules import llama, make
+from tawpipe.errors import UserError
+from tawpipe.schedule.actions import Lane, Op
+from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.proof.verify import ScheduleError, verify
+from tawpipe.schedule.step import Schedule
+from tawpipe.schedule.strategies.table import strategies
+from tawpipe.schedule.transform import for_one_thread, without_overlap
+
+SHAPES = ((1, 1), (2, 1), (2, 2))
+
+
+def texts(**settings) -> str:
+    """Programs and pools of every strategy."""
+    found = []
+    for name in strategies():
+        for nodes, local in SHAPES:
+            for early in (False, True):
+                try:
+                    schedule = make(llama(6), nodes, local, 5, strategy=name, early_updates=early, **settings)
+                except UserError as error:
+                    found.append(f"{name} {nodes} {local}: {type(error).__name__}")
+                    continue
+                for rank in range(nodes * local):
+                    found += [schedule.text(rank), str(schedule.pools[rank])]
+    return "\n".join(found)
+
+
+def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
+    """Byte for byte: the sum is of the text before there was another place for homes."""
+    assert f"{zlib.crc32(texts().encode()):08x}" == "02713804"
+    assert texts(host_homes="none") == texts()
+
+
+@pytest.mark.parametrize("name", strategies())
+@pytest.mark.parametrize(("nodes", "local"), SHAPES)
+def test_every_strategy_is_proved_with_homes_in_the_host(name: str, nodes: int, local: int) -> None:
+    if strategies()[name].axis and nodes * local == 1:
+        return
+    for early in (False, True):
+        schedule = make(llama(8, tied=early), nodes, local, 6, strategy=name, host_homes="state", early_updates=early)
+        verify(for_one_thread(schedule), one_thread=True)
+        for program in schedule.programs:
+            lanes = {action.lane for action in program if action.op is Op.UPDATE}
+            assert lanes == {Lane.HOME}
+            touches = {
+                action.op
+                for action in program
+                if any(one.kind is Kind.HOME_GRADIENT for one in (*action.reads, *action.writes))
+            }
+            assert touches - {Op.NORM} == {Op.ADD, Op.UPDATE}
+
+
+def test_without_overlap_homes_have_the_lane_of_everything() -> None:
+    schedule = make(llama(4), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", look_ahead=0)
+    verify(without_overlap(schedule))
+
+
+def test_an_early_update_follows_its_gradient_at_once() -> None:
+    schedule = make(llama(6), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", early_updates=True)
+    lane = [action for action in schedule.programs[0] if action.lane is Lane.HOME]
+    for before, action in pairwise(lane):
+        if action.op is Op.UPDATE:
+            assert before.op is Op.ADD and before.unit == action.unit
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_gradients_that_a_device_fills_go_through_as_many_places_as_are_allowed(places: int) -> None:
+    schedule = make(
+        llama(6),
+        1,
+        1,
+        3,
+        strategy="tawpipe-spread",
+        host_homes="state",
+        gradient_buffers=places,
+        micro_batches_per_visit=3,
+    )
+    verify(schedule)
+    assert {pool.count for pool in schedule.pools[0] if pool.elements == 336} == {places}
+    copies = [action for action in schedule.programs[0] if action.op is Op.ADD]
+    assert len(copies) == len(schedule.model.units)  # all micro-batches of a visit are there before the gradient goes
+
+
+def _swapped(schedule: Schedule, op: Op, before: Op, *, unit: int) -> Schedule:
+    """An action on HOME and the first one after it that reads what it wrote, the other way round."""
+    program = list(schedule.programs[0])
+    i = next(i for i, one in enumerate(program) if one.op is op and one.unit == unit and one.lane is Lane.HOME)
+    j = next(
+        j for j, one in enumerate(program) if j > i and one.op is before and set(one.reads) & set(program[i].writes)
+    )
+    program.insert(j, program.pop(i))
+    return replace(schedule, programs=(tuple(program), *schedule.programs[1:]))
+
+
+@pytest.mark.parametrize(("op", "before"), [(Op.ADD, Op.UPDATE), (Op.ADD, Op.NORM)])
+@pytest.mark.parametrize("name", ["tawpipe-spread", "tawpipe-whole", "1f1b"])
+def test_an_update_before_its_gradient_is_refused(name: str, op: Op, before: Op) -> None:
+    schedule = make(llama(5), 2, 1, 4, strategy=name, host_homes="state", early_updates=before is Op.UPDATE)
+    verify(schedule)
+    with pytest.raises(ScheduleError, match=r"lacks|holds nothing"):
+        verify(_swapped(schedule, op, before, unit=1 if name == "1f1b" else 0))
+
+
+def test_a_copy_before_its_update_is_refused() -> None:
+    """Of a program in which a unit is updated in the middle of a step: what travels then is of another version."""
+    schedule = make(llama(3), 2, 1, 2, strategy="tawpipe-spread", host_homes="state")
+    program = list(schedule.programs[0])
+    update = program.pop(next(i for i, one in enumerate(program) if one.op is Op.UPDATE))
+    with pytest.raises(ScheduleError):  # the next step would pull what has not been updated
+        verify(replace(schedule, programs=(tuple(program), *schedule.programs[1:])))
+    early = make(llama(3), 2, 1, 2, strategy="tawpipe-spread", host_homes="state", early_updates=True)
+    program = list(early.programs[0])
+    i = next(i for i, one in enumerate(program) if one.op is Op.UPDATE and one.unit == update.unit)
+    j = max(j for j, one in enumerate(program) if one.op is Op.COLLECTIVE and one.reads == (update.reads[1],))
+    program.insert(j, program.pop(i))
+    with pytest.raises(ScheduleError):
+        verify(replace(early, programs=(tuple(program), *early.programs[1:])))
+
+
+def test_a_gradient_that_is_not_fetched_before_more_is_added_is_refused() -> None:
+    schedule = make(llama(3), 1, 1, 3, strategy="tawpipe-spread", host_homes="state")
+    fetches = [i for i, one in enumerate(schedule.programs[0]) if one.op is Op.ADD and one.writes[0].pool]
+    assert fetches
+    for i in fetches:
+        program = schedule.programs[0]
+        with pytest.raises(ScheduleError):
+            verify(replace(schedule, programs=((*program[:i], *program[i + 1 :]),)))

@@ -1,0 +1,177 @@
+"""Training with homes in the host's memory beside the same on the device, bit by bit; what workers run, and the cases
+that cover the settings in pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Adafactor
+
+import tawpipe
+from cases import batches, llama, random_delays
+from pipelines import make_pipeline
+from states import momentum, plain
+from tawpipe import Pipeline
+from tawpipe.runtime import slices
+from tawpipe.runtime.optimizer import OptimizerFactory, adamw
+from tawpipe.runtime.world import World
+from tawpipe.schedule.strategies.table import strategies
+
+STEPS = 5
+SMALL = 256
+"""Elements of a slice here: a layer's matrices are cut, and vectors share a load."""
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": adamw(1e-2),
+    "momentum": momentum,
+    "plain": plain,
+    "muon": tawpipe.muon(1e-2),
+    "adafactor": tawpipe.whole_matrices(lambda parameters: Adafactor(parameters, lr=1e-2)),
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "strategy": tuple(strategies()),
+    "topology": ((1, 1), (2, 1), (2, 2)),
+    "end": ("clipped", "unclipped", "early"),
+    "rounds": (1, 3),
+    "scope": (None, "visit", "step"),
+    "dtype": ("float64", "float32", "bfloat16"),
+    "tied": (False, True),
+    "optimizer": ("adamw", "momentum"),
+    "gradient_buffers": (1, 2),
+}
+
+
+def every_case() -> list[dict[str, Any]]:
+    """The whole grid, but for what strategies refuse."""
+    found = []
+    for values in itertools.product(*CHOICES.values()):
+        case = dict(zip(CHOICES, values, strict=True))
+        strategy = strategies()[case["strategy"]]
+        if strategy.axis and case["topology"] == (1, 1):
+            continue
+        if case["scope"] and "gradients_scope" in strategy.refusals and case["scope"] != "visit":
+            continue
+        found.append(case)
+    return found
+
+
+def pairwise(cases: list[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
+    """Cases that have every pair of values that any case has."""
+    dice, chosen = random.Random(seed), list[dict[str, Any]]()
+    left = {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
+    while left:
+        tried = dice.sample(cases, min(len(cases), 200))
+        gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+        if max(gains) == 0:
+            tried = cases
+            gains = [len(left.intersection(itertools.combinations(case.items(), 2))) for case in tried]
+        chosen.append(tried[gains.index(max(gains))])
+        left.difference_update(itertools.combinations(chosen[-1].items(), 2))
+    return chosen
+
+
+def knobs_of(case: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """A case's rows and settings."""
+    nodes, local = case["topology"]
+    world, axis = nodes * local, strategies()[case["strategy"]].axis
+    knobs: dict[str, Any] = {"strategy": case["strategy"], "dtype": getattr(torch, case["dtype"])}
+    if world == 4 and case["strategy"] in ("interleaved-1f1b", "zero-bubble"):  # the model has five layers
+        knobs["stages"] = "nodes"
+    knobs |= {"tied": case["tied"], "gradient_buffers": case["gradient_buffers"]}
+    knobs["optimizer"] = case["optimizer"]
+    if case["end"] != "clipped":
+        knobs |= {"clip_norm": None, "early_updates": case["end"] == "early"}
+    if case["scope"] and "gradients_scope" not in strategies()[case["strategy"]].refusals:
+        knobs["gradients_scope"] = case["scope"]
+    rows = world * case["rounds"] - (1 if world > 1 and case["rounds"] > 1 and not axis else 0)
+    return rows, knobs
+
+
+def training(world: World, *, rows: int, steps: int = STEPS, tied: bool = False, **knobs: Any) -> Pipeline:
+    """A pipeline after some steps on small slices, with nothing under way; ``numbers`` are its losses and norms."""
+    optimizer, delays = OPTIMIZERS[knobs.pop("optimizer", "adamw")], knobs.pop("delays", None)
+    delay = (lambda lane: random_delays(hash((lane, world.rank, delays)), 0.002)) if delays is not None else None
+    model: Any = llama(torch.float64 if knobs.get("dtype") == torch.float64 else torch.float32, tied=tied)
+    if knobs.pop("lora", False):
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(5)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        )
+    pipeline = make_pipeline(
+        model, optimizer=optimizer, world=world, strict=True, loss_chunk_tokens=8, delay=delay, **knobs
+    )
+    results = [pipeline.step(batch) for batch in batches(rows, steps)]
+    pipeline.numbers = [(result.loss, result.grad_norm) for result in results]  # pyright: ignore
+    pipeline.drain()
+    return pipeline
+
+
+def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
+    """Masters, moments and what travels, of this rank; and the gradients that the last update used, of all."""
+    storage, states = pipeline.storage, pipeline.optimizers.states()
+    for unit, pieces in storage.pieces.items():
+        yield f"{unit} travels", storage.compute_copy[unit].clone().view(torch.uint8)
+        for number, piece in enumerate(pieces):
+            yield f"{unit}.{number} master", piece.value.detach().clone()
+        for number, state in enumerate(states.get(unit, ())):
+            yield from ((f"{unit}.{number} {key}", value.clone()) for key, value in state.items())
+    for name in pipeline.parameter_names:
+        if name in {slot.name for unit in storage.units if unit.trainable for slot in unit.slots}:
+            gradient = pipeline.gradient(name)
+            yield f"gradient {name}", torch.zeros(0) if gradient is None else gradient
+
+
+def after(world: World, **knobs: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses and norms, and the state of this rank."""
+    with patch.object(slices, "SLICE", SMALL):
+        pipeline = training(world, **knobs)
+        state = dict(state_of_rank(pipeline))
+        pipeline.close()
+    return pipeline.numbers, state  # pyright: ignore
+
+
+def differences(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tensor]]) -> list[str]:
+    """What is not equal in every bit."""
+    found = [] if one[0] == other[0] else [f"losses and norms {one[0]} and {other[0]}"]
+    found += sorted(one[1].keys() ^ other[1].keys())
+    return found + [name for name in one[1].keys() & other[1].keys() if not torch.equal(one[1][name], other[1][name])]
+
+
+def compared(world: World, *, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """For every case what differs on this rank."""
+    found = []
+    for case in cases:
+        rows, knobs = knobs_of(case) if "topology" in case else (case["rows"], {**case})
+        knobs.pop("rows", None)
+        expected = after(world, rows=rows, **{**knobs, "delays": None})
+        found.append(differences(expected, after(world, rows=rows, host_homes="state", **knobs)))
+    return found
+
+
+def delayed(world: World, *, seeds: int, **knobs: Any) -> list[list[str]]:
+    """What differs under random delays in every lane, for every seed."""
+    expected = after(world, host_homes="state", **knobs)
+    return [differences(expected, after(world, host_homes="state", delays=1 + seed, **knobs)) for seed in range(seeds)]
+
+
+def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = "", **knobs: Any) -> list[float]:
+    """Losses of steps after a load, or from the beginning, and a save after them."""
+    with patch.object(slices, "SLICE", SMALL):
+        pipeline = training(world, rows=6, steps=0, **knobs)
+        if load:
+            pipeline.load(f"{folder}/{load}")
+        batch = batches(6, 4)
+        losses = [pipeline.step(batch[pipeline.step_number]).loss for _ in range(steps)]
+        if save:
+            result = pipeline.save(f"{folder}/{save}")
+            assert not result.problem
+        pipeline.close()
+    return losses
