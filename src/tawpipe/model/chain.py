@@ -22,6 +22,7 @@ from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import Discovery, discover, embedding_width
 from tawpipe.model.first_call import ValuesBefore, first_call
+from tawpipe.model.in_turn import embed_in_turn
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.quantized import NONE, check_form, matrices_of
@@ -80,8 +81,8 @@ class Chain(UnitBinding):
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """The attention implementation that the model used before."""
-        self.alone = why_apart(self.model)
-        """The reason why a row may hold one document only, with padding behind it; empty where it may hold several."""
+        self.in_turn = why_apart(self.model)
+        """The reason why documents are computed one after the other; empty where a row is computed as a whole."""
         self.config = self.model.config
         self.loss = loss
         """What was given instead of the cross-entropy; None without."""
@@ -134,7 +135,7 @@ class Chain(UnitBinding):
         ways = [(False, attention.NAME), (True, attention.NAME), (True, "own")]
         if not self.model._can_set_attn_implementation():
             ways = ways[2:]
-        elif self.alone:
+        elif self.in_turn:
             ways = ways[1:]
         for alone, implementation in ways:
             own = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
@@ -142,7 +143,7 @@ class Chain(UnitBinding):
             try:
                 return discover(self.model, alone=alone)
             except ApartError as error:
-                self.alone = self.alone or error.expected
+                self.in_turn = self.in_turn or error.expected
         raise AssertionError("a model's own attention needs no mask of ours")
 
     def _set_attention(self, implementation: str) -> None:
@@ -254,10 +255,11 @@ class Chain(UnitBinding):
 
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
+        return embed_in_turn(batch, self._embed) if self.in_turn else self._embed(batch)
+
+    def _embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
         ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
-        rows, length = ids.shape
-        # What stands behind a document that is alone counts for nothing, and is seen by nothing before it.
-        documents = Documents.of((length,) * rows if self.alone else batch.lengths, (rows, length), ids.device)
+        documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
         unpadded = torch.ones_like(ids)
@@ -284,7 +286,7 @@ class Chain(UnitBinding):
         return self.embed(batch)[1]
 
     def _call(self, view: nn.Module, arguments: dict[str, Any]) -> Any:
-        return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.alone)))
+        return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.in_turn)))
 
     def _position_ids(self, batch: MicroBatch) -> Tensor:
         """The positions as the model would count them in every document by itself, unless the caller has given them."""
@@ -303,8 +305,8 @@ class Chain(UnitBinding):
         Raises:
             UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
         """
-        if self.alone:
-            raise unsupported(self.name, f"rows cannot be cut, because {self.alone}")
+        if self.in_turn:
+            raise unsupported(self.name, f"rows cannot be cut, because {self.in_turn}")
         found = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -350,6 +352,8 @@ class Chain(UnitBinding):
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
         rows, length = hidden.shape[:2]
+        if self.in_turn and length > (most := self.positions.limit or length):  # positions that the model counts itself
+            return torch.cat([self.logits(part) for part in hidden.split(most, dim=1)], dim=1)
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
         # The embedding side runs as well; what it gives is thrown away by the feeders, and would show in the loss.

@@ -52,8 +52,8 @@ def refuse_settings(
 def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
     """Raise UserError if rows are to be cut that this model needs whole."""
     for name, value in (("sequence_chunk", settings.sequence_chunk), ("sequence_ranks", settings.sequence_ranks)):
-        if chain.alone and (value or 0) > (name == "sequence_ranks"):
-            expected = f"unset: rows of {chain.name} cannot be cut, because {chain.alone}"
+        if chain.in_turn and (value or 0) > (name == "sequence_ranks"):
+            expected = f"unset: rows of {chain.name} cannot be cut, because {chain.in_turn}"
             raise UserError(f"schedule.{name}", value, expected)
 
 

@@ -174,8 +174,8 @@ def _request_of(
     row, documents = asked.row, asked.documents
     why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
     chain.quantise(asked.quantize, dtype)
-    if chain.alone:
-        documents, why_whole = (row,), why_whole or f"each holds one document, because {chain.alone}"
+    if chain.in_turn:
+        why_whole = why_whole or f"their documents are computed one after the other, because {chain.in_turn}"
     if asked.sequence_length is None:
         row = min(row, longest_allowed(chain.config))
         documents = (row,)
