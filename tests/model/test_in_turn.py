@@ -52,7 +52,8 @@ def test_what_keeps_documents_apart_has_no_reason_to_take_them_in_turn():
 
 def test_documents_of_one_length_are_grouped_and_come_back_in_their_order():
     rows = torch.arange(2 * 12 * 3).view(2, 12, 3)
-    groups = Groups.by(int, (4, 6, 2, 6, 2, 4))
+    lengths = 4, 6, 2, 6, 2, 4
+    groups = Groups.by(lengths, lengths)
     assert groups.numbers == ((0, 5), (1, 3), (2, 4))
     parts = groups.split(rows)
     assert [tuple(part.shape) for part in parts] == [(2, 4, 3), (2, 6, 3), (2, 2, 3)]
@@ -63,7 +64,7 @@ def test_documents_of_one_length_are_grouped_and_come_back_in_their_order():
 @pytest.mark.parametrize(("lengths", "groups"), [((3, 5, 3), [[0, 2], [1]]), ((1, 9, 2), [[0, 2], [1]])])
 def test_documents_of_similar_lengths_are_padded_to_a_rectangle(lengths, groups):
     rows = torch.arange(1.0, sum(lengths) + 1)[None]
-    similar = Groups.by(lambda length: length < 5, lengths)
+    similar = Groups.by([length < 5 for length in lengths], lengths)
     assert [list(numbers) for numbers in similar.numbers] == groups
     parts = similar.split(rows)
     assert parts[0].shape == (2, max(lengths[0], lengths[2]))

@@ -186,15 +186,16 @@ def why_not_cut(chain: Chain, settings: ScheduleSettings) -> str:
     return ""
 
 
-def our_step(model: Any, rows: Rows, chunk: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """The same by a pipeline, which takes the model's values away; in chunks of so many tokens."""
+def our_step(model: Any, rows: Rows, *, together: int = 1, **settings: Any) -> tuple[float, dict[str, Tensor]]:
+    """The same by a pipeline, which takes the model's values away; so many rows are a micro-batch."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
-    schedule = ScheduleSettings(sequence_chunk=chunk)
+    schedule = ScheduleSettings(**settings)
     pipeline = tawpipe.Pipeline(
         model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never", schedule=schedule
     )
     parts = micro_batches(rows)
+    parts = [MicroBatch.cat(parts[first : first + together]) for first in range(0, len(parts), together)]
     try:
         loss = pipeline.step(LocalBatch(len(parts), sum(rows[0]), parts)).loss
         pipeline.drain()
@@ -247,7 +248,9 @@ def outcome(family: str) -> Outcome:
             found = differences(our_step(deepcopy(model), rows), plain)
             if not found and not runs.chunks and not sampling:
                 try:
-                    found = [f"{one} in chunks" for one in differences(our_step(model, rows, CHUNK), plain)]
+                    found = [
+                        f"{one} in chunks" for one in differences(our_step(model, rows, sequence_chunk=CHUNK), plain)
+                    ]
                 except UserError as error:  # what can be seen when a layer runs only
                     runs = replace(runs, chunks=error.expected, sets=error.expected)
         except UserError as error:

@@ -25,6 +25,7 @@ from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.in_turn import embed_in_turn
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
+from tawpipe.model.mixers import RowCall, make_mixer
 from tawpipe.model.quantized import NONE, check_form, matrices_of
 from tawpipe.model.refuse import ApartError, refuse_adapters, refuse_unsupported, unsupported, why_apart
 from tawpipe.model.stubs import (
@@ -102,6 +103,12 @@ class Chain(UnitBinding):
             for module, training in given.items():
                 module.training = training
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
+        self.mixing = discovery.mixing
+        """For every layer what mixes tokens in it, if some carry a state along a row; else empty."""
+        for layer, mixing in zip(self.layers, self.mixing, strict=False):
+            for mixer in mixing.mixers:
+                make_mixer(layer.get_submodule(mixer))
+        self._checked_mixers: set[object] = set()
         self.width = discovery.width
         """Elements of the hidden states of a token."""
         self.why_not_staged = discovery.calls_need_weights
@@ -135,15 +142,17 @@ class Chain(UnitBinding):
         ways = [(False, attention.NAME), (True, attention.NAME), (True, "own")]
         if not self.model._can_set_attn_implementation():
             ways = ways[2:]
-        elif self.in_turn:
-            ways = ways[1:]
+        states = bool(self.in_turn)
         for alone, implementation in ways:
             own = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
             self._set_attention(own if implementation == "own" else implementation)
             try:
-                return discover(self.model, alone=alone)
+                discovery = discover(self.model, alone=alone, states=states)
             except ApartError as error:
                 self.in_turn = self.in_turn or error.expected
+            else:
+                self.in_turn = self.in_turn if alone else ""
+                return discovery
         raise AssertionError("a model's own attention needs no mask of ours")
 
     def _set_attention(self, implementation: str) -> None:
@@ -215,6 +224,17 @@ class Chain(UnitBinding):
         refuse_use(self.given, *modules_above(self.model, self.path))
 
     @property
+    def why_not_chunks(self) -> str:
+        """The reason why rows cannot be computed in chunks; empty if they can."""
+        return self.in_turn or next((mixing.why_not_chunks for mixing in self.mixing if mixing.why_not_chunks), "")
+
+    @property
+    def why_not_sets(self) -> str:
+        """The reason why ranks cannot compute a row together; empty if they can."""
+        carried = "layers carry a state along a row; chunks instead (schedule.sequence_chunk) let long rows fit"
+        return self.in_turn or (carried if self.mixing else "")
+
+    @property
     def own_code(self) -> bool:
         """True if attention is the model's own: eager code of older models holds scores of S x S then."""
         return self.config.get_text_config()._attn_implementation != attention.NAME
@@ -272,7 +292,10 @@ class Chain(UnitBinding):
         except LayersReached:
             hidden = self._tape.hidden
             assert hidden is not None
-            return hidden, tuple(self._tape.calls)
+            calls = tuple(self._tape.calls)
+            if self.mixing:
+                calls = tuple(RowCall(call.args, call.kwargs, documents, self._checked_mixers) for call in calls)
+            return hidden, calls
         finally:
             self._tape.rewind()
 
@@ -305,8 +328,8 @@ class Chain(UnitBinding):
         Raises:
             UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
         """
-        if self.in_turn:
-            raise unsupported(self.name, f"rows cannot be cut, because {self.in_turn}")
+        if self.why_not_chunks:
+            raise unsupported(self.name, f"rows cannot be cut, because {self.why_not_chunks}")
         found = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():

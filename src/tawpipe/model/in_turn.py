@@ -8,7 +8,7 @@ a layer is called as many times as the documents of a micro-batch have lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,27 +34,27 @@ class Groups:
     numbers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def by(cls, key: Callable[[int], Hashable], lengths: Sequence[int]) -> Groups:
-        """Documents with one ``key``, which is given a length, in a group.
+    def by(cls, keys: Iterable[Hashable], lengths: Sequence[int]) -> Groups:
+        """Documents with one key in a group.
 
-        >>> Groups.by(int, [3, 5, 3]).numbers
+        >>> Groups.by("aba", [3, 5, 4]).numbers
         ((0, 2), (1,))
         """
         groups: dict[Hashable, list[int]] = {}
-        for number, length in enumerate(lengths):
-            groups.setdefault(key(length), []).append(number)
+        for number, key in enumerate(keys):
+            groups.setdefault(key, []).append(number)
         return cls(tuple(lengths), tuple(map(tuple, groups.values())))
 
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """Of [b, S, ...] the documents of every group, [n, L, ...], with zeros behind those that are shorter than L. A
-        document that is its group is a view.
+    def split(self, rows: Tensor, fill: float = 0.0) -> list[Tensor]:
+        """Of [b, S, ...] the documents of every group, [n, L, ...], with ``fill`` behind those that are shorter than L.
+        A document that is its group is a view.
         """
         # Not torch.split, whose views a layer could not change in place.
         documents = torch.unsafe_split_with_sizes(rows.flatten(0, 1), self.lengths)
         return [
             documents[numbers[0]][None]
             if len(numbers) == 1
-            else pad_sequence([documents[number] for number in numbers], batch_first=True)
+            else pad_sequence([documents[number] for number in numbers], batch_first=True, padding_value=fill)
             for numbers in self.numbers
         ]
 
@@ -93,7 +93,7 @@ def embed_in_turn(
     rows, length = batch.input_ids.shape
     if len(batch.lengths) == rows:
         return embed(batch)
-    groups = Groups.by(int, batch.lengths)
+    groups = Groups.by(batch.lengths, batch.lengths)
     parts = [embed(part) for part in _in_groups(batch, groups)]
     calls = zip(*(called for _, called in parts), strict=True)
     together = [CallsInTurn(_arguments(layer), {}, groups) for layer in calls]

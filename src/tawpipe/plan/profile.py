@@ -61,8 +61,9 @@ class Profile:
         source: in words, for the reader.
         in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
             not looked at.
-        cuts: rows can be cut, into chunks or into shares for several ranks; False where that was not looked at.
-        why_whole: the reason why they cannot, if they cannot.
+        cuts: rows can be cut into shares for several ranks; False where that was not looked at.
+        why_whole: the reason why they cannot be cut, into chunks or shares, if they cannot.
+        why_not_shares: the reason why they can be cut into chunks only, if that is so.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -72,7 +73,13 @@ class Profile:
     in_chunks: tuple[BlockCost, ...] = ()
     cuts: bool = False
     why_whole: str = ""
+    why_not_shares: str = ""
     update_of: tuple[float, ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """True unless something is known against rows that several ranks compute together."""
+        return not (self.why_whole or self.why_not_shares)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -168,7 +175,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     source = f"measured on {where}, {tokens} tokens"
     kinds = bench.kinds()
     if not timed:
-        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source)
+        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source, why_not_shares=chain.why_not_sets)
     clock.tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half, quarter = max(1, tokens // 2), max(1, tokens // 4)
     of_layers = [(tokens,), (half,), (quarter,), _eight(max(1, tokens // 8), uneven=bool(chain.in_turn))]
@@ -191,7 +198,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     update_s, update_of = clock.updates(optimizer)
     source += f", at {mhz:,} MHz" if (mhz := clock_mhz(device)) else ""
-    return Profile(in_order, update_s, memory, source, update_of=update_of)
+    return Profile(in_order, update_s, memory, source, update_of=update_of, why_not_shares=chain.why_not_sets)
 
 
 def _eight(length: int, *, uneven: bool) -> tuple[int, ...]:
@@ -212,7 +219,7 @@ def _with_chunks(
         return whole
     if why := bench.why_whole():
         return replace(whole, why_whole=why)
-    whole = replace(whole, cuts=True)
+    whole = replace(whole, cuts=not whole.why_not_shares)
     if not sizes:
         return whole
     blocks = clock.in_chunks(whole, tokens, row, sizes[0]) if tokens else whole.blocks
@@ -262,6 +269,7 @@ def estimate(
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
         tuple(in_chunks),
         update_of=update_of,
+        why_not_shares=chain.why_not_sets,
     )
 
 
