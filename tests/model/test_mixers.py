@@ -62,7 +62,7 @@ def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
 
 def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
     model, plain = model_of("falcon_h1")
-    waiting = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
+    waiting: dict[str, Any] = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
     for settings in ({}, {"sequence_chunk": 7}, {"sequence_chunk": 7, **waiting}):
         assert differences(our_step(deepcopy(model), ROWS, together=3, **settings), plain) == []
 

@@ -73,6 +73,7 @@ def compared(world: World, cases: list[tuple[str, dict[str, Any]]]) -> list[list
                 found.append([])
                 continue
             optimizer = sgd(plain.parameters())
+            differing, expected = [], (0.0, {})
             for loss in losses:
                 optimizer.step()  # of the step before; there is no gradient before the first
                 expected = every_family.plain_step(plain, [MicroBatch.from_rows(**batch())])

@@ -77,7 +77,8 @@ class Runs:
     def of(cls, chain: Chain) -> Runs:
         chunks = why_not_cut(chain, ScheduleSettings(sequence_chunk=2))
         sets = why_not_cut(chain, ScheduleSettings(sequence_ranks=2))
-        return cls("in turn" if chain.in_turn else "attention", chunks, sets, chain.why_not_staged)
+        apart = "in turn" if chain.in_turn else "mixers" if chain.mixing else "attention"
+        return cls(apart, chunks, sets, chain.why_not_staged)
 
 
 @dataclass(frozen=True)
