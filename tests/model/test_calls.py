@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from every_family import PACKED, PADDED, families, micro_batches, random_model
+from every_family import PACKED, families, micro_batches, random_model
 from family_configs import tiny_config
 from model_families import Holder, meta_model
 from tawpipe.errors import UserError
@@ -59,7 +59,7 @@ def test_the_calls_of_layers_need_no_weights_of_the_embedding(family: str):
         assert family not in SAMPLE
         pytest.skip(str(error))
     assert bool(holder.chain.why_not_staged) == (family in NEED_WEIGHTS)
-    for batch in (*micro_batches(PADDED), *(() if holder.chain.alone else micro_batches(PACKED))):
+    for batch in micro_batches(PACKED):
         pairs = with_and_without_weights(holder, batch)
         assert pairs
         assert all(same(*pair) for pair in pairs) == (family not in NEED_WEIGHTS)

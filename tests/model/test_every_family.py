@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from every_family import equal_families, families, outcome, page
+from selected import quick_ones
 from tawpipe.model.tested import TESTED_TRANSFORMERS
 
 ROOT = Path(__file__).parents[2]
@@ -18,12 +19,17 @@ same_release = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("family", families())
+QUICK = ("llama", "qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "bloom", "bart", "deepseek_v32", "mllama")
+"""A family of every kind; the others are slow."""
+
+
+@pytest.mark.parametrize("family", quick_ones(families(), QUICK))
 def test_a_family_is_equal_or_refused(family):
     found = outcome(family)
     assert found.expected, f"{family} is {found.kind}: {found.reason}"
 
 
+@pytest.mark.slow
 @same_release
 def test_the_page_of_models_is_true():
     written = PAGE.read_text(encoding="utf-8")
@@ -32,6 +38,7 @@ def test_the_page_of_models_is_true():
     assert written == page({family: outcome(family) for family in families()}, versions[1])
 
 
+@pytest.mark.slow
 @same_release
 def test_the_list_of_tested_families_is_true():
     written = (ROOT / "src" / "tawpipe" / "model" / "tested.py").read_text(encoding="utf-8")

@@ -31,4 +31,4 @@ def test_it_has_the_loss_of_its_chain() -> None:
 def test_rows_of_a_chain_made_on_meta_can_be_cut() -> None:
     """Masks are looked at on a device that has numbers."""
     with torch.device("meta"):
-        assert Chain(llama(torch.float32)).alone == ""
+        assert Chain(llama(torch.float32)).in_turn == ""

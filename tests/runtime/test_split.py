@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from every_family import ALONE, PACKED, families, micro_batches, random_model
+from every_family import PACKED, families, micro_batches, random_model
 from model_families import Holder, assert_close, family_config, keep_fp64, packed_batch, real_model
 from tawpipe.errors import UserError
 from tawpipe.runtime.compute import Compute
@@ -142,7 +142,7 @@ def test_two_parts_give_the_gradients_of_one_in_every_family(family: str):
         holder = Holder(random_model(family))
     except (UserError, ImportError, ValueError) as error:
         pytest.skip(str(error))
-    batches = micro_batches(ALONE if holder.chain.alone else PACKED)
+    batches = micro_batches(PACKED)
     whole, _, _ = gradients_of(holder, None, (), batches=batches)
     parts, most, _ = gradients_of(holder, None, (1, 0), batches=batches)
     assert_close(parts, whole, 1e-12)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,18 @@ from family_configs import ORDINARY_TOKENS, REMARKS, families, tiny_config
 from model_families import keep_fp64
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
+from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import taken_by
 from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.schedule.settings import ScheduleSettings
 
 PACKED = ((11, 6, 7), (13, 11))
 """Lengths of the documents in the two rows of a step, each row a micro-batch."""
 ALONE = ((24,), (24,))
 """The same without packing, for models that sample: a packed row draws its random numbers in another order."""
-PADDED = ((24,), (17,), (13,))
-"""The same for models that mix the documents of a row: the second one is padded to the length of the first, with which
-it is a micro-batch.
-"""
+CHUNK = 7
+"""Tokens of a chunk: documents cross its borders, and one begins a token before one."""
 Rows = tuple[tuple[int, ...], ...]
 TOLERANCE = 1e-9
 
@@ -61,24 +62,39 @@ NOT_BUILT = {
 """Why transformers itself cannot build a family by ``AutoModelForCausalLM.from_config`` here."""
 
 
-EQUAL = "equal", "alone"
+@dataclass(frozen=True)
+class Runs:
+    """How a family's steps run: what keeps documents apart, and why not in chunks, in sets, under pipelines; empty
+    where they do.
+    """
+
+    apart: str
+    chunks: str = ""
+    sets: str = ""
+    pipelines: str = ""
+
+    @classmethod
+    def of(cls, chain: Chain) -> Runs:
+        chunks = why_not_cut(chain, ScheduleSettings(sequence_chunk=2))
+        sets = why_not_cut(chain, ScheduleSettings(sequence_ranks=2))
+        apart = "in turn" if chain.in_turn else "mixers" if chain.mixing else "attention"
+        return cls(apart, chunks, sets, chain.why_not_staged)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a family's step compares: ``equal``, ``alone`` (equal where documents have rows of their own), ``refused``,
-    ``wrong``, ``broken``, or ``not built`` by transformers.
-    """
+    """How a family's step compares: ``equal``, ``refused``, ``wrong``, ``broken``, or ``not built`` by transformers."""
 
     kind: str
     reason: str = ""
     remarks: tuple[str, ...] = ()
+    runs: Runs | None = None
 
     @property
     def expected(self) -> bool:
         """Equal, or not for a listed reason."""
         listed = {"refused": REFUSALS, "not built": NOT_BUILT}.get(self.kind, {})
-        return self.kind in EQUAL or any(re.search(pattern, self.reason) for pattern in listed)
+        return self.kind == "equal" or any(re.search(pattern, self.reason) for pattern in listed)
 
 
 def random_model(family: str) -> Any:
@@ -99,14 +115,12 @@ def random_model(family: str) -> Any:
 
 
 def micro_batches(rows: Rows) -> list[MicroBatch]:
-    """Random tokens for documents with these lengths; every row a micro-batch, or two that are padded to one length."""
+    """Random tokens for documents with these lengths; every row a micro-batch."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for row in rows:
         ids = torch.randint(ORDINARY_TOKENS.start, ORDINARY_TOKENS.stop, (1, sum(row)), generator=generator)
         made.append(MicroBatch.of_documents(ids, ids, row))
-    if rows == PADDED:
-        made[:2] = [MicroBatch.padded(made[:2])]
     return made
 
 
@@ -164,12 +178,25 @@ def samples(model: Any) -> bool:
     return not torch.equal(first, second)
 
 
-def our_step(model: Any, rows: Rows) -> tuple[float, dict[str, Tensor]]:
-    """The same by a pipeline, which takes the model's values away."""
+def why_not_cut(chain: Chain, settings: ScheduleSettings) -> str:
+    """Why rows of a model cannot be cut by a setting; empty if they can."""
+    try:
+        refuse_cut_rows(chain, settings)
+    except UserError as error:
+        return error.expected.partition(", because ")[2]
+    return ""
+
+
+def our_step(model: Any, rows: Rows, *, together: int = 1, **settings: Any) -> tuple[float, dict[str, Tensor]]:
+    """The same by a pipeline, which takes the model's values away; so many rows are a micro-batch."""
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
-    pipeline = tawpipe.Pipeline(model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never")
+    schedule = ScheduleSettings(**settings)
+    pipeline = tawpipe.Pipeline(
+        model, dtype=torch.float64, clip_norm=None, optimizer=sgd, check="never", schedule=schedule
+    )
     parts = micro_batches(rows)
+    parts = [MicroBatch.cat(parts[first : first + together]) for first in range(0, len(parts), together)]
     try:
         loss = pipeline.step(LocalBatch(len(parts), sum(rows[0]), parts)).loss
         pipeline.drain()
@@ -199,7 +226,7 @@ def differences(mine: tuple[float, dict[str, Tensor]], plain: tuple[float, dict[
 def outcome(family: str) -> Outcome:
     """One step of the family's tiny model, by a pipeline and plainly."""
     known = [REMARKS[family]] if family in REMARKS else []
-    remarks, alone = list(known), ""
+    remarks = list(known)
     try:
         model = random_model(family)
     except Exception as error:
@@ -207,21 +234,26 @@ def outcome(family: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         keep_fp64(patch)
         try:
-            rows, mine = PACKED, None
-            while mine is None:
-                try:
-                    mine = our_step(deepcopy(model), rows)
-                except UserError as error:
-                    if "freeze them" in error.expected and not remarks[len(known) :]:
-                        remarks.append(f"freeze what text does not use: {', '.join(freeze_unused(model))}")
-                    elif (why := re.match(r"one document in each row, .*?: (.*)", error.expected)) and rows == PACKED:
-                        rows, alone = PADDED, why[1]
-                    else:
-                        raise
+            try:
+                runs = Runs.of(Chain(deepcopy(model)))
+            except UserError as error:
+                if "freeze them" not in error.expected:
+                    raise
+                remarks.append(f"freeze what text does not use: {', '.join(freeze_unused(model))}")
+                runs = Runs.of(Chain(deepcopy(model)))
+            rows = PACKED
             if sampling := samples(model):
                 remarks.append("samples in training: compared with a plain model whose layers are seeded alike")
-                rows, mine = ALONE, our_step(deepcopy(model), ALONE)
-            found = differences(mine, plain_step(model, micro_batches(rows), seeded=sampling))
+                rows = ALONE
+            plain = plain_step(model, micro_batches(rows), seeded=sampling)
+            found = differences(our_step(deepcopy(model), rows), plain)
+            if not found and not runs.chunks and not sampling:
+                try:
+                    found = [
+                        f"{one} in chunks" for one in differences(our_step(model, rows, sequence_chunk=CHUNK), plain)
+                    ]
+                except UserError as error:  # what can be seen when a layer runs only
+                    runs = replace(runs, chunks=error.expected, sets=error.expected)
         except UserError as error:
             return Outcome("refused", error.expected, tuple(remarks))
         except Exception as error:
@@ -229,7 +261,7 @@ def outcome(family: str) -> Outcome:
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return Outcome("wrong", ", ".join(found[:3]) + more, tuple(remarks))
-    return Outcome("alone" if alone else "equal", alone, tuple(remarks))
+    return Outcome("equal", "", tuple(remarks), runs)
 
 
 def freeze_unused(model: Any) -> list[str]:
@@ -254,11 +286,11 @@ def _text(error: Exception) -> str:
 
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
 _SECTIONS = {
-    "equal": ("Trained as the plain model is", ""),
-    "alone": (
-        "Trained where a document has a row of its own",
-        "`--packing none`, which `--packing auto` takes for them; in the library one document in each row, with\n"
-        "padding behind it. Other rows are refused, and so are rows in chunks or over several processes.",
+    "equal": (
+        "Trained as the plain model is",
+        "Documents are kept apart by our *attention*; by *mixers* that run on each of them apart, while all else runs "
+        "on\nthe whole row; or layers take them *in turn*. In chunks (`--schedule.sequence-chunk`), in sets\n"
+        "(`--schedule.sequence-ranks`) and under pipelines a model runs unless it is said why not.",
     ),
     "refused": ("Refused", "Before anything is allocated, with a message that says why."),
     "wrong": ("Wrong", "Known to differ; do not train them."),
@@ -275,8 +307,8 @@ def page(found: dict[str, Outcome], versions: str = VERSIONS) -> str:
 
 Every causal LM that transformers knows was tried, by the `model_type` in its `config.json`: a tiny model with random
 values took one training step here, on rows of packed documents, and one as transformers' plain model, which saw each
-document alone. Models that mix the documents of a row had rows of one. Equal means: in fp64 the loss and the gradient
-of every parameter differ by less than 1e-9 in relative norm.
+document alone; in chunks as well, where that is not refused. Equal means: in fp64 the loss and the gradient of every
+parameter differ by less than 1e-9 in relative norm.
 
 Written by `python tests/support/every_family.py --write docs/models.md` with {versions};
 `tests/model/test_every_family.py` keeps it true.
@@ -297,11 +329,25 @@ def _by_reason(chosen: dict[str, Outcome]) -> list[str]:
     """A line for each thing that is said of families, with their names; those of which nothing is said come first."""
     families: dict[str, list[str]] = {"": []}
     for family, tried in chosen.items():
-        said = "; ".join(filter(None, [_short(tried.reason), *tried.remarks]))
+        said = "; ".join(filter(None, [_short(tried.reason), *_ways(tried.runs), *tried.remarks]))
         families.setdefault(said, []).append(f"`{family}`")
     plain = families.pop("")
     lines = [f"{', '.join(plain)}.", ""] if plain else []
     return [*lines, *(f"* {', '.join(names)}: {said}" for said, names in families.items())]
+
+
+def _ways(runs: Runs | None) -> Iterator[str]:
+    """What is said of how a family runs; nothing of those that run in every way."""
+    if runs is None or runs == Runs("attention"):
+        return
+    if runs.apart != "attention":
+        yield f"*{runs.apart}*"
+    if runs.chunks and runs.chunks == runs.sets:
+        yield f"whole rows: {_short(runs.chunks)}"
+    else:
+        yield from (f"no {way}: {_short(why)}" for way, why in (("chunks", runs.chunks), ("sets", runs.sets)) if why)
+    if runs.pipelines:
+        yield f"no pipelines: {_short(runs.pipelines)}"
 
 
 def _short(reason: str) -> str:
@@ -315,7 +361,7 @@ def equal_families(found: dict[str, Outcome]) -> str:
     """src/tawpipe/model/tested.py."""
     version = ".".join(transformers.__version__.split(".")[:2])
     names = textwrap.fill(
-        " ".join(sorted(family for family, one in found.items() if one.kind in EQUAL)), 120, break_on_hyphens=False
+        " ".join(sorted(family for family, one in found.items() if one.kind == "equal")), 120, break_on_hyphens=False
     )
     return f'''\
 """Families that train as the plain model does; written by every_family.py."""

@@ -31,7 +31,6 @@ class Dealing:
         pretrained: the model has weights.
         asked: a setting that makes sense under ``balanced`` only, which ``auto`` therefore takes.
         against: why ``auto`` cannot take ``balanced``.
-        alone: why a row may hold one document only; empty where it may hold several.
         rows, micro_batch: of a step, and those that are computed at once, under other packings.
     """
 
@@ -43,7 +42,6 @@ class Dealing:
     pretrained: bool = False
     asked: str = ""
     against: str = ""
-    alone: str = ""
     rows: int = 1
     micro_batch: int = 1
 

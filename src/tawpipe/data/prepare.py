@@ -223,18 +223,6 @@ class _Preparation:
             balanced: makes the documents as ``balanced`` has them.
         """
         dealing = self.dealing
-        if self.settings.packing != "none" and dealing is not None and (alone := dealing.alone):
-            if self.settings.packing != "auto":
-                expected = f"none, which gives every document a row of its own: {alone}"
-                raise UserError("--packing", self.settings.packing, expected)
-            if dealing.asked:
-                name = dealing.asked.split()[0]
-                value = getattr(self.settings, name.removeprefix("--").replace("-", "_"), "a value")
-                raise UserError(
-                    name, value, f"unset: every document needs a row of its own (--packing none), as {alone}"
-                )
-            self.why = alone
-            return "none"
         if self.settings.packing != "auto":
             return self.settings.packing
         rows: Packed = "fit" if counts.masked else "split"

@@ -136,15 +136,6 @@ class MicroBatch:
             positions_given=position_ids is not None,
         )
 
-    @property
-    def alone(self) -> bool:
-        """True if nothing is learned in a row behind its first document: the rest is as good as padding."""
-        length, learned = self.input_ids.shape[1], self.labels != IGNORE
-        firsts = (
-            (*divmod(start, length), n) for start, n in zip((0, *accumulate(self.lengths)), self.lengths, strict=False)
-        )
-        return not any(bool(learned[row, n:].any()) for row, at, n in firsts if not at)
-
     @classmethod
     def cat(cls, parts: Sequence[MicroBatch], dim: int = 0) -> MicroBatch:
         """The rows of several micro-batches, whose rows are of one length, in one; along dimension 1 their tokens."""

@@ -22,8 +22,10 @@ from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery import Discovery, discover, embedding_width
 from tawpipe.model.first_call import ValuesBefore, first_call
+from tawpipe.model.in_turn import embed_in_turn
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
+from tawpipe.model.mixers import RowCall, make_mixer
 from tawpipe.model.quantized import NONE, check_form, matrices_of
 from tawpipe.model.refuse import ApartError, refuse_adapters, refuse_unsupported, unsupported, why_apart
 from tawpipe.model.stubs import (
@@ -80,8 +82,8 @@ class Chain(UnitBinding):
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """The attention implementation that the model used before."""
-        self.alone = why_apart(self.model)
-        """The reason why a row may hold one document only, with padding behind it; empty where it may hold several."""
+        self.in_turn = why_apart(self.model)
+        """The reason why documents are computed one after the other; empty where a row is computed as a whole."""
         self.config = self.model.config
         self.loss = loss
         """What was given instead of the cross-entropy; None without."""
@@ -101,6 +103,12 @@ class Chain(UnitBinding):
             for module, training in given.items():
                 module.training = training
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
+        self.mixing = discovery.mixing
+        """For every layer what mixes tokens in it, if some carry a state along a row; else empty."""
+        for layer, mixing in zip(self.layers, self.mixing, strict=False):
+            for mixer in mixing.mixers:
+                make_mixer(layer.get_submodule(mixer))
+        self._checked_mixers: set[object] = set()
         self.width = discovery.width
         """Elements of the hidden states of a token."""
         self.why_not_staged = discovery.calls_need_weights
@@ -134,15 +142,17 @@ class Chain(UnitBinding):
         ways = [(False, attention.NAME), (True, attention.NAME), (True, "own")]
         if not self.model._can_set_attn_implementation():
             ways = ways[2:]
-        elif self.alone:
-            ways = ways[1:]
+        states = bool(self.in_turn)
         for alone, implementation in ways:
             own = self.own_attention if self.own_attention in ("sdpa", "eager") else "eager"
             self._set_attention(own if implementation == "own" else implementation)
             try:
-                return discover(self.model, alone=alone)
+                discovery = discover(self.model, alone=alone, states=states)
             except ApartError as error:
-                self.alone = self.alone or error.expected
+                self.in_turn = self.in_turn or error.expected
+            else:
+                self.in_turn = self.in_turn if alone else ""
+                return discovery
         raise AssertionError("a model's own attention needs no mask of ours")
 
     def _set_attention(self, implementation: str) -> None:
@@ -214,6 +224,17 @@ class Chain(UnitBinding):
         refuse_use(self.given, *modules_above(self.model, self.path))
 
     @property
+    def why_not_chunks(self) -> str:
+        """The reason why rows cannot be computed in chunks; empty if they can."""
+        return self.in_turn or next((mixing.why_not_chunks for mixing in self.mixing if mixing.why_not_chunks), "")
+
+    @property
+    def why_not_sets(self) -> str:
+        """The reason why ranks cannot compute a row together; empty if they can."""
+        carried = "layers carry a state along a row; chunks instead (schedule.sequence_chunk) let long rows fit"
+        return self.in_turn or (carried if self.mixing else "")
+
+    @property
     def own_code(self) -> bool:
         """True if attention is the model's own: eager code of older models holds scores of S x S then."""
         return self.config.get_text_config()._attn_implementation != attention.NAME
@@ -254,10 +275,11 @@ class Chain(UnitBinding):
 
         Under ``torch.enable_grad`` the hidden states carry the graph of the embedding side.
         """
+        return embed_in_turn(batch, self._embed) if self.in_turn else self._embed(batch)
+
+    def _embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[LayerCall, ...]]:
         ids = batch.input_ids.clone()  # the model may change it; the recomputation needs it again
-        rows, length = ids.shape
-        # What stands behind a document that is alone counts for nothing, and is seen by nothing before it.
-        documents = Documents.of((length,) * rows if self.alone else batch.lengths, (rows, length), ids.device)
+        documents = Documents.of(batch.lengths, (ids.shape[0], ids.shape[1]), ids.device)
         # Saying that nothing is padded keeps the model from looking for packed documents itself, which would wait for
         # the device.
         unpadded = torch.ones_like(ids)
@@ -270,7 +292,10 @@ class Chain(UnitBinding):
         except LayersReached:
             hidden = self._tape.hidden
             assert hidden is not None
-            return hidden, tuple(self._tape.calls)
+            calls = tuple(self._tape.calls)
+            if self.mixing:
+                calls = tuple(RowCall(call.args, call.kwargs, documents, self._checked_mixers) for call in calls)
+            return hidden, calls
         finally:
             self._tape.rewind()
 
@@ -284,7 +309,7 @@ class Chain(UnitBinding):
         return self.embed(batch)[1]
 
     def _call(self, view: nn.Module, arguments: dict[str, Any]) -> Any:
-        return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.alone)))
+        return view(**taken_by(view, {**arguments, "use_cache": False}, alone=bool(self.in_turn)))
 
     def _position_ids(self, batch: MicroBatch) -> Tensor:
         """The positions as the model would count them in every document by itself, unless the caller has given them."""
@@ -303,8 +328,8 @@ class Chain(UnitBinding):
         Raises:
             UserError: an argument that has the tokens of a row in two dimensions, or depends on their number otherwise.
         """
-        if self.alone:
-            raise unsupported(self.name, f"rows cannot be cut, because {self.alone}")
+        if self.why_not_chunks:
+            raise unsupported(self.name, f"rows cannot be cut, because {self.why_not_chunks}")
         found = []
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -350,6 +375,8 @@ class Chain(UnitBinding):
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, c, H] -> [b, c, V] by the model's own forward from its last layer on: final norm, head, scales, caps."""
         rows, length = hidden.shape[:2]
+        if self.in_turn and length > (most := self.positions.limit or length):  # positions that the model counts itself
+            return torch.cat([self.logits(part) for part in hidden.split(most, dim=1)], dim=1)
         nothing = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
         documents = Documents.of((length,) * rows, (rows, length), torch.device("cpu"))
         # The embedding side runs as well; what it gives is thrown away by the feeders, and would show in the loss.

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tawpipe.model import flash
 from tawpipe.model.flash import Part
@@ -34,6 +34,10 @@ FLASH_WINDOW = 128
 """Narrower windows go through explicit scores on the CPU: its kernel would be called for a few queries at a time."""
 WINDOW_QUERIES = 1024
 """Queries in a window that are looked at at one time."""
+
+
+State = dict[tuple[str, int], Tensor]
+"""What a mixer hands on behind a document's tokens, by kind and number: [1, ...] each."""
 
 
 class KeysReached(Exception):
@@ -90,6 +94,7 @@ class Chunk:
         attended: whether the layer has called its attention.
         keep: is given the chunk's tokens, attention's output and the log-sum-exp of its scores, None without a kernel.
         kept: these two from before; they are not computed then.
+        arrived, left: states before and behind the chunk, by mixer and row, of documents that go on across its borders.
     """
 
     store: KeyStore
@@ -102,6 +107,8 @@ class Chunk:
     attended: bool = False
     keep: Callable[[slice, Tensor, Tensor | None], None] | None = None
     kept: tuple[Tensor, Tensor | None] | None = None
+    arrived: dict[nn.Module, dict[int, State]] = field(default_factory=dict)
+    left: dict[nn.Module, dict[int, State]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> slice:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
 from tawpipe.model.attention import NAME, PackedMask, packing
+from tawpipe.model.find_mixers import Mixing, mixing_of
 from tawpipe.model.first_call import ValuesBefore, first_call
 from tawpipe.model.kernels import Documents
 from tawpipe.model.refuse import ApartError, rope_settings, unsupported
@@ -64,14 +65,17 @@ class Discovery:
     calls_need_weights: str
     """The argument of a layer, besides the hidden states, that is computed from weights, in words; mostly empty."""
     positions: PositionUse
+    mixing: tuple[Mixing, ...]
+    """For every layer what mixes tokens in it, where layers may carry states; empty without any."""
 
 
-def discover(model: nn.Module, *, alone: bool = False) -> Discovery:
+def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> Discovery:
     """Follow ``model``, a causal LM whose attention is ``attention.NAME`` or, if documents are ``alone``, its own, and
     describe its chain.
 
     Args:
         alone: every document has a row of its own, so that nothing has to keep documents apart.
+        states: layers may carry states along a row, by mixers that are to be found.
 
     Raises:
         ApartError: the documents of a row, or its tokens, are not kept apart as causal attention would.
@@ -95,7 +99,7 @@ def discover(model: nn.Module, *, alone: bool = False) -> Discovery:
     for path in candidates:
         for returns in LENGTHS_OF_TUPLES:
             try:
-                return _follow(model, path, returns, alone=alone)
+                return _follow(model, path, returns, alone=alone, states=states)
             except UserError:
                 raise
             except Exception as error:
@@ -108,7 +112,7 @@ def discover(model: nn.Module, *, alone: bool = False) -> Discovery:
     ) from (failures[0] if failures else None)
 
 
-def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discovery:
+def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: bool) -> Discovery:
     at: Any = model.get_submodule(path)
     layers = tuple(at)
     kind = type(model).__name__
@@ -139,12 +143,13 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discov
     for index, call in enumerate(tape.calls):
         given = tree_leaves((call.args, call.kwargs))
         masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
-        if not masks and not alone:
+        if not masks and not alone and not states:
             raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
         for mask in masks:
             mask.check()
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
             raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
+    mixing = _mixing(model, layers, tape.calls, tape.hidden) if states and not alone else ()
     _try_layers(model, layers, tape.calls, tape.hidden)
     uses = _uses(model, layers, watch)
     width = tape.hidden.shape[2:].numel()
@@ -154,7 +159,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool) -> Discov
         if any(isinstance(leaf, Tensor) and followed.made(leaf) for leaf in tree_leaves((call.args, call.kwargs)))
     ]
     positions = _positions(model, watch)
-    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(made[:1]), positions)
+    return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(made[:1]), positions, mixing)
 
 
 def _sample(model: nn.Module, *, alone: bool) -> tuple[dict[str, Tensor], Documents]:
@@ -241,6 +246,31 @@ def _try_layers(model: nn.Module, layers: tuple[nn.Module, ...], calls: list[Lay
                 f"layer {index} of {name}",
                 "it draws from Python's random, which cannot be repeated when the layer is computed again; use torch's",
             )
+
+
+def _mixing(
+    model: nn.Module, layers: tuple[nn.Module, ...], calls: list[LayerCall], hidden: Tensor
+) -> tuple[Mixing, ...]:
+    """What mixes tokens in every layer.
+
+    Raises:
+        ApartError: something that is neither a mixer nor attention by our mask, or there are no mixers.
+    """
+    kinds: dict[Hashable, Mixing] = {}
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        kind = kind_of(layer, index)
+        if kind not in kinds:
+            with _own_random_numbers(model), torch.no_grad():
+                kinds[kind] = mixing_of(layer, call, hidden.detach())
+        mixing = kinds[kind]
+        masked = any(isinstance(leaf, PackedMask) for leaf in tree_leaves((call.args, call.kwargs)))
+        convolves = not mixing.mixers and any(isinstance(module, nn.Conv1d) for module in layer.modules())
+        if mixing.unknown or convolves or (mixing.attention and not masked):
+            what = ", ".join(mixing.unknown) or "something"
+            raise ApartError(type(model).__name__, f"{what} of layer {index} mixes tokens in a way that is not known")
+    if not any(mixing.mixers for mixing in kinds.values()):
+        raise ApartError(type(model).__name__, "none of its layers was seen to carry a state")
+    return tuple(kinds[kind_of(layer, index)] for index, layer in enumerate(layers))
 
 
 def _own_random_numbers(model: nn.Module) -> AbstractContextManager[object]:

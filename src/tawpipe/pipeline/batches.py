@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Deal:
         share: micro-batches 0..n-1 for every rank; as ``share_micro_batches`` does it if None.
         pinned: what is dealt is copied to a device, and is in page-locked memory: the thread that issues would wait for
             the device at every copy from other memory.
-        alone: why a row may hold one document only; empty where it may hold several.
+        in_turn: why documents are computed one after the other; empty where they are not.
         positions: how the model uses them.
         vocabulary: token numbers must be below; labels too, unless the loss is the user's own.
     """
@@ -72,7 +73,7 @@ class Deal:
     vocabulary: int | None = None
     own_loss: bool = False
     ranks: int = 1
-    alone: str = ""
+    in_turn: str = ""
     share: Callable[[int], Sequence[Sequence[int]]] | None = None
     pinned: bool = False
 
@@ -144,14 +145,12 @@ class Deal:
                     )
                     raise UserError("batch", given, expected)
         last = int(batch.position_ids.max())
-        if self.alone:
-            if not batch.alone:
-                expected = f"one document in each row, with padding behind it: {self.alone}"
-                raise UserError("batch", "several documents in a row", expected)
-            last = max(last, batch.input_ids.shape[1] - 1)  # where the model counts by itself
-            if int(batch.position_ids[:, 0].max()):
-                expected = f"rows that begin at position 0: {self.alone}"
-                raise UserError("position_ids", batch.position_ids[:, 0].tolist()[:5], expected)
+        if self.in_turn:
+            last = max(last, max(batch.lengths) - 1)  # where the model counts by itself
+            firsts = batch.position_ids.flatten()[[0, *accumulate(batch.lengths[:-1])]]
+            if int(firsts.max()):
+                expected = f"documents that begin at position 0: {self.in_turn}"
+                raise UserError("position_ids", firsts.tolist()[:5], expected)
         limit = self.positions.limit
         last += 0 if batch.positions_given else self.positions.first
         if limit is not None and last >= limit:
@@ -161,7 +160,7 @@ class Deal:
 
     def _scaled_alike(self, batch: MicroBatch) -> MicroBatch:
         """Refuse a micro-batch of which transformers would rotate some documents otherwise than each alone."""
-        if (edge := self.positions.scaled_from) is None:
+        if self.in_turn or (edge := self.positions.scaled_from) is None:
             return batch
         longest = int(batch.position_ids.max()) + 1
         positions = batch.position_ids.flatten().split(batch.lengths)

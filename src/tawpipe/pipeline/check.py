@@ -89,7 +89,7 @@ def check_model(chain: Chain, source: WeightSource, *, loss: Loss | None, run: R
         return f"{name} was not checked: {cut.layers} layers of it have {cut.parameters / 1e9:.1f} billion parameters"
     dtype = torch.float64 if cut.parameters <= WIDE_PARAMETERS else torch.float32
     limit = 2e-5 if dtype == torch.float64 else 2e-3
-    batch = _batch(cut.tokens, alone=bool(chain.alone), besides=_trained_tokens(chain.model))
+    batch = _batch(cut.tokens, besides=_trained_tokens(chain.model))
     try:
         copy = small_copy(chain, source, cut, dtype)
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)) as random:
@@ -128,8 +128,8 @@ def _trained_tokens(model: nn.Module) -> list[int]:
     return sorted({int(token) for layer in layers for tokens in layer.token_indices.values() for token in tokens})
 
 
-def _batch(vocabulary: int, *, alone: bool, besides: Sequence[int] = ()) -> MicroBatch:
-    """Documents of random tokens in a row; or each in a row of its own, where padding behind one must not be seen.
+def _batch(vocabulary: int, *, besides: Sequence[int] = ()) -> MicroBatch:
+    """Documents of random tokens in a row.
 
     Args:
         besides: tokens of which the first ones that are in the vocabulary occur, too.
@@ -139,16 +139,12 @@ def _batch(vocabulary: int, *, alone: bool, besides: Sequence[int] = ()) -> Micr
     some = [token for token in besides if token < vocabulary][: DOCUMENTS[0] - 1]
     ids[0, : len(some)] = torch.tensor(some, dtype=ids.dtype)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, IGNORE)
-    if not alone:
-        return MicroBatch.of_documents(ids, labels, DOCUMENTS)
-    rows = zip(ids.split(DOCUMENTS, dim=1), labels.split(DOCUMENTS, dim=1), DOCUMENTS, strict=True)
-    return MicroBatch.padded([MicroBatch.of_documents(own, learned, [length]) for own, learned, length in rows])
+    return MicroBatch.of_documents(ids, labels, DOCUMENTS)
 
 
 def _documents(tensor: Tensor, batch: MicroBatch) -> list[Tensor]:
     """What a tensor [b, S, ...] has of each of ``DOCUMENTS``."""
-    parts = zip(tensor.flatten(0, 1).split(batch.lengths), batch.lengths, strict=True)
-    return [part for part, length in parts if length in DOCUMENTS]
+    return list(tensor.flatten(0, 1).split(batch.lengths))
 
 
 def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Tensor]:

@@ -195,7 +195,7 @@ class Pipeline:
             chain.config.get_text_config().vocab_size,
             own_loss=loss is not None,
             ranks=self.sequence_ranks,
-            alone=chain.alone,
+            in_turn=chain.in_turn,
             share=self._schedules.shares,
             pinned=world.device.type == "cuda",
         )

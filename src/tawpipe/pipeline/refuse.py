@@ -55,10 +55,16 @@ def refuse_settings(
 
 def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
     """Raise UserError if rows are to be cut that this model needs whole."""
-    for name, value in (("sequence_chunk", settings.sequence_chunk), ("sequence_ranks", settings.sequence_ranks)):
-        if chain.alone and (value or 0) > (name == "sequence_ranks"):
-            expected = f"unset: rows of {chain.name} cannot be cut, because {chain.alone}"
+    for name, value, most, why in (
+        ("sequence_chunk", settings.sequence_chunk or 0, 0, chain.why_not_chunks),
+        ("sequence_ranks", settings.sequence_ranks or 1, 1, chain.why_not_sets),
+    ):
+        if why and value > most:
+            expected = f"unset: rows of {chain.name} cannot be cut, because {why}"
             raise UserError(f"schedule.{name}", value, expected)
+    if chain.mixing and settings.sequence_chunk == 1:
+        expected = "0, or at least 2: a state goes from chunk to chunk, and code for one token changes it in place"
+        raise UserError("schedule.sequence_chunk", 1, expected)
 
 
 def refuse_host(

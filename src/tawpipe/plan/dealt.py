@@ -114,7 +114,7 @@ class DealFound:
         good = [one for one in candidates if one.fits and one.step is not None]
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
-        sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or not request.profile.why_whole)]
+        sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or request.profile.shares)]
         sizes = [given] if (given := request.settings.sequence_ranks) else sizes
         least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
 

@@ -187,8 +187,8 @@ def _request_of(
     row, documents = asked.row, asked.documents
     why_whole = "--compile compiles layers on whole rows" if asked.compiled else ""
     chain.quantise(asked.quantize, dtype)
-    if chain.alone:
-        documents, why_whole = (row,), why_whole or f"each holds one document, because {chain.alone}"
+    if chain.why_not_chunks:
+        why_whole = why_whole or chain.why_not_chunks
     if asked.sequence_length is None:
         row = min(row, longest_allowed(chain.config))
         documents = (row,)
@@ -240,7 +240,7 @@ def _request_of(
     def chunks(whole: Profile) -> Sequence[int] | None:
         if why_whole:
             return None
-        request = by(replace(whole, in_chunks=whole.blocks, cuts=True))
+        request = by(replace(whole, in_chunks=whole.blocks, cuts=not whole.why_not_shares))
         small = not whole_rows_fit(request)
         sizes = request.chunks if settings.sequence_chunk or small else ()
         shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
@@ -339,4 +339,6 @@ def _profile(
     if (sizes := measuring["chunks"](found)) is None:
         return replace(found, in_chunks=())
     why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()
-    return replace(found, in_chunks=found.in_chunks if sizes else (), cuts=not why, why_whole=why)
+    return replace(
+        found, in_chunks=found.in_chunks if sizes else (), cuts=not (why or found.why_not_shares), why_whole=why
+    )

@@ -238,7 +238,8 @@ def _profile(
 
 
 def _cost(cost: BlockCost) -> list[list[float]]:
-    return [[part.fixed, part.per_token, part.per_pair] for part in (cost.forward, cost.backward, cost.attention)]
+    parts = cost.forward, cost.backward, cost.attention
+    return [[part.fixed, part.per_token, part.per_pair, *[True] * part.in_turn] for part in parts]
 
 
 def _block_cost(parts: Sequence[Sequence[float]], window: int | None, unpack_s: float) -> BlockCost:

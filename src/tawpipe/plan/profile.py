@@ -2,7 +2,7 @@
 
 Seconds are fitted to ``fixed + per_token * tokens + per_pair * pairs``, where pairs is the sum over a micro-batch's
 documents of the squared length: attention grows with it, everything else with the tokens. Of layers with a window pairs
-are those within it.
+are those within it. Layers that take documents in turn are called for every length, and take the fixed part each time.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Profile:
         source: in words, for the reader.
         in_chunks: costs of every block where rows run in chunks, the fixed part of each of them; empty where that was
             not looked at.
-        cuts: rows can be cut, into chunks or into shares for several ranks; False where that was not looked at.
-        why_whole: the reason why they cannot, if they cannot.
+        cuts: rows can be cut into shares for several ranks; False where that was not looked at.
+        why_whole: the reason why they cannot be cut, into chunks or shares, if they cannot.
+        why_not_shares: the reason why they can be cut into chunks only, if that is so.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -72,7 +73,13 @@ class Profile:
     in_chunks: tuple[BlockCost, ...] = ()
     cuts: bool = False
     why_whole: str = ""
+    why_not_shares: str = ""
     update_of: tuple[float, ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """True unless something is known against rows that several ranks compute together."""
+        return not (self.why_whole or self.why_not_shares)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -82,10 +89,11 @@ class Profile:
     @property
     def work(self) -> LayerTime:
         """Seconds of a document in a step, by which documents are dealt; without the fixed part of micro-batches."""
-        kinds: Counter[tuple[float, float, int | None]] = Counter()
+        kinds: Counter[tuple[float, float, int | None, float]] = Counter()
         for number, block in enumerate(self.blocks):
             passes = [block.forward, block.backward][number == len(self.blocks) - 1 :]  # the head's are one
-            kinds[sum(one.per_token for one in passes), sum(one.per_pair for one in passes), block.window] += 1
+            calls = sum(one.fixed for one in passes if one.in_turn)
+            kinds[sum(one.per_token for one in passes), sum(one.per_pair for one in passes), block.window, calls] += 1
         return LayerTime(tuple(LayerKind(layers, *kind) for kind, layers in kinds.items() if any(kind[:2])))
 
     def cut(self, chunk: int) -> Profile:
@@ -167,10 +175,10 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     source = f"measured on {where}, {tokens} tokens"
     kinds = bench.kinds()
     if not timed:
-        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source)
+        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source, why_not_shares=chain.why_not_sets)
     clock.tell(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half, quarter = max(1, tokens // 2), max(1, tokens // 4)
-    of_layers = [(tokens,), (half,), (quarter,), (max(1, tokens // 8),) * 8]
+    of_layers = [(tokens,), (half,), (quarter,), _eight(max(1, tokens // 8), uneven=bool(chain.in_turn))]
     costs: dict[int, BlockCost] = {}
     for blocks in kinds.values():
         window, is_layer = bench.window(blocks[0]), chain.blocks[blocks[0]].kind == "layer"
@@ -179,14 +187,23 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
         if not is_layer:  # where nothing grows with the pairs of tokens
             sizes = [replace(size, pairs=0.0) for size in sizes]
         timed_shapes = [clock.seconds(blocks[0], shape) for shape in shapes]
-        forward, backward = (fit(sizes, [one[i] for one in timed_shapes]) for i in (0, 1))
+        in_turn = is_layer and bool(chain.in_turn)
+        calls = [size.lengths if in_turn else 1 for size in sizes]
+        forward, backward = (
+            replace(fit(sizes, [one[i] for one in timed_shapes], calls), in_turn=in_turn) for i in (0, 1)
+        )
         unpack_s = clock.unpack_seconds(blocks[0])
         cost = BlockCost(forward, backward, Seconds(per_pair=forward.per_pair), window, unpack_s)
         costs |= dict.fromkeys(blocks, cost)
     in_order = tuple(costs[block] for block in range(len(chain.blocks)))
     update_s, update_of = clock.updates(optimizer)
     source += f", at {mhz:,} MHz" if (mhz := clock_mhz(device)) else ""
-    return Profile(in_order, update_s, memory, source, update_of=update_of)
+    return Profile(in_order, update_s, memory, source, update_of=update_of, why_not_shares=chain.why_not_sets)
+
+
+def _eight(length: int, *, uneven: bool) -> tuple[int, ...]:
+    """The lengths of eight documents, all different if that is wanted and they are long enough."""
+    return tuple(length + (place - 4) * (length > 4) * uneven for place in range(8))
 
 
 def _with_chunks(
@@ -202,7 +219,7 @@ def _with_chunks(
         return whole
     if why := bench.why_whole():
         return replace(whole, why_whole=why)
-    whole = replace(whole, cuts=True)
+    whole = replace(whole, cuts=not whole.why_not_shares)
     if not sizes:
         return whole
     blocks = clock.in_chunks(whole, tokens, row, sizes[0]) if tokens else whole.blocks
@@ -252,6 +269,7 @@ def estimate(
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
         tuple(in_chunks),
         update_of=update_of,
+        why_not_shares=chain.why_not_sets,
     )
 
 

@@ -6,6 +6,9 @@ again; then chunks come in reverse, each computed again against them, and the gr
 of the input, rows of a chunk at a time. Gradients of weights are added up over chunks by whoever collects them. What a
 chunk's attention gave may be kept (``KeptAttention``), and is then not computed again.
 
+A mixer's state goes from chunk to chunk the same way: detached through the first pass, and in reverse its gradient. A
+layer's states are made again for its backward pass; those of one layer exist at a time, a border of chunks each.
+
 Inputs and outputs are ``Rows``: on the device, or outside of it, from where they come and whither they go by chunk.
 
 The numbers are those of the whole row but for rounding; dropout is drawn for every chunk, so that another size of
@@ -21,15 +24,17 @@ from itertools import repeat
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tawpipe.model.chain import Chain
-from tawpipe.model.chunked import Chunk, KeysReached, KeyStore
+from tawpipe.model.chunked import Chunk, KeysReached, KeyStore, State
+from tawpipe.model.find_mixers import Mixing
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.rows import Rows
 
 T = TypeVar("T")
+States = dict[nn.Module, dict[int, State]]
 Draw = Callable[[int, Callable[[], Tensor]], Tensor]
 """Runs a function with the random numbers of a chunk, by its number."""
 
@@ -95,12 +100,13 @@ class LayerInChunks:
         Args:
             kept: is given what attention gives.
         """
-        chunks = self._chunks(hidden)
+        chunks, states = self._chunks(hidden), States()
         for chunk, tokens in zip(chunks, hidden.read([chunk.tokens for chunk in chunks]), strict=True):
-            chunk.keep = kept and kept.put
+            chunk.keep, chunk.arrived = kept and kept.put, states
             with torch.no_grad():
                 output = self._run(chunk, tokens)
             self._check(chunk)
+            states = chunk.left
             yield chunk.tokens, output
         if kept:
             kept.settle()
@@ -113,15 +119,18 @@ class LayerInChunks:
 
     def backward(self, hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None = None) -> None:
         """Propagate ``gradient`` of the output, [b, S, H], which becomes that of the input if it is ``wanted``."""
-        chunks = self._chunks(hidden)
+        chunks, mixing = self._chunks(hidden), self._mixing
         with torch.no_grad():
             spans = [chunk.tokens for chunk in chunks[:-1]]  # the last puts its own when it is computed again, first
-            for chunk, tokens in zip(chunks, hidden.read(spans) if spans else (), strict=False):
-                chunk.only_keys = True
+            spans = spans if mixing is None or mixing.attention or mixing.mixers else []
+            for number, tokens in enumerate(hidden.read(spans) if spans else ()):
+                chunk = chunks[number]
+                # Whatever comes first, attention or a mixer, leaves the layer: where there are several, all must run.
+                chunk.only_keys = mixing is None or len(mixing.mixers) + mixing.attention == 1
                 with suppress(KeysReached):
                     self._run(chunk, tokens)
-                chunk.only_keys = False
-        self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept)
+                chunk.only_keys, chunks[number + 1].arrived = False, chunk.left
+        self._propagate(chunks, hidden, gradient, wanted=wanted, kept=kept if self._attends else None)
 
     def _propagate(
         self, chunks: list[Chunk], hidden: Rows, gradient: Tensor, *, wanted: bool, kept: KeptAttention | None
@@ -130,13 +139,17 @@ class LayerInChunks:
         chunks.reverse()
         spans = [chunk.tokens for chunk in chunks]
         results = kept.read(spans) if kept else repeat(None, len(spans))
+        behind: list[Tensor] = []
         for chunk, tokens, result in zip(chunks, hidden.read(spans), results, strict=True):
             chunk.kept = result
             leaf = tokens.contiguous().detach().requires_grad_(wanted)
+            arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
             with torch.enable_grad():
                 output = self._run(chunk, leaf)
-            torch.autograd.backward(output, gradient[:, chunk.tokens])
-            chunk.kept = None
+            left = [] if chunk is chunks[0] else tensors_of(chunk.left)
+            torch.autograd.backward([output, *left], [gradient[:, chunk.tokens], *behind])
+            behind = [torch.zeros_like(state) if state.grad is None else state.grad for state in arrived]
+            chunk.kept, chunk.arrived, chunk.left = None, {}, {}
             if wanted:
                 assert leaf.grad is not None
                 gradient[:, chunk.tokens] = leaf.grad
@@ -146,8 +159,17 @@ class LayerInChunks:
         store = KeyStore(rows, length)
         return [Chunk(store, span.start, span.stop) for span in spans_of(length, self.size)]
 
+    @property
+    def _mixing(self) -> Mixing | None:
+        """What mixes tokens in the layer; None where that is attention alone."""
+        return self.chain.mixing[self.block - 1] if self.chain.mixing else None
+
+    @property
+    def _attends(self) -> bool:
+        return self._mixing is None or self._mixing.attention
+
     def _run(self, chunk: Chunk, hidden: Tensor) -> Tensor:
-        chunk.attended = False
+        chunk.attended, chunk.left = False, {}
         index = self.block - 1
         call = self.calls[index].cut(self.chain.along_tokens[index], chunk)
         return self.draw(
@@ -155,12 +177,17 @@ class LayerInChunks:
         )
 
     def _check(self, chunk: Chunk) -> None:
-        if not chunk.attended:
+        if not chunk.attended and self._attends:
             raise unsupported(
                 f"{self.chain.block_name(self.block)} of {self.chain.name}",
                 "it calls no attention through transformers' interface, so it mixes tokens elsewhere and cannot be cut "
                 "along the sequence; --schedule.sequence-chunk 0 with --schedule.sequence-ranks 1 runs it whole",
             )
+
+
+def tensors_of(states: States) -> list[Tensor]:
+    """The tensors of the states of mixers, in the order in which they were left."""
+    return [state for rows in states.values() for states_of_row in rows.values() for state in states_of_row.values()]
 
 
 def spans_of(length: int, size: int) -> list[slice]:

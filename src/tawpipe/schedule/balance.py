@@ -79,7 +79,7 @@ def layers_that_keep(
 @dataclass(frozen=True)
 class LayerKind:
     """Time that layers of one kind take for a document, in any unit: ``per_token`` and, for every pair of tokens, the
-    square of the length where attention sees all of them, ``per_pair``.
+    square of the length where attention sees all of them, ``per_pair``; and ``fixed``, where each is a call of its own.
 
     Args:
         layers: of this kind.
@@ -90,10 +90,11 @@ class LayerKind:
     per_token: float
     per_pair: float
     window: int | None = None
+    fixed: float = 0.0
 
     def of(self, length: int) -> float:
         """Time of one layer for a document of so many tokens."""
-        return self.per_token * length + self.per_pair * pairs_within(length, self.window)
+        return self.fixed + self.per_token * length + self.per_pair * pairs_within(length, self.window)
 
 
 @dataclass(frozen=True)

@@ -60,16 +60,18 @@ class MicroBatchSize:
         tokens: in it.
         pairs: the sum over its documents of the squared length, which attention grows with.
         within: (window, pairs), where a token sees no more than a window.
+        lengths: different ones among its documents: the calls of a layer that takes documents in turn.
     """
 
     tokens: float = 1.0
     pairs: float = 1.0
     within: tuple[tuple[int, float], ...] = ()
+    lengths: int = 1
 
     def times(self, factor: float) -> MicroBatchSize:
         """So many times as much of the same documents."""
         within = tuple((window, pairs * factor) for window, pairs in self.within)
-        return MicroBatchSize(self.tokens * factor, self.pairs * factor, within)
+        return replace(self, tokens=self.tokens * factor, pairs=self.pairs * factor, within=within)
 
     def seen(self, window: int | None) -> MicroBatchSize:
         """The same for a layer with this window."""
@@ -80,25 +82,29 @@ def size_of(lengths: Sequence[int], windows: Iterable[int] = ()) -> MicroBatchSi
     """The size of a micro-batch with documents of these lengths, for layers with these windows.
 
     >>> size_of([3, 4])
-    MicroBatchSize(tokens=7, pairs=25, within=())
+    MicroBatchSize(tokens=7, pairs=25, within=(), lengths=2)
     """
     within = tuple((window, sum(pairs_within(length, window) for length in lengths)) for window in windows)
-    return MicroBatchSize(sum(lengths), sum(map(pairs_within, lengths)), within)
+    return MicroBatchSize(sum(lengths), sum(map(pairs_within, lengths)), within, len(set(lengths)))
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; nothing for none."""
+    """A time that grows with the micro-batch: ``fixed + per_token * tokens + per_pair * pairs``; nothing for none.
+    Where documents are taken ``in_turn`` the fixed part is that of each call.
+    """
 
     fixed: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
+    in_turn: bool = False
 
     def of(self, size: MicroBatchSize) -> float:
-        return self.fixed + self.per_token * size.tokens + self.per_pair * size.pairs if size.tokens else 0.0
+        fixed = self.fixed * (size.lengths if self.in_turn else 1)
+        return fixed + self.per_token * size.tokens + self.per_pair * size.pairs if size.tokens else 0.0
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(self.fixed * factor, self.per_token * factor, self.per_pair * factor)
+        return Seconds(self.fixed * factor, self.per_token * factor, self.per_pair * factor, self.in_turn)
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,6 @@ class RunModel:
             self._followed = built, chain
         return self._followed
 
-    @property
-    def alone(self) -> str:
-        """The reason why a row may hold one document only; empty where it may hold several."""
-        return "" if self.folder is None else self.followed(None)[1].alone
-
     def check(self, vocab_size: int | None, longest: int) -> None:
         """Raise UserError if the tokenizer, or the longest document, does not fit the model.
 

@@ -112,7 +112,6 @@ def _dealing(config: TrainConfig, model: RunModel, world_size: int) -> Dealing:
         ranks=bins.ranks,
         pretrained=model.pretrained,
         asked=config.asks_for_balance,
-        alone="" if config.packing == "none" else model.alone,
         rows=config.global_batch,
         micro_batch=config.micro_batch,
         against="" if config.asks_for_balance else against,

@@ -1,0 +1,172 @@
+"""Models that would mix the documents of a row: known before anything runs, and given one document after the other.
+Their numbers are compared in test_every_family.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from family_configs import tiny_config
+from model_families import family_config, meta_model, real_model
+from tawpipe import Pipeline
+from tawpipe.errors import UserError
+from tawpipe.model.attention import PackedMask, packed_attention
+from tawpipe.model.batch import MicroBatch
+from tawpipe.model.chain import Chain
+from tawpipe.model.in_turn import Groups
+from tawpipe.model.kernels import Documents
+from tawpipe.model.refuse import ApartError
+from tawpipe.plan.profile import measure
+from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.simulate import BlockCost, Seconds, size_of
+
+WHY = {
+    "bloom": (True, "does not use transformers' attention interface"),
+    "bart": (True, "counts positions along the row by itself"),
+    "deepseek_v4": (True, "heavily_compressed_attention carry a state"),
+    "xlstm": (False, "state space carry a state"),
+}
+
+
+@pytest.mark.parametrize("family", WHY)
+def test_what_mixes_documents_is_known_without_values(family: str):
+    own_code, why = WHY[family]
+    chain = Chain(meta_model(tiny_config(family)))
+    assert why in chain.in_turn and chain.own_code == own_code
+    with pytest.raises(UserError, match="rows cannot be cut"):
+        chain.find_tokens()
+
+
+def test_what_keeps_documents_apart_has_no_reason_to_take_them_in_turn():
+    chain = Chain(meta_model(family_config("gemma2")))
+    assert not chain.in_turn and not chain.own_code
+
+
+def test_documents_of_one_length_are_grouped_and_come_back_in_their_order():
+    rows = torch.arange(2 * 12 * 3).view(2, 12, 3)
+    lengths = 4, 6, 2, 6, 2, 4
+    groups = Groups.by(lengths, lengths)
+    assert groups.numbers == ((0, 5), (1, 3), (2, 4))
+    parts = groups.split(rows)
+    assert [tuple(part.shape) for part in parts] == [(2, 4, 3), (2, 6, 3), (2, 2, 3)]
+    assert torch.equal(parts[1][1], rows[1, :6])
+    assert torch.equal(groups.join(parts, rows.shape), rows)
+
+
+@pytest.mark.parametrize(("lengths", "groups"), [((3, 5, 3), [[0, 2], [1]]), ((1, 9, 2), [[0, 2], [1]])])
+def test_documents_of_similar_lengths_are_padded_to_a_rectangle(lengths, groups):
+    rows = torch.arange(1.0, sum(lengths) + 1)[None]
+    similar = Groups.by([length < 5 for length in lengths], lengths)
+    assert [list(numbers) for numbers in similar.numbers] == groups
+    parts = similar.split(rows)
+    assert parts[0].shape == (2, max(lengths[0], lengths[2]))
+    assert torch.equal(similar.join(parts, rows.shape), rows)
+
+
+@pytest.fixture(scope="module")
+def bart() -> Iterator[Pipeline]:
+    with closing(Pipeline(real_model(tiny_config("bart"), torch.float32), check="never")) as pipeline:
+        yield pipeline
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (1, 11), (5, 1, 6), (1,) * 12])
+def test_layers_are_called_once_for_every_length(bart: Pipeline, lengths: tuple[int, ...], monkeypatch):
+    called: list[int] = []
+    monkeypatch.setattr(
+        bart.chain.layers[0], "forward", lambda hidden, *_, **__: called.append(hidden.shape[1]) or hidden
+    )
+    ids = torch.randint(3, 40, (1, 12), generator=torch.Generator().manual_seed(0))
+    batch = MicroBatch.of_documents(ids, ids, lengths)
+    hidden = torch.randn(1, 12, bart.chain.width)
+    calls = bart.chain.calls(batch)
+    assert torch.equal(calls[0](bart.chain.layers[0], hidden), hidden)
+    assert called == list(dict.fromkeys(lengths))
+
+
+def test_documents_must_begin_at_position_0_where_the_model_counts_by_itself(bart: Pipeline):
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(12).remainder(6).expand(2, 12)
+    bart.step({"input_ids": ids, "labels": ids, "position_ids": places})
+    with pytest.raises(UserError, match="documents that begin at position 0: the model counts positions"):
+        bart.step({"input_ids": ids, "labels": ids, "position_ids": torch.arange(1, 13).expand(2, 12)})
+    with pytest.raises(UserError, match=r"sequence_chunk: got 4; unset: rows of BartForCausalLM cannot be cut"):
+        Pipeline(
+            real_model(tiny_config("bart"), torch.float32),
+            check="never",
+            schedule=ScheduleSettings(sequence_chunk=4),
+        )
+
+
+def test_documents_longer_than_a_table_of_positions_are_refused_although_the_model_counts_by_itself(bart: Pipeline):
+    ids = torch.full((1, 129), 7)
+    with pytest.raises(UserError, match="position 128'; below 128"):
+        bart.step({"input_ids": ids, "labels": ids})
+    places = torch.arange(129).remainder(128)[None]  # the head runs on more positions than the table has
+    assert math.isfinite(bart.step({"input_ids": ids, "labels": ids, "position_ids": places}).loss)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "falcon"])
+def test_the_check_compares_them_with_their_own_forward_pass(family: str):
+    pipeline = Pipeline(real_model(tiny_config(family), torch.float32), check="always")
+    assert "layers checked" in pipeline.checked
+    pipeline.close()
+
+
+def test_rows_of_several_lengths_make_a_padded_micro_batch():
+    parts = [MicroBatch.of_documents(torch.arange(n)[None], torch.arange(n)[None], [n]) for n in (5, 3, 5)]
+    batch = MicroBatch.padded(parts)
+    assert batch.input_ids.shape == (3, 5) and batch.lengths == (5, 3, 2, 5)
+    assert batch.tokens == sum(part.tokens for part in parts)
+    assert torch.equal(batch.labels[1], torch.tensor([1, 2, -100, -100, -100]))
+
+
+def test_a_profile_counts_the_calls_of_layers_that_take_documents_in_turn():
+    chain = Chain(meta_model(tiny_config("bloom")))
+    profile = measure(chain, dtype=torch.float32, device=torch.device("cpu"), tokens=64, now=count(1.0).__next__)
+    embedding, layer, *_ = profile.blocks
+    assert layer.forward.in_turn and layer.backward.in_turn and not embedding.forward.in_turn
+    layer = Seconds(fixed=2.0, per_token=1.0, in_turn=True)
+    assert layer.of(size_of([5, 3, 5])) == 2 * 2 + 13 and replace(layer, in_turn=False).of(size_of([5, 3, 5])) == 15
+    cost = BlockCost(layer, layer)
+    work = replace(profile, blocks=(BlockCost(), cost, cost, BlockCost())).work
+    assert work.of(7) == 2 * 2 * (2.0 + 7)
+
+
+def test_attention_refuses_what_it_would_leave_out():
+    """Indices of the keys that count, and keys that stand for several tokens, belong to sparse attention."""
+    states = torch.ones(1, 2, 6, 4)
+    mask = PackedMask(Documents.of((6,), (1, 6), torch.device("cpu")), None)
+    with pytest.raises(ApartError, match="is given indices"):
+        packed_attention(torch.nn.Identity(), states, states, states, mask, indices=torch.zeros(1))
+    with pytest.raises(ApartError, match="keys that are not those of the row's tokens"):
+        packed_attention(torch.nn.Identity(), states, states[:, :, :3], states[:, :, :3], mask)
+
+
+def test_chunks_of_attention_begin_with_every_document():
+    documents = Documents.of((7, 3, 2, 8), (2, 10), torch.device("cpu")).cut(3)
+    assert [length for _, _, length in documents.spans] == [3, 3, 1, 3, 2, 3, 3, 2]
+    assert documents.max_length == 3 and documents.spans[5] == (1, 2, 3)
+    assert documents.cut(3) is documents
+
+
+@pytest.mark.parametrize(("family", "key"), [("deepseek_v3", "num_mtp_layers"), ("mellum", "num_mtp_layers")])
+def test_multi_token_prediction_heads_are_refused_or_left_out_of_what_is_exported(family: str, key: str, tmp_path):
+    config = tiny_config(family)
+    setattr(config, key, 1)
+    if hasattr(config, "mtp_layer_types"):
+        config.mtp_layer_types, config.mtp_mlp_layer_types = ["sliding_attention"], ["sparse"]
+    with pytest.raises(UserError, match=rf"{key}=1\) are neither trained nor exported; --without-mtp"):
+        Pipeline(real_model(config, torch.float32), check="never")
+    pipeline = Pipeline(real_model(config, torch.float32), check="never", without_mtp=True)
+    folder = pipeline.export(tmp_path / "model")
+    pipeline.close()
+    assert getattr(AutoConfig.from_pretrained(folder), key) == 0
+    assert AutoModelForCausalLM.from_pretrained(folder).config.num_hidden_layers == config.num_hidden_layers

@@ -1,0 +1,182 @@
+"""Mixers on rows of several documents and in chunks of rows, against every document by itself, in fp64."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers.models.kimi_linear.modeling_kimi_linear as kimi
+from torch import Tensor, nn
+
+from every_family import differences, micro_batches, our_step, plain_step, random_model
+from family_configs import tiny_config
+from model_families import keep_fp64, meta_model, real_model
+from selected import quick_ones
+from tawpipe import Pipeline
+from tawpipe.errors import UserError
+from tawpipe.model.chain import Chain
+from tawpipe.model.chunked import Chunk, KeyStore
+from tawpipe.model.kernels import Documents
+from tawpipe.model.mixers import Mixer, RowCall, check_apart, make_mixer
+from tawpipe.pipeline.batches import LocalBatch
+from tawpipe.pipeline.refuse import refuse_cut_rows
+from tawpipe.schedule.settings import ScheduleSettings
+
+FAMILIES = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "mamba2"),
+    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3"),
+)
+QUICK = "qwen3_next", "falcon_h1", "lfm2"
+ROWS = ((23, 17), (7, 1, 6, 14, 12), (14, 13, 13), (1, 39), (40,), (2,) * 20)
+"""Documents that cross borders of chunks, end on one, begin on one or a token before or behind it, have one token."""
+
+
+@cache
+def model_of(family: str) -> tuple[Any, Any]:
+    model = random_model(family)
+    return model, plain_step(deepcopy(model), micro_batches(ROWS))
+
+
+@pytest.fixture(autouse=True)
+def in_fp64(monkeypatch):
+    keep_fp64(monkeypatch)
+
+
+@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 4, 5, 6)), 7])
+def test_documents_are_computed_as_each_by_itself(family: str, chunk: int):
+    model, plain = model_of(family)
+    assert differences(our_step(deepcopy(model), ROWS, sequence_chunk=chunk), plain) == []
+
+
+@pytest.mark.parametrize("settings", [{"recompute": "selective"}, {"recompute": "none"}, {"keep_mib": 1}])
+def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
+    model, plain = model_of("lfm2")
+    assert differences(our_step(deepcopy(model), ROWS, **settings), plain) == []
+
+
+def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
+    model, plain = model_of("falcon_h1")
+    waiting: dict[str, Any] = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
+    for settings in ({}, {"sequence_chunk": 7}, {"sequence_chunk": 7, **waiting}):
+        assert differences(our_step(deepcopy(model), ROWS, together=3, **settings), plain) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("jamba", "JambaMambaMixer does not go on from the state"),
+        ("mamba", "MambaMixer does not go on from the state"),
+        ("minimax", "MiniMaxLightningAttention has its state in a form"),
+        ("xlstm", "carry a state across the documents"),
+    ],
+)
+def test_chunks_are_refused_where_a_state_cannot_be_handed_on_and_packed_rows_are_not(family: str, why: str):
+    chain = Chain(meta_model(tiny_config(family)))
+    refuse_cut_rows(chain, ScheduleSettings())
+    with pytest.raises(UserError, match=f"rows of .* cannot be cut, because .*{why}"):
+        refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=64))
+
+
+def test_sets_and_chunks_of_one_token_are_refused_with_what_works():
+    chain = Chain(meta_model(tiny_config("lfm2")))
+    refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=2))
+    with pytest.raises(UserError, match="layers carry a state along a row; chunks instead"):
+        refuse_cut_rows(chain, ScheduleSettings(sequence_ranks=2))
+    with pytest.raises(UserError, match="at least 2: a state goes from chunk to chunk"):
+        refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=1))
+
+
+def test_other_models_in_the_process_stay_as_they_are():
+    model = meta_model(tiny_config("lfm2"))
+    mixers = [module for module in model.modules() if type(module).__name__ == "Lfm2ShortConv"]
+    kind = type(mixers[0])
+    chain = Chain(model)
+    assert all(isinstance(module, kind) and isinstance(module, Mixer) for module in mixers)
+    assert type(meta_model(tiny_config("lfm2")).model.layers[0].conv) is kind
+    assert Chain(model).mixing == chain.mixing  # a second time
+
+
+class Mean(nn.Module):
+    """Mixes all that it is given."""
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None) -> Tensor:
+        return hidden_states + 1e-4 * hidden_states.mean((0, 1))
+
+
+class Forgetful(nn.Module):
+    """Adds up tokens, and does not go on from a sum."""
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None) -> Tensor:
+        if cache_params is not None:
+            cache_params.get_recurrent_state(0)
+            cache_params.update_recurrent_state(hidden_states.sum(1), 0)
+        return hidden_states.cumsum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixer_that_mixes_documents_is_found_when_it_first_runs(dtype: torch.dtype):
+    mean, call = Mean(), RowCall((None,), {}, Documents.of((5, 6, 7), (1, 18), torch.device("cpu")))
+    make_mixer(mean)
+    hidden = 100 * torch.randn(1, 18, 4, dtype=dtype)
+    if dtype is torch.bfloat16:
+        call(mean, hidden)  # below its rounding
+    else:
+        with pytest.raises(UserError, match="Mean'; the documents of a row reach one another in it; --packing none"):
+            call(mean, hidden)
+    torch.testing.assert_close(mean(hidden), Mean()(hidden))
+
+
+def test_a_mixer_that_does_not_go_on_from_its_state_is_found_when_chunks_first_run():
+    forgetful, documents = Forgetful(), Documents.of((18,), (1, 18), torch.device("cpu"))
+    make_mixer(forgetful)
+    chunk = Chunk(KeyStore(1, 18), 0, 9)
+    with pytest.raises(UserError, match=r"Forgetful'; it does not go on from the state .*sequence-chunk 0 runs"):
+        RowCall((None,), {}, documents, chunk=chunk)(forgetful, torch.randn(1, 9, 4))
+
+
+def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
+    """Kimi's mixer hands the borders of documents on under a name that its kernel does not know, and the wrapper of
+    kernels drops unknown names: documents mix, although the kernel could keep them apart.
+    """
+    compute, keeps = kimi.chunk_kimi_delta_attention, []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None = None, **rest: Any) -> Any:
+        rest.pop("cu_seq_lens_q", None)
+        keeps.append(cu_seqlens is not None)
+        return compute(query, key, value, **rest)
+
+    def convolution(states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **rest: Any) -> Tensor:
+        documents = states.split(rest["cu_seq_lens_q"].diff().tolist(), dim=-1)
+        return torch.cat([convolve(document, weight, bias, activation=activation) for document in documents], dim=-1)
+
+    convolve = kimi.causal_conv1d_fn
+    monkeypatch.setattr(kimi, "chunk_kimi_delta_attention", kernel)
+    monkeypatch.setattr(kimi, "causal_conv1d_fn", convolution)
+    model = real_model(tiny_config("kimi_linear"), torch.float32)
+    mixer = next(module for module in model.modules() if hasattr(module, "forget_gate"))
+    borders = torch.tensor([0, 8, 20])
+
+    def with_borders(hidden: Tensor, _: float = 0.0) -> Tensor:
+        return mixer(hidden, cu_seq_lens_q=borders)
+
+    hidden = torch.randn(1, 20, model.config.hidden_size)
+    with torch.no_grad(), pytest.raises(UserError, match="reach one another"):
+        check_apart("KimiDeltaAttention", with_borders, hidden, with_borders(hidden), 8)
+    assert not any(keeps)
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_nothing_is_found_in_bfloat16(family: str, chunk: int):
+    model = real_model(tiny_config(family), torch.float32)
+    with closing(
+        Pipeline(model, dtype=torch.bfloat16, check="never", schedule=ScheduleSettings(sequence_chunk=chunk))
+    ) as pipeline:
+        parts = micro_batches(ROWS[:2])
+        assert math.isfinite(pipeline.step(LocalBatch(2, 40, parts)).loss)
