@@ -37,6 +37,7 @@ RUN: dict[str, Any] = {
     "steps": 3,
     "optimizer": {"name": "adam"},
     "evaluation": {"every": 0},
+    "checkpoint": {"every": 1},
     "schedule": {"sequence_ranks": 1, "reduce_dtype": "same", "loss_chunk_tokens": 32},
 }
 TOPOLOGY = ["--topology", "1x2", "--device-name", "CPU"]

@@ -87,7 +87,7 @@ PARTS = {
     "working": "what one block needs while it computes",
     "system": "libraries, driver, what this program has read and planned, threads",
     "saving": "the copy of weights and optimizer state that is being written",
-    "apart": "what the device's allocator holds for one stream alone",
+    "apart": "what the allocator holds between blocks, or for one stream alone",
     "host": "inputs of layers that wait",
     "kept": "what need not be computed again then",
 }
