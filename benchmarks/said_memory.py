@@ -96,6 +96,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(rows: list[dict[str, Any]], out: Path) -> None:
+    """The runs so far, as a page and as numbers."""
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "command": shlex.join(["python", "benchmarks/said_memory.py", *sys.argv[1:]]),
+        "common": COMMON,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores, {platform.platform()}",
+    }
+    (out / "said.json").write_text(json.dumps({"settings": settings, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+    worst = max(rows, key=lambda row: abs(row["more"]))
+    words = f"The worst is {worst['more']:+.1%}; bounds are {-OFF:+.0%} and {BELOW:+.0%}. All have `{COMMON}`."
+    page = f"# Memory as said and as held\n\n`{settings['command']}`\n\n{words}\n\n{table(rows)}\n"
+    (out / "table.md").write_text(page, encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS), metavar="RUN")
@@ -107,20 +124,8 @@ def main() -> int:
         for name in args.only:
             rows.append(measured(name, Path(folder)))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        settings = {
-            "command": shlex.join(["python", "benchmarks/said_memory.py", *sys.argv[1:]]),
-            "common": COMMON,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": f"{os.cpu_count()} cores, {platform.platform()}",
-        }
-        (args.out / "said.json").write_text(json.dumps({"settings": settings, "runs": rows}, indent=1) + "\n")
-        worst = max(rows, key=lambda row: abs(row["more"]))
-        words = f"The worst is {worst['more']:+.1%}; bounds are {-OFF:+.0%} and {BELOW:+.0%}. All have `{COMMON}`."
-        page = f"# Memory as said and as held\n\n`{settings['command']}`\n\n{words}\n\n{table(rows)}\n"
-        (args.out / "table.md").write_text(page)
+            if args.out:
+                write(rows, args.out)
     return int(not all(map(is_right, rows)))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from said_memory import RUNS, is_right, measured, text
+from said_memory import is_right, measured, text
 
 
-@pytest.mark.parametrize("name", list(RUNS)[:3])
+@pytest.mark.parametrize("name", ["one process", "two processes", "no checkpoints"])
 def test_the_largest_process_holds_what_was_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
         monkeypatch.delenv(variable, raising=False)
     text(tmp_path / "text.jsonl")
     row = measured(name, tmp_path)
     assert is_right(row), row
+    *_, last = (tmp_path / name.replace(" ", "-") / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(last)["predicted_memory_bytes"] == pytest.approx(row["said"], rel=0.01)

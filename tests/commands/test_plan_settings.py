@@ -37,6 +37,7 @@ RUN: dict[str, Any] = {
     "steps": 3,
     "optimizer": {"name": "adam"},
     "evaluation": {"every": 0},
+    "checkpoint": {"every": 1},
     "schedule": {"sequence_ranks": 1, "reduce_dtype": "same", "loss_chunk_tokens": 32},
 }
 TOPOLOGY = ["--topology", "1x2", "--device-name", "CPU"]
@@ -85,7 +86,7 @@ def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(mon
     (chosen, *_) = json.loads(capsys.readouterr().out)["candidates"]
     stated_rows = stated.partition("would run:\n")[2].splitlines()
     rows = {name: words for name, *words in map(str.split, stated_rows) if words[:1] != ["there"]}
-    assert rows["strategy"] == [chosen["strategy"]]
+    assert rows["strategy"][0] == f"{chosen['strategy']}:"
     for name, size in (chosen["memory_gib"] | {"memory": chosen["peak_gib"]}).items():
         assert " ".join(rows[name][:2]) == gib(size * 2**30), "one sum of memory"
     words = ["train", "--config", "run.yaml", "--nproc", "2", "--nodes", "1", "--dry-run", "--plan", "plan.yaml"]

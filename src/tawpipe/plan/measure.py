@@ -41,9 +41,9 @@ DRIVER_BYTES = 700 << 20
 COMMUNICATOR_BYTES = 512 << 20
 """Of a GPU that NCCL takes for one communicator, where that was not measured (``probe``): it depends on the release,
 the number of ranks and the network. 484 MiB to 1.6 GB for one were reported (NVIDIA/nccl issues 864, 964, 2363)."""
-THREADS_BYTES = 32 << 20
-"""Of a process on a CPU, that threads of lanes and groups take as it runs: stacks, scratch of kernels, what falls
-between small blocks in the allocator (benchmarks/said_memory.py)."""
+THREADS_BYTES = 24 << 20, 50 << 20
+"""Of a process on a CPU, alone and among others, that threads of lanes and groups take as it runs: stacks, scratch of
+kernels, pieces of the allocator (benchmarks/said_memory.py)."""
 INSIDE = {"CPU": LinkModel(2e9), "GPU": LinkModel(200e9, 1e-5, shared=False)}
 """Inside a node where a topology was given in short, without a file: a loopback, NVLink."""
 LATENCY_S = 3e-5
@@ -291,7 +291,7 @@ def system_of(machine: Machine, here: torch.device) -> tuple[int, int]:
     all processes, which every run has besides its groups', is among it.
     """
     if machine.device.name == "CPU":
-        return resident_memory() + THREADS_BYTES, 0
+        return resident_memory() + THREADS_BYTES[machine.world_size > 1], 0
     each = machine.device.communicator_bytes or COMMUNICATOR_BYTES
     used, usual = 0, DRIVER_BYTES + (each if machine.world_size > 1 else 0)
     if here.type == "cuda" and device_name(here) == machine.device.name:

@@ -39,8 +39,8 @@ SHORT = 64
 ROOM = {"cpu": 2**28, "cuda": 2**36}
 """Bytes that the longest row may take, tensors alone: little enough that one step of it takes a minute."""
 MOST_SECONDS = 90.0
-BESIDES = ("system", "apart")
-"""Parts of a prediction that are no tensors: what the driver has, and what allocators keep apart."""
+BESIDES = ("system", "apart", "saving")
+"""Parts of a prediction that no tensor of a step is: what the driver has, what allocators keep apart, saved copies."""
 
 
 def predicted(world: World) -> Outcome:

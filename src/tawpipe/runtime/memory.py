@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-MALLOC = {-8: 1, -3: 4 << 20, -1: 64 << 20}
+MALLOC = {-8: 1, -3: 1 << 20, -1: 64 << 20}
 """Parameters of glibc's allocator (malloc.h): M_ARENA_MAX; M_MMAP_THRESHOLD, bytes of the smallest block that is mapped
 by itself; M_TRIM_THRESHOLD, free bytes at the end of its heap that it keeps.
 """

@@ -34,7 +34,7 @@ def check_memory(
     batch: BatchShape,
     *,
     others: Callable[[PlanRequest], WouldFit],
-    saves: bool = True,
+    goes_on_saving: bool = True,
     request: PlanRequest | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Needs | None, PlanRequest | None]:
@@ -44,7 +44,7 @@ def check_memory(
     Args:
         schedule: that will run.
         others: finds what would fit in place of a request that does not.
-        saves: the run saves its state.
+        goes_on_saving: steps follow a save, and so run while it is being written.
         request: what was measured for a plan, if anything was.
 
     Raises:
@@ -70,8 +70,10 @@ def check_memory(
     if not measured.has_host:  # no two processes have loaded and read as much
         system = max(world.gather_numbers(float(measured.system_bytes)))
         measured = replace(measured, system_bytes=int(system))
-        kept = {name: size for name, size in needs.parts.items() if saves or name != "saving"}
-        needs = replace(needs, parts=kept | {"system": int(system)})
+        parts = dict(needs.parts) | {"system": int(system)}
+        if not goes_on_saving:  # the last copy takes the place of what computing has given back
+            parts["saving"] = max(0, parts["saving"] - parts["activations"] - parts["working"])
+        needs = replace(needs, parts=parts)
     lacking = bool(shortage(_all_of(machine, measured), needs))
     if any(world.gather_numbers(float(lacking))):
         if request is None:

@@ -196,7 +196,7 @@ def prepare(
         schedule,
         batch,
         others=lambda short: WouldFit(short, config, ask),
-        saves=bool(config.checkpoint.every or config.checkpoint.memory_every or config.checkpoint.best),
+        goes_on_saving=_goes_on_saving(config, begins.state.step if begins.state is not None else 0),
         request=followed.request,
         tell=console.notice,
     )
@@ -251,6 +251,17 @@ def tell_without_effect(settings: ScheduleSettings, world: World, console: Conso
     """Say which settings under ``schedule`` do nothing here."""
     for name in without_effect(settings, world):
         console.notice(f"--schedule.{name.replace('_', '-')} has no effect on one node: nothing crosses a slow link")
+
+
+def _goes_on_saving(config: TrainConfig, first: int) -> bool:
+    """True if steps follow a save.
+
+    Args:
+        first: the step that the run goes on from.
+    """
+    settings = config.checkpoint
+    often = [every for every in (settings.every, settings.memory_every) if every]
+    return settings.best or any((first // every + 1) * every < config.steps for every in often)
 
 
 def _settled(

@@ -87,7 +87,7 @@ PARTS = {
     "working": "while a layer computes",
     "system": "libraries, the driver, what was read and planned",
     "saving": "the copy that a checkpoint is written from",
-    "apart": "of the allocator, for one stream alone",
+    "apart": "what the allocator holds besides",
     "host": "inputs of layers that wait",
     "kept": "at most, of what need not be computed again then",
 }
